@@ -1,0 +1,424 @@
+"""What users hold: the operations of one group of ranks, checked at the door and handed on as `CommOp`s."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.op import REDUCTIONS, AllWork, CommOp, Kind, Reduction, ThenWork, Work
+from lockstep.comm.transport import Transport
+from lockstep.errors import ConfigError, TransportClosed
+
+_MAX_OBJECT_BYTES = 1 << 20  # objects are for settings and reports; data travels as tensors
+_SUM_LIKE = ("sum", "mean")
+
+
+class Communicator:
+    """The ranks of one group, and everything they can say to each other.
+
+    Every operation takes tensors of any shape, also non-contiguous and empty ones. By default it blocks until the result may
+    be read; with `async_op=True` it returns at once and `Work.wait()` is the moment. Either way a `Work` is returned.
+
+    Collective: every rank of the group calls the same operations in the same order (messages are between two ranks).
+    Raises: ConfigError before anything is sent, for arguments that cannot be right; CommError from the waiting.
+    """
+
+    def __init__(self, transport: Transport, name: str = "world") -> None:
+        self.transport = transport
+        self.name = name
+        self.rank = transport.rank
+        self.world_size = transport.world_size
+        self._collectives = 0
+        self._messages = 0
+        self._closed = False
+
+    # ------------------------------------------------------------------ what it is
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors are expected."""
+        return self.transport.device
+
+    @property
+    def timeout_s(self) -> float:
+        """Limit of every operation that names no other."""
+        return self.transport.timeout_s
+
+    @property
+    def global_ranks(self) -> tuple[int, ...]:
+        """Rank in this group -> rank in the job."""
+        return self.transport.global_ranks
+
+    def __repr__(self) -> str:
+        place = f"rank {self.rank} of {self.world_size}"
+        return f"<Communicator {self.name!r}: {place}, {self.transport.name}, {self.device}>"
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what this communicator holds. Not collective; a second call does nothing."""
+        if not self._closed:
+            self._closed = True
+            self.transport.close()
+
+    # ------------------------------------------------------------------ messages between two ranks
+
+    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
+        """Send `tensor` to rank `dst`; returns when the tensor may be changed again."""
+        return self._finish(self.isend(tensor, dst, tag, label=label), async_op=False)
+
+    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0, *, label: str = "") -> Work:
+        """Receive into `tensor` from rank `src`, or from any rank (`Work.source_rank()` then tells which)."""
+        return self._finish(self.irecv(tensor, src, tag, label=label), async_op=False)
+
+    def isend(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
+        """`send` without waiting. `tensor` must not change before `Work.wait()` has returned."""
+        return self.transport.submit(self.send_op(tensor, dst, tag, label=label))
+
+    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, *, label: str = "") -> Work:
+        """`recv` without waiting."""
+        op, copy_back = self._recv_op(tensor, src, tag, label)
+        work = self.transport.submit(op)
+        return work if copy_back is None else ThenWork(work, copy_back)
+
+    def send_op(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> CommOp:
+        """A send for `batch_send_recv`."""
+        self._check_peer("dst", dst, other=True)
+        return self._message("send", inputs=(_dense(tensor),), peer=dst, tag=tag, label=label)
+
+    def recv_op(self, tensor: Tensor, src: int, tag: int = 0, *, label: str = "") -> CommOp:
+        """A receive for `batch_send_recv`; `tensor` must be contiguous."""
+        if not tensor.is_contiguous():
+            raise ConfigError("recv_op needs a contiguous tensor: receive into a buffer and copy it")
+        return self._recv_op(tensor, src, tag, label)[0]
+
+    def batch_send_recv(self, ops: Sequence[CommOp], *, async_op: bool = False) -> Work:
+        """Start several messages together, so that no order of them can deadlock (`send_op`, `recv_op` make them)."""
+        if not ops:
+            raise ConfigError("batch_send_recv needs at least one send_op or recv_op")
+        for op in ops:
+            if op.kind not in ("send", "recv"):
+                raise ConfigError(f"batch_send_recv takes what send_op and recv_op return, not {op.kind}")
+        work = self.transport.submit(self._message("batch_send_recv", parts=tuple(ops)))
+        return self._finish(work, async_op)
+
+    # ------------------------------------------------------------------ one to all, all to one
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False, label: str = "") -> Work:
+        """Every rank's `tensor` becomes rank `src`'s. Same shape and dtype everywhere."""
+        self._check_peer("src", src)
+        flat, copy_back = _in_place(tensor)
+        inputs = (flat,) if self.rank == src else ()
+        return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, peer=src)
+
+    def reduce(
+        self, tensor: Tensor, dst: int = 0, reduce: Reduction = "sum", *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """Rank `dst`'s `tensor` becomes the reduction over all ranks; on the others it keeps its value."""
+        self._check_peer("dst", dst)
+        _check_reduction(reduce, tensor)
+        if self.rank == dst:
+            flat, copy_back = _in_place(tensor, complex_as_real=reduce in _SUM_LIKE)
+            return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, peer=dst, reduce=reduce)
+        flat = _dense(tensor)
+        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        return self._collective("reduce", (flat,), (), None, async_op, label, peer=dst, reduce=reduce)
+
+    def gather(
+        self,
+        tensor: Tensor,
+        gather_list: Sequence[Tensor] | None = None,
+        dst: int = 0,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """On rank `dst`, `gather_list[r]` becomes rank r's `tensor`; other ranks pass no list."""
+        self._check_peer("dst", dst)
+        outputs, copy_back = self._root_list("gather_list", gather_list, root=dst)
+        return self._collective("gather", (_dense(tensor),), outputs, copy_back, async_op, label, peer=dst)
+
+    def scatter(
+        self,
+        tensor: Tensor,
+        scatter_list: Sequence[Tensor] | None = None,
+        src: int = 0,
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """Every rank's `tensor` becomes `scatter_list[rank]` of rank `src`; other ranks pass no list."""
+        self._check_peer("src", src)
+        self._root_list("scatter_list", scatter_list, root=src)
+        flat, copy_back = _in_place(tensor)
+        inputs = tuple(_dense(t) for t in scatter_list or ())
+        return self._collective("scatter", inputs, (flat,), copy_back, async_op, label, peer=src)
+
+    # ------------------------------------------------------------------ all to all
+
+    def all_reduce(self, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = "") -> Work:
+        """Every rank's `tensor` becomes the reduction over all ranks: the same bits everywhere. Same shape and dtype."""
+        if reduce not in REDUCTIONS or tensor.is_complex() or not tensor.is_contiguous() or reduce == "mean":
+            _check_reduction(reduce, tensor)
+            flat, copy_back = _in_place(tensor, complex_as_real=reduce in _SUM_LIKE)
+        else:
+            flat, copy_back = tensor, None
+        return self._collective("all_reduce", (flat,), (flat,), copy_back, async_op, label, reduce=reduce)
+
+    def all_gather(
+        self, tensor_list: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks, if every rank's list says so."""
+        self._check_list("tensor_list", tensor_list)
+        if tensor_list[self.rank].numel() != tensor.numel():
+            raise ConfigError(
+                f"all_gather on rank {self.rank}: tensor_list[{self.rank}] has {tensor_list[self.rank].numel()} elements, "
+                f"but this rank's tensor has {tensor.numel()}"
+            )
+        outputs, copy_back = _outputs(tensor_list)
+        return self._collective("all_gather", (_dense(tensor),), outputs, copy_back, async_op, label)
+
+    def all_gather_into_tensor(
+        self, output: Tensor, tensor: Tensor, *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """`output` [W * n] becomes the ranks' `tensor` [n] one after the other; `tensor` may be this rank's part of `output`."""
+        self._check_even("all_gather_into_tensor", whole=output, part=tensor)
+        flat, copy_back = _in_place(output)
+        return self._collective("all_gather", (_dense(tensor),), (flat,), copy_back, async_op, label)
+
+    def reduce_scatter(
+        self,
+        output: Tensor,
+        input_list: Sequence[Tensor],
+        reduce: Reduction = "sum",
+        *,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
+        """`output` becomes the reduction of `input_list[rank]` over all ranks. Sizes may differ along the list, not between ranks."""
+        self._check_list("input_list", input_list)
+        _check_reduction(reduce, output)
+        mine = input_list[self.rank]
+        if mine.numel() != output.numel():
+            raise ConfigError(
+                f"reduce_scatter on rank {self.rank}: output has {output.numel()} elements, but input_list[{self.rank}], "
+                f"which is reduced into it, has {mine.numel()}"
+            )
+        flat, copy_back = _in_place(output, complex_as_real=reduce in _SUM_LIKE)
+        inputs = tuple(_dense(t) for t in input_list)
+        if output.is_complex():
+            inputs = tuple(torch.view_as_real(t) for t in inputs)
+        return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, reduce=reduce)
+
+    def reduce_scatter_tensor(
+        self, output: Tensor, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """`output` [n] becomes this rank's part of the reduction of `tensor` [W * n]; it may be that part of `tensor`."""
+        self._check_even("reduce_scatter_tensor", whole=tensor, part=output)
+        _check_reduction(reduce, output)
+        flat, copy_back = _in_place(output, complex_as_real=reduce in _SUM_LIKE)
+        whole = _dense(tensor)
+        whole = torch.view_as_real(whole) if whole.is_complex() else whole
+        return self._collective("reduce_scatter", (whole,), (flat,), copy_back, async_op, label, reduce=reduce)
+
+    def all_to_all(
+        self, output_list: Sequence[Tensor], input_list: Sequence[Tensor], *, async_op: bool = False, label: str = ""
+    ) -> Work:
+        """`output_list[r]` becomes what rank r has in `input_list[rank]`. Sizes may differ; pairs must agree."""
+        self._check_list("output_list", output_list)
+        self._check_list("input_list", input_list)
+        outputs, copy_back = _outputs(output_list)
+        inputs = tuple(_dense(t) for t in input_list)
+        return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label)
+
+    def barrier(self, *, async_op: bool = False, label: str = "") -> Work:
+        """Return when every rank has called it."""
+        return self._collective("barrier", (), (), None, async_op, label)
+
+    # ------------------------------------------------------------------ small JSON objects
+
+    def broadcast_object(self, value: Any = None, src: int = 0, *, label: str = "") -> Any:
+        """Rank `src`'s `value` on every rank; other ranks' argument is ignored. JSON values only, at most 1 MiB; blocks."""
+        self._check_peer("src", src)
+        payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8, device=self.device)
+        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
+        self.broadcast(size, src, label=label or "object.size")
+        if self.rank != src:
+            payload = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
+        self.broadcast(payload, src, label=label or "object")
+        return _decode(payload)
+
+    def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
+        """The ranks' `value`s, in rank order, on every rank. JSON values only, at most 1 MiB each; blocks."""
+        sizes, payload, whole = self._object_buffers(value, label)
+        self.all_gather_into_tensor(whole, payload, label=label or "object")
+        return [_decode(row[:size]) for row, size in zip(whole.view(self.world_size, -1), sizes, strict=True)]
+
+    def gather_object(self, value: Any, dst: int = 0, *, label: str = "") -> list[Any] | None:
+        """The ranks' `value`s, in rank order, on rank `dst`; None on the others. JSON values only, at most 1 MiB each; blocks."""
+        self._check_peer("dst", dst)
+        sizes, payload, whole = self._object_buffers(value, label)
+        rows = list(whole.view(self.world_size, -1)) if self.rank == dst else None
+        self.gather(payload, rows, dst, label=label or "object")
+        return None if rows is None else [_decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
+
+    def _object_buffers(self, value: Any, label: str) -> tuple[list[int], Tensor, Tensor]:
+        """Every rank's payload size, this rank's payload padded to the largest, and room for all of them."""
+        payload = self._encode(value)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        mine = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
+        self.all_gather_into_tensor(sizes, mine, label=label or "object.size")
+        counts = [int(size) for size in sizes.tolist()]
+        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
+        padded[: payload.numel()] = payload
+        return counts, padded, torch.empty(self.world_size * max(counts), dtype=torch.uint8, device=self.device)
+
+    def _encode(self, value: Any) -> Tensor:
+        try:
+            data = json.dumps(value, separators=(",", ":")).encode()
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"only JSON values travel between ranks ({error}); send tensors as tensors") from error
+        if len(data) > _MAX_OBJECT_BYTES:
+            raise ConfigError(f"object of {len(data)} bytes: the limit is {_MAX_OBJECT_BYTES}; send data as tensors")
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+
+    # ------------------------------------------------------------------ smaller groups
+
+    def split(self, color: int | None, key: int | None = None, name: str = "") -> Communicator | None:
+        """A communicator for the ranks that gave the same `color`, ordered by (`key`, rank); None where `color` is None.
+
+        Collective: every rank of this communicator. The new one has the same device, timeout and layers.
+        """
+        choices = self.all_gather_object([color, self.rank if key is None else key], label="split")
+        groups: dict[int, list[tuple[int, int]]] = {}
+        for rank, (rank_color, rank_key) in enumerate(choices):
+            if rank_color is not None:
+                groups.setdefault(rank_color, []).append((rank_key, rank))
+        ordered = [[rank for _, rank in sorted(groups[group_color])] for group_color in sorted(groups)]
+        transport = self.transport.split(ordered)
+        return None if transport is None else Communicator(transport, name or f"{self.name}/{color}")
+
+    # ------------------------------------------------------------------ the door
+
+    def _collective(
+        self,
+        kind: Kind,
+        inputs: tuple[Tensor, ...],
+        outputs: tuple[Tensor, ...],
+        copy_back: Any,
+        async_op: bool,
+        label: str,
+        peer: int | None = None,
+        reduce: Reduction | None = None,
+    ) -> Work:
+        if self._closed:
+            raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
+        work = self.transport.submit(CommOp(self._collectives, kind, inputs, outputs, peer, reduce, 0, label))
+        self._collectives += 1
+        if copy_back is not None:
+            work = ThenWork(work, copy_back)
+        if not async_op:
+            work.wait()
+        return work
+
+    def _message(self, kind: Kind, **fields: Any) -> CommOp:
+        if self._closed:
+            raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
+        op = CommOp(self._messages, kind, **fields)
+        self._messages += 1
+        return op
+
+    def _recv_op(self, tensor: Tensor, src: int | None, tag: int, label: str) -> tuple[CommOp, Any]:
+        if src is not None:
+            self._check_peer("src", src, other=True)
+        flat, copy_back = _in_place(tensor)
+        return self._message("recv", outputs=(flat,), peer=src, tag=tag, label=label), copy_back
+
+    @staticmethod
+    def _finish(work: Work, async_op: bool) -> Work:
+        if not async_op:
+            work.wait()
+        return work
+
+    def _check_peer(self, argument: str, rank: int, other: bool = False) -> None:
+        if not 0 <= rank < self.world_size:
+            raise ConfigError(f"{argument}={rank}: {self.name!r} has ranks 0 to {self.world_size - 1}")
+        if other and rank == self.rank:
+            raise ConfigError(f"{argument}={rank} is this rank itself: a rank cannot send to itself, copy the tensor")
+
+    def _check_list(self, argument: str, tensors: Sequence[Tensor]) -> None:
+        if len(tensors) != self.world_size:
+            raise ConfigError(f"{argument} has {len(tensors)} tensors: it needs one per rank, {self.world_size}")
+        if len({t.dtype for t in tensors}) > 1:
+            raise ConfigError(f"{argument} mixes dtypes: {sorted({str(t.dtype) for t in tensors})}")
+
+    def _check_even(self, kind: str, whole: Tensor, part: Tensor) -> None:
+        if whole.numel() != self.world_size * part.numel():
+            raise ConfigError(
+                f"{kind} on rank {self.rank}: the whole has {whole.numel()} elements, but {self.world_size} ranks x "
+                f"{part.numel()} elements each are {self.world_size * part.numel()}; for uneven parts use the list form"
+            )
+        if whole.dtype != part.dtype:
+            raise ConfigError(f"{kind} on rank {self.rank}: dtypes differ, {whole.dtype} and {part.dtype}")
+
+    def _root_list(self, argument: str, tensors: Sequence[Tensor] | None, root: int) -> tuple[tuple[Tensor, ...], Any]:
+        if self.rank != root:
+            if tensors:
+                raise ConfigError(f"{argument} belongs to rank {root} only; rank {self.rank} must pass None")
+            return (), None
+        if tensors is None:
+            raise ConfigError(f"{argument} is needed on rank {root}, which is the root")
+        self._check_list(argument, tensors)
+        return _outputs(tensors)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """`tensor` itself where contiguous, else a contiguous copy."""
+    return tensor.detach().contiguous()
+
+
+def _in_place(tensor: Tensor, complex_as_real: bool = False) -> tuple[Tensor, Any]:
+    """A contiguous tensor to work on in place, and what copies it back where that is not `tensor`'s own memory."""
+    target = tensor.detach()
+    if complex_as_real and target.is_complex():
+        target = torch.view_as_real(target)
+    flat = target.contiguous()
+    return flat, (None if flat is target or flat.data_ptr() == target.data_ptr() else lambda: target.copy_(flat))
+
+
+def _outputs(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
+    """`_in_place` for a list: the tensors to fill, and one function that copies back those that needed a buffer."""
+    pairs = [_in_place(t) for t in tensors]
+    copies = [copy for _, copy in pairs if copy is not None]
+
+    def copy_back() -> None:
+        for copy in copies:
+            copy()
+
+    return tuple(flat for flat, _ in pairs), (copy_back if copies else None)
+
+
+def _check_reduction(reduce: str, tensor: Tensor) -> None:
+    if reduce not in REDUCTIONS:
+        raise ConfigError(f"reduce={reduce!r}: choose one of {', '.join(REDUCTIONS)}")
+    if reduce == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
+        raise ConfigError(
+            f"the mean of {tensor.dtype} is not a {tensor.dtype}: sum and divide, or convert to float first"
+        )
+    if tensor.is_complex() and reduce not in _SUM_LIKE:
+        raise ConfigError(f"reduce={reduce!r} has no meaning for {tensor.dtype}; only sum and mean have")
+
+
+def _decode(payload: Tensor) -> Any:
+    return json.loads(bytes(payload.cpu().numpy()))
+
+
+__all__ = ["AllWork", "Communicator"]

@@ -1,0 +1,164 @@
+"""One message or collective as a record, and the handle of its completion.
+
+Everything that ranks say to each other is a `CommOp`. A transport turns it into moving bytes; a layer reads it on the way.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+Kind = Literal[
+    "send",
+    "recv",
+    "batch_send_recv",
+    "broadcast",
+    "reduce",
+    "all_reduce",
+    "gather",
+    "all_gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "barrier",
+]
+Reduction = Literal["sum", "mean", "min", "max", "product"]
+REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "min", "max", "product")
+
+
+class CommOp(NamedTuple):
+    """What one rank asks of its communicator: immutable, and the only thing that crosses the seam.
+
+    `inputs` are read and `outputs` are written; a tensor in both is worked on in place. All are contiguous.
+    What each kind holds on rank r of W (root = `peer`):
+
+        send                inputs (t,)                                    peer = destination
+        recv                outputs (t,)                                   peer = source
+        batch_send_recv     parts = the sends and recvs, started together
+        broadcast           inputs (t,) on the root; outputs (t,) on all   peer = source
+        reduce              inputs (t,); outputs (t,) on the root          peer = destination
+        all_reduce          inputs (t,) and outputs (t,), the same tensor
+        gather              inputs (t,); outputs (o_0 .. o_W-1) on the root    peer = destination
+        all_gather          inputs (t,); outputs (o_0 .. o_W-1), or one flat tensor of W * t.numel() elements
+        scatter             inputs (i_0 .. i_W-1) on the root; outputs (t,)    peer = source
+        reduce_scatter      inputs (i_0 .. i_W-1), or one flat tensor of W * t.numel(); outputs (t,)
+        all_to_all          inputs (i_0 .. i_W-1); outputs (o_0 .. o_W-1)
+        barrier             nothing
+    """
+
+    seq: int  # number of this collective in its communicator; messages (send, recv) have a count of their own
+    kind: Kind
+    inputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
+    peer: int | None = None  # rank within the communicator; None: no root, or receive from any rank
+    reduce: Reduction | None = None
+    tag: int = 0  # matches a send with its recv
+    label: str = ""  # what it is for, in the caller's words: "bucket3", "init.weights"
+    parts: tuple[CommOp, ...] = ()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the larger side; for all_reduce the size of its tensor."""
+        if self.parts:
+            return sum(part.nbytes for part in self.parts)
+        return max(sum(t.nbytes for t in self.inputs), sum(t.nbytes for t in self.outputs))
+
+
+def signature(op: CommOp) -> str:
+    """What must be equal on every rank for a collective to make sense, as one line a person can read.
+
+    Gathering kinds may have uneven sizes, so their shapes are left out.
+    """
+    words: list[str] = [op.kind]
+    tensors = op.inputs or op.outputs
+    if tensors:
+        words.append(str(tensors[0].dtype).removeprefix("torch."))
+    if op.kind in ("broadcast", "reduce", "all_reduce") and tensors:
+        words.append(str(list(tensors[0].shape)))
+    if op.reduce is not None:
+        words.append(op.reduce)
+    if op.peer is not None and op.kind not in ("send", "recv"):
+        words.append(f"root={op.peer}")
+    return " ".join(words)
+
+
+def describe(op: CommOp) -> str:
+    """The signature with what only this rank knows: number, peer, label, sizes."""
+    text = f"{signature(op)} (seq {op.seq}"
+    if op.kind in ("send", "recv"):
+        text += f", {'to' if op.kind == 'send' else 'from'} rank {'any' if op.peer is None else op.peer}, tag {op.tag}"
+    if op.label:
+        text += f", {op.label!r}"
+    return text + f", {op.nbytes} bytes)"
+
+
+class Work(abc.ABC):
+    """The completion of one submitted operation."""
+
+    @abc.abstractmethod
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Return when the outputs may be read: by this thread (CPU) or by the current stream (GPU).
+
+        timeout_s: None means the communicator's own limit. Raises CommError (timeout, peer lost, mismatch). A second call
+        returns at once, or raises the same error again.
+        """
+
+    @abc.abstractmethod
+    def is_done(self) -> bool:
+        """True once the operation has ended, well or badly; never blocks."""
+
+    def source_rank(self) -> int | None:
+        """For a finished recv from any rank: the rank the message came from. None for every other operation."""
+        return None
+
+
+class DoneWork(Work):
+    """Work that ended before it was returned."""
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        pass
+
+    def is_done(self) -> bool:
+        return True
+
+
+DONE = DoneWork()
+
+
+class ThenWork(Work):
+    """Work with one more local step, run once by the first `wait` after it: a division, a copy back into strided memory."""
+
+    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+        self._work = work
+        self._then: Callable[[], None] | None = then
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._work.wait(timeout_s)
+        then, self._then = self._then, None
+        if then is not None:
+            with torch.no_grad():
+                then()
+
+    def is_done(self) -> bool:
+        return self._work.is_done()
+
+    def source_rank(self) -> int | None:
+        return self._work.source_rank()
+
+
+class AllWork(Work):
+    """Several works as one."""
+
+    def __init__(self, works: list[Work]) -> None:
+        self._works = works
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        for work in self._works:
+            work.wait(timeout_s)
+
+    def is_done(self) -> bool:
+        return all(work.is_done() for work in self._works)

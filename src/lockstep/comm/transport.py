@@ -1,0 +1,74 @@
+"""The one seam: every byte between ranks passes through `Transport.submit`.
+
+A transport moves bytes. A layer is a transport that holds a transport: it sees every operation, may time, check, record,
+delay or refuse it, and passes it on. A stack of layers over one transport is again a transport.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import final
+
+import torch
+
+from lockstep.comm.op import CommOp, Work
+
+
+class Transport(abc.ABC):
+    """Moves the tensors of one group of ranks.
+
+    Order: collectives are matched between ranks in the order of their submission; so are messages with equal (peer, tag).
+    Threads: one thread submits at a time; `Work.wait` may be called from any.
+    """
+
+    name: str  # "gloo", "nccl", "threads", ...
+    rank: int  # within this group
+    world_size: int
+    global_ranks: tuple[int, ...]  # rank in this group -> rank in the job
+    device: torch.device  # where this rank's tensors are expected
+    timeout_s: float  # limit of every operation that names no other
+
+    @abc.abstractmethod
+    def submit(self, op: CommOp) -> Work:
+        """Start `op` and return at once; never raises for what only the other ranks can cause (that is `Work.wait`)."""
+
+    @abc.abstractmethod
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
+        """A transport for the one of `groups` (disjoint, ranks of this group, same value on every rank) that holds this rank.
+
+        Collective: every rank of this group. Returns None on a rank that is in no group.
+        """
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give back threads, sockets and memory. A second call does nothing. Not collective."""
+
+
+class TransportLayer(Transport):
+    """A transport that holds a transport. Subclasses override `submit` and `over`, nothing else."""
+
+    def __init__(self, inner: Transport) -> None:
+        self.inner = inner
+        self.name = inner.name
+        self.rank = inner.rank
+        self.world_size = inner.world_size
+        self.global_ranks = inner.global_ranks
+        self.device = inner.device
+        self.timeout_s = inner.timeout_s
+
+    def submit(self, op: CommOp) -> Work:
+        return self.inner.submit(op)
+
+    @abc.abstractmethod
+    def over(self, inner: Transport) -> TransportLayer:
+        """The same layer over the transport of a sub-group."""
+
+    @final
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
+        inner = self.inner.split(groups)
+        return None if inner is None else self.over(inner)
+
+    @final
+    def close(self) -> None:
+        self.inner.close()

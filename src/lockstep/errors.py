@@ -1,0 +1,133 @@
+"""Every error lockstep raises.
+
+    LockstepError
+    ├── ConfigError (ValueError)              a value given by the user is wrong; nothing was started or sent
+    │   ├── UnsupportedArgument               an argument of a torch signature that has no meaning here
+    │   └── EnvironmentProblems               rank, world size or address cannot be what the environment says
+    ├── CommError (RuntimeError)              an operation between ranks failed
+    │   ├── CollectiveTimeout                 a rank did not arrive in time
+    │   ├── CollectiveMismatch                ranks called different things at the same point
+    │   ├── PeerLost                          another rank's process or connection is gone
+    │   └── TransportClosed                   this communicator was closed
+    ├── ReplicaError (RuntimeError)           the ranks of a data-parallel group do not form one model
+    │   ├── ModelMismatch                     parameters or buffers differ between ranks at construction
+    │   ├── StepMismatch                      ranks are at different backward passes
+    │   └── PeerFailed                        another rank raised in the middle of a step
+    ├── DataError (ValueError)                a dataset, sampler or corpus cannot be used as asked
+    ├── CheckpointError (RuntimeError)        a checkpoint is missing, damaged or does not fit
+    ├── TrainingError (RuntimeError)          training itself cannot go on
+    │   └── NonFiniteLoss                     the loss is NaN or infinite
+    └── LaunchError (RuntimeError)            processes could not be started or ended badly
+        └── WorkerFailed                      a worker process failed; says which and how
+
+A message says what happened, on which rank, what was expected and what to do next. `assert` is for our own bugs.
+This module imports nothing, so that the command line can report an error without loading torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class LockstepError(Exception):
+    """Whatever lockstep raises on purpose."""
+
+
+class ConfigError(LockstepError, ValueError):
+    """A value given by the user is wrong; nothing was started or sent."""
+
+
+class UnsupportedArgument(ConfigError):
+    """An argument of a torch signature that has no meaning here."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name} is not supported: {why}")
+        self.name = name
+        self.why = why
+
+    def __reduce__(self):
+        return type(self), (self.name, self.why)
+
+
+class EnvironmentProblems(ConfigError):
+    """All problems of the launch environment, reported at once."""
+
+    def __init__(self, problems: Sequence[str], hint: str = "") -> None:
+        lines = [f"cannot find this process's place among the ranks ({len(problems)} problem(s)):"]
+        lines += [f"  {number}. {problem}" for number, problem in enumerate(problems, 1)]
+        if hint:
+            lines.append(hint)
+        super().__init__("\n".join(lines))
+        self.problems = tuple(problems)
+        self.hint = hint
+
+    def __reduce__(self):
+        return type(self), (self.problems, self.hint)
+
+
+class CommError(LockstepError, RuntimeError):
+    """An operation between ranks failed."""
+
+
+class CollectiveTimeout(CommError):
+    """A rank did not arrive in time. `missing` holds the ranks known to be late (empty where unknown)."""
+
+    def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class CollectiveMismatch(CommError):
+    """Ranks called different operations, shapes, dtypes, reductions or roots at the same point."""
+
+
+class PeerLost(CommError):
+    """Another rank's process or connection is gone. `rank` is None where the transport cannot tell which."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        super().__init__(message)
+        self.rank = rank
+
+
+class TransportClosed(CommError):
+    """This communicator was closed and cannot be used any more."""
+
+
+class ReplicaError(LockstepError, RuntimeError):
+    """The ranks of a data-parallel group do not form one model."""
+
+
+class ModelMismatch(ReplicaError):
+    """Parameters or buffers differ between ranks at construction."""
+
+
+class StepMismatch(ReplicaError):
+    """Ranks are at different backward passes; no gradient of this step was handed out."""
+
+
+class PeerFailed(ReplicaError):
+    """Another rank raised in the middle of a step; no gradient of this step was handed out."""
+
+
+class DataError(LockstepError, ValueError):
+    """A dataset, sampler or corpus cannot be used as asked."""
+
+
+class CheckpointError(LockstepError, RuntimeError):
+    """A checkpoint is missing, damaged or does not fit the run."""
+
+
+class TrainingError(LockstepError, RuntimeError):
+    """Training itself cannot go on."""
+
+
+class NonFiniteLoss(TrainingError):
+    """The loss is NaN or infinite; says the step and the rank where it first appeared."""
+
+
+class LaunchError(LockstepError, RuntimeError):
+    """Processes could not be started, or ended badly."""
+
+
+class WorkerFailed(LaunchError):
+    """A worker process failed; says which rank, how it ended, and the end of its output."""

@@ -1,0 +1,120 @@
+"""Names of torch.distributed that drop-in classes must inherit, annotate or ask, so that no other file imports it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import GradBucket
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
+from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+from torch.nn import Module
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistributedDataParallel
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.torch_transport import TorchTransport
+
+__all__ = [
+    "GradBucket",
+    "Join",
+    "JoinHook",
+    "Joinable",
+    "TorchDistributedDataParallel",
+    "as_overlapped_optimizer",
+    "bf16_all_reduce_is_refused",
+    "builtin_hook_name",
+    "communicator_over",
+    "default_rank_and_world",
+    "is_default_group",
+    "is_member",
+    "mesh_process_group",
+    "process_group_of",
+    "take_over_in_backward_optimizers",
+]
+
+
+def default_rank_and_world() -> tuple[int, int] | None:
+    """Rank and world size of torch's default group; None where there is none."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.get_rank(), dist.get_world_size()
+
+
+def communicator_over(process_group: Any = None) -> Communicator:
+    """A communicator over a torch process group that exists already; None means torch's default group.
+
+    Raises: ValueError, as torch does, where there is no default group.
+    """
+    return Communicator(TorchTransport.over(_get_default_group() if process_group is None else process_group))
+
+
+def process_group_of(comm: Communicator) -> Any:
+    """The torch process group under `comm`; None where it has none (ranks as threads)."""
+    transport: Any = comm.transport
+    while hasattr(transport, "inner"):
+        transport = transport.inner
+    return getattr(transport, "process_group", None)
+
+
+def is_default_group(process_group: Any) -> bool:
+    """True where `process_group` is torch's default group."""
+    return dist.is_initialized() and process_group == _get_default_group()
+
+
+def is_member(process_group: Any) -> bool:
+    """False on a rank for which torch's new_group returned the 'not a member' mark."""
+    return not _rank_not_in_group(process_group)
+
+
+def mesh_process_group(device_mesh: Any, module: Module) -> Any:
+    """The group of a one-dimensional DeviceMesh; one sliced from a larger mesh means data over tensor parallelism."""
+    if device_mesh.ndim != 1:
+        raise RuntimeError(f"Only 1D device mesh is supported, but got {device_mesh}.")
+    if device_mesh._get_root_mesh() != device_mesh:
+        from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
+
+        _pre_dp_module_transform(module)
+    return device_mesh.get_group(mesh_dim=0)
+
+
+def bf16_all_reduce_is_refused() -> bool:
+    """True where torch's DDP refuses its bf16 compression hook."""
+    from torch.cuda.nccl import version as nccl_version
+
+    cuda = torch.version.cuda is not None or torch.version.hip is not None
+    nccl = cuda and dist.is_nccl_available() and nccl_version() >= (2, 10)
+    xccl = dist.is_xccl_available() and torch.xpu.is_available()
+    return not (nccl or xccl)
+
+
+def builtin_hook_name(comm_hook_type: Any) -> str:
+    """'ALLREDUCE' or 'FP16_COMPRESS' for a member of torch's BuiltinCommHookType."""
+    if comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE:
+        return "ALLREDUCE"
+    if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
+        return "FP16_COMPRESS"
+    raise TypeError(f"{comm_hook_type!r} is not a torch.distributed.BuiltinCommHookType")
+
+
+def as_overlapped_optimizer(optim: type, params: Any, *args: Any, **kwargs: Any) -> Any:
+    """Torch's wrapper that runs an optimizer of class `optim` on each bucket as it is reduced."""
+    from torch.distributed.algorithms._optimizer_overlap import _as_overlapped_optim
+
+    return _as_overlapped_optim(optim, params, *args, **kwargs)
+
+
+def take_over_in_backward_optimizers(ddp: Any) -> None:
+    """Let optimizers that were set to run during backward run on reduced buckets instead of on local gradients.
+
+    Source: torch.distributed.optim._apply_optimizer_in_backward and torch's DistributedDataParallel.
+    """
+    import weakref
+
+    from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
+    from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
+
+    for param in ddp._module_parameters:
+        for handle in param_to_optim_hook_handle_map.get(param, []):
+            handle.remove()
+    ddp.register_comm_hook(weakref.ref(ddp), _apply_optim_in_backward_hook(gradient_is_bucket_view=True))

@@ -1,0 +1,165 @@
+"""One flat buffer of gradients that are communicated together, and the views that are the parameters' `.grad`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from lockstep.comm.op import Work
+
+# Life of the tensors here, for a bucket of n elements on W ranks:
+#   flat      [n]  lives as long as the bucket. During backward it fills with this rank's gradients, already divided
+#                  by W under the default hook; between launch and finish it belongs to the transport; afterwards it
+#                  holds the mean.
+#   views[j]       alias of the part of `flat` that belongs to member j, in that parameter's own shape and strides. It
+#                  becomes `params[j].grad` when the gradient is placed, which frees the tensor that autograd made.
+# The views are made with `set_`, not by slicing: autograd does not see them as views, so `grad.detach_()` works.
+
+
+class Bucket:
+    """Gradients of equal dtype and device, as one buffer. A sparse gradient is alone in its bucket and has no buffer.
+
+    To communication hooks it looks like torch's GradBucket: `index`, `buffer`, `gradients`, `parameters`, `is_last`,
+    `set_buffer`.
+    """
+
+    def __init__(
+        self, index: int, members: Sequence[int], params: Sequence[Parameter], sparse: bool, last: bool
+    ) -> None:
+        self.members = tuple(members)  # indices of the reducer's parameters
+        self.params = [params[member] for member in members]
+        self.sparse = sparse
+        self.missing = len(self.members)  # gradients of this backward that are not here yet
+        self.work: Work | None = None  # set between launch and finish
+        self.result: Tensor | None = None  # what a hook says the buffer should become
+        self.sparse_grad: Tensor | None = None
+        self._index = index
+        self._last = last
+        self._checked = False
+        if not sparse:
+            self._allocate()
+
+    def _allocate(self) -> None:
+        first = self.params[0]
+        numel = sum(param.numel() for param in self.params)
+        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        self.views: list[Tensor] = []
+        offset = 0
+        for param in self.params:
+            alias = torch.empty(0, dtype=first.dtype, device=first.device)
+            alias.set_(self.flat.untyped_storage(), offset, param.shape, dense_strides(param))
+            self.views.append(alias)
+            offset += param.numel()
+
+    def reset(self) -> None:
+        """Ready for the next backward."""
+        self.missing = len(self.members)
+        self.work = None
+        self.result = None
+        self.sparse_grad = None
+        self._checked = False
+
+    def place(self, slot: int, grad: Tensor, scale: float) -> None:
+        """Put member `slot`'s gradient times `scale` into the buffer, and make the view its parameter's `.grad`.
+
+        Memory: no copy where `grad` is the view already; otherwise one pass that copies and scales.
+        """
+        if self.sparse:
+            self.sparse_grad = grad if scale == 1.0 else grad * scale
+            return
+        if grad is self.views[slot]:
+            if scale != 1.0:
+                grad.mul_(scale)
+            return
+        self._leave_kept_gradients_alone()
+        view = self.views[slot]
+        if scale == 1.0:
+            view.copy_(grad)
+        else:
+            torch.mul(grad, scale, out=view)
+        self.params[slot].grad = view
+
+    def fill(self, slot: int, grad: Tensor | None, scale: float) -> Tensor | None:
+        """Put an absent member's old gradient times `scale`, or zeros, into the buffer; its `.grad` stays what it is.
+
+        Returns a copy of the old values where the buffer itself is the parameter's `.grad`, None otherwise.
+        """
+        view = self.views[slot]
+        if grad is None:
+            view.zero_()
+            return None
+        kept = grad.clone() if grad is view else None
+        torch.mul(grad, scale, out=view)
+        return kept
+
+    def renew(self) -> None:
+        """Take new memory; whoever holds the old views keeps them as they are."""
+        self._allocate()
+
+    def _leave_kept_gradients_alone(self) -> None:
+        """Take a new buffer if the caller still holds a gradient of an earlier step: that must not change under him.
+
+        A gradient kept by the caller is one more reference to a view than ours, or one more tensor on our storage. The
+        check is made once per backward, by the first gradient that is not in the buffer already.
+        """
+        if self._checked:
+            return
+        self._checked = True
+        storage_users = torch._C._storage_Use_Count(self.flat.untyped_storage()._cdata)
+        kept = storage_users > 2 + len(self.views)  # flat, the temporary storage handle, the views
+        for slot, param in enumerate(self.params):
+            if kept:
+                break
+            # 2 = our list and getrefcount's argument; a view that is still its parameter's .grad is not kept by the
+            # caller
+            kept = sys.getrefcount(self.views[slot]) > 2 and param.grad is not self.views[slot]
+        if kept:
+            self._allocate()
+
+    # ------------------------------------------------------------------ as torch's hooks see it
+
+    def index(self) -> int:
+        """Position in the order of launch."""
+        return self._index
+
+    def is_last(self) -> bool:
+        """True for the bucket that is launched last."""
+        return self._last
+
+    def buffer(self) -> Tensor:
+        """The gradients as one tensor: dense [numel], or the sparse gradient itself."""
+        if self.sparse:
+            assert self.sparse_grad is not None
+            return self.sparse_grad
+        return self.flat
+
+    def set_buffer(self, tensor: Tensor) -> None:
+        """Let `tensor` take the place of the buffer's content."""
+        if self.sparse:
+            self.sparse_grad = tensor
+        else:
+            self.flat.copy_(tensor.view(-1))
+
+    def gradients(self) -> list[Tensor]:
+        """One gradient per parameter; for a dense bucket views of `buffer()`."""
+        return [self.buffer()] if self.sparse else list(self.views)
+
+    def parameters(self) -> list[Parameter]:
+        """The parameters whose gradients are here, in the order of `gradients()`."""
+        return list(self.params)
+
+
+def dense_strides(param: Tensor) -> tuple[int, ...]:
+    """The parameter's own strides where its elements fill memory without gaps, else those of a contiguous tensor."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return torch.empty(param.shape, device="meta").stride()
+        expected *= size
+    return param.stride()

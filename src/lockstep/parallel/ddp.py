@@ -1,0 +1,425 @@
+"""torch.nn.parallel.DistributedDataParallel's signature over our GradReducer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lockstep.comm import torch_names
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.torch_names import Join, Joinable, JoinHook, TorchDistributedDataParallel
+from lockstep.errors import ModelMismatch, UnsupportedArgument
+from lockstep.parallel.buffers import BufferHook, BufferSync
+from lockstep.parallel.comm_hooks import Fp16Mean, Mean, TorchHook
+from lockstep.parallel.ddp_arguments import (
+    Device,
+    bucket_caps_bytes,
+    buffer_sync,
+    check_module,
+    find_devices,
+    sparse_params,
+    warn_deprecated,
+)
+from lockstep.parallel.join import JoinedDdp, notify_join
+from lockstep.parallel.outputs import find_tensors, move_tensors
+from lockstep.parallel.reducer import GradReducer
+from lockstep.parallel.replica import broadcast_coalesced, describe_model, verify_same_model
+
+
+class DistributedDataParallel(Module, Joinable):
+    """Trains copies of `module` on every rank as one: gradients are averaged while backward runs.
+
+    The arguments are those of torch's class and mean the same, with these differences, all of them for the better:
+
+    - `process_group` may also be a lockstep Communicator;
+    - `find_unused_parameters`, `static_graph`: never needed. Parameters without gradient, on some ranks or on all, and
+      re-entrant checkpoints are handled in every step. Both are accepted;
+    - `gradient_as_bucket_view`, `batched_grad_copy`: gradients always live in their buckets and are scaled while they
+      are copied there. A gradient that the caller keeps is never overwritten by a later step. Both are accepted;
+    - `require_backward_grad_sync` may be switched between forward and backward: a step is synchronised if either saw
+      it on;
+    - `delay_all_reduce_named_params` are reduced after all others; `param_to_hook_all_reduce` must be given with it
+      and be a parameter of the module;
+    - `mixed_precision`, a private prototype of torch, raises UnsupportedArgument.
+
+    `isinstance(x, torch.nn.parallel.DistributedDataParallel)` is true, so that libraries that look for the wrapper to
+    take `.module` out of it find it.
+
+    Collective: construction, and equally many synchronised backward passes, on every rank of the group.
+    Memory: one bucket element per parameter element; gradients are views of the buckets.
+    Raises: ModelMismatch if ranks built different modules; PeerFailed from backward if another rank raised in the
+    middle of its own; CommError.
+    """
+
+    require_forward_param_sync: bool
+
+    def __init__(
+        self,
+        module: Module,
+        device_ids: Sequence[Device] | None = None,
+        output_device: Device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: Any = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, Parameter]] | None = None,
+        param_to_hook_all_reduce: Parameter | None = None,
+        mixed_precision: Any = None,
+        device_mesh: Any = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: list[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+    ) -> None:
+        super().__init__()
+        Joinable.__init__(self)
+        if mixed_precision is not None:
+            raise UnsupportedArgument(
+                "mixed_precision", "use torch.autocast around the forward, it does the same in public"
+            )
+        if check_reduction:
+            warn_deprecated(
+                "The `check_reduction` argument in `DistributedDataParallel` module is deprecated. "
+                "Please avoid using it."
+            )
+        self._join_group(module, process_group, device_mesh)
+        check_module(module, delay_all_reduce_named_params, param_to_hook_all_reduce)
+        self._delayed_names = {name for name, _ in delay_all_reduce_named_params or ()}
+        self.parameters_to_ignore = {*getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *self._delayed_names}
+        self._module_parameters = [p for name, p in module.named_parameters() if name not in self.parameters_to_ignore]
+        devices = find_devices(self._module_parameters or list(module.parameters()), device_ids, output_device)
+        self.device_type, self.device, self.is_multi_device_module, self.device_ids, self.output_device = devices
+        self.module = module
+        self.dim = dim
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.mixed_precision = None
+        self.static_graph = False
+        self.require_forward_param_sync = True
+        self._caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
+        self.bucket_bytes_cap = max(self._caps_bytes)
+        self.forward_sync_buffers, sync_buffers_now = buffer_sync(broadcast_buffers, forward_sync_buffers)
+        self._buffer_sync = BufferSync(module, self.parameters_to_ignore)
+        if init_sync:
+            rows = describe_model(module, self._never_synced())
+            verify_same_model(self._comm, rows)
+            broadcast_coalesced(self._comm, self._synced_params() + (self.modules_buffers if sync_buffers_now else []))
+        self._build_reducer()
+        if static_graph:
+            self._set_static_graph()
+
+    # ------------------------------------------------------------------ construction
+
+    def _join_group(self, module: Module, process_group: Any, device_mesh: Any) -> None:
+        if process_group is not None and device_mesh is not None:
+            raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
+        if device_mesh is not None:
+            self.device_mesh = device_mesh
+            process_group = torch_names.mesh_process_group(device_mesh, module)
+        is_ours = isinstance(process_group, Communicator)
+        self._comm = process_group if is_ours else torch_names.communicator_over(process_group)
+        self.process_group = torch_names.process_group_of(self._comm) or self._comm
+
+    def _never_synced(self) -> set[str]:
+        return self.parameters_to_ignore - self._delayed_names
+
+    def _synced_params(self) -> list[Tensor]:
+        ignored = self._never_synced()
+        return [param for name, param in self.module.named_parameters() if name not in ignored]
+
+    def _build_reducer(self) -> None:
+        ignored = self._never_synced()
+        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored]
+        self._frozen = [p for p in self._synced_params() if not p.requires_grad]
+        sparse = {id(param) for param in sparse_params(self.module)}
+        self.reducer = GradReducer(
+            [param for _, param in named],
+            [name for name, _ in named],
+            self._comm,
+            caps_bytes=self._caps_bytes,
+            sparse=[i for i, (_, param) in enumerate(named) if id(param) in sparse],
+            delayed=[i for i, (name, _) in enumerate(named) if name in self._delayed_names],
+            skip_unused=self.skip_all_reduce_unused_params,
+        )
+        self._lazy_init_ran = False
+        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+
+    # ------------------------------------------------------------------ one step
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the module; the first gradient that comes back to its output begins the synchronised backward."""
+        with torch.autograd.profiler.record_function("DistributedDataParallel.forward"):
+            inputs, kwargs = self._pre_forward(*inputs, **kwargs)
+            try:
+                output = self.module(*inputs, **kwargs)
+            except BaseException:
+                self._buffer_sync.forward_raised = True
+                raise
+            return self._post_forward(output)
+
+    def _pre_forward(self, *inputs: Any, **kwargs: Any) -> tuple[Any, Any]:
+        self.reducer.before_forward()
+        if not self._lazy_init_ran:
+            self._lazy_init_ran = True
+            self._setup_in_backward_optimizers()
+        if torch.is_grad_enabled():
+            self._refuse_thawed()
+            self.reducer.stats.forward_began()
+        notify_join(self)
+        self._sync_buffers("PRE_FORWARD")
+        if self._join_config.enable:
+            self._check_global_requires_backward_grad_sync(is_joined_rank=False)
+        if self.device_ids:
+            device = torch.device(self.device_type, self.device_ids[0])
+            return move_tensors(inputs, device), move_tensors(kwargs, device)
+        return inputs, kwargs
+
+    def _post_forward(self, output: Any) -> Any:
+        self._sync_buffers("POST_FORWARD")
+        self._buffer_sync.forward_raised = False
+        self.require_forward_param_sync = torch.is_grad_enabled() and self.reducer.sync
+        if torch.is_grad_enabled():
+            self.reducer.after_forward(find_tensors(output))
+        return output
+
+    def _refuse_thawed(self) -> None:
+        thawed = [param for param in self._frozen if param.requires_grad]
+        if thawed:
+            names = [name for name, param in self.module.named_parameters() if any(param is t for t in thawed)]
+            raise ModelMismatch(
+                f"rank {self._comm.rank}: {', '.join(names)} did not require a gradient when the module was wrapped "
+                "and does now; its gradient would differ between ranks. Wrap the module again after thawing."
+            )
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """False inside `no_sync`; may also be set directly."""
+        return self.reducer.sync
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.reducer.sync = value
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Accumulate gradients on this rank only; the next synchronised backward averages the sum.
+
+        Forward and backward both belong inside: if either is outside, gradients are synchronised.
+        """
+        before = self.reducer.sync
+        self.reducer.sync = False
+        try:
+            yield
+        finally:
+            self.reducer.sync = before
+
+    # ------------------------------------------------------------------ buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronised."""
+        return self._buffer_sync.tensors
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronised, by name."""
+        return self._buffer_sync.named
+
+    def will_sync_module_buffers(self) -> bool:
+        """True where the next forward synchronises buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
+
+    def _sync_buffers(self, location: str) -> None:
+        if self.will_sync_module_buffers() and self._buffer_sync.is_due(location):
+            source = self._find_common_rank(self._comm.rank, True) if self._join_config.enable else 0
+            self.reducer.futures += self._buffer_sync.sync(self._comm, source)
+
+    # ------------------------------------------------------------------ uneven inputs
+
+    def join(
+        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
+    ) -> Join:
+        """Context in which ranks may run out of inputs at different times; torch's Join with this module."""
+        return Join(
+            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
+        )
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """What a rank without inputs does while others still train; part of torch's Join protocol."""
+        return JoinedDdp(self, kwargs.get("divide_by_initial_world_size", True))
+
+    @property
+    def join_device(self) -> torch.device:
+        """Part of torch's Join protocol."""
+        return self.device
+
+    @property
+    def join_process_group(self) -> Any:
+        """Part of torch's Join protocol."""
+        return self.process_group
+
+    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
+        flag = torch.tensor([0.0 if is_joined_rank else float(self.reducer.sync)], device=self.device)
+        self._comm.all_reduce(flag, label="ddp.join")
+        return bool(flag.item())
+
+    def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
+        chosen = torch.tensor([rank if is_candidate else -1], device=self.device)
+        self._comm.all_reduce(chosen, "max", label="ddp.join")
+        assert chosen.item() >= 0, "at least one rank must be a candidate"
+        return int(chosen.item())
+
+    # ------------------------------------------------------------------ hooks
+
+    def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Let `hook(state, bucket) -> Future[Tensor]` reduce each bucket; it divides by the world size itself.
+
+        `bucket` has the methods of torch's GradBucket, so torch's own hooks run unchanged.
+        Raises: TypeError, ValueError for what torch refuses; RuntimeError if a hook is registered already.
+        """
+        torch_hook = TorchHook(state, hook)
+        self._refuse_second_hook()
+        self.reducer.hook = torch_hook
+        self._comm_hooks.append((hook, state))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
+        self._refuse_second_hook()
+        self.reducer.hook = {"ALLREDUCE": Mean, "FP16_COMPRESS": Fp16Mean}[
+            torch_names.builtin_hook_name(comm_hook_type)
+        ]()
+        self._builtin_hook = comm_hook_type
+
+    def _refuse_second_hook(self) -> None:
+        if self._comm_hooks or getattr(self, "_builtin_hook", None) is not None:
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+
+    def _register_buffer_comm_hook(
+        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
+    ) -> None:
+        if not callable(hook):
+            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
+        self._buffer_sync.hook = BufferHook(hook, state, getattr(comm_hook_location, "name", comm_hook_location))
+
+    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
+        overlapped = torch_names.as_overlapped_optimizer(optim, optim_params, *args, **kwargs)
+        try:
+            overlapped.register_ddp(self)
+        except NotImplementedError as error:
+            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
+
+    def _setup_in_backward_optimizers(self) -> None:
+        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
+            torch_names.take_over_in_backward_optimizers(self)
+
+    # ------------------------------------------------------------------ what other libraries touch
+
+    @property
+    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return TorchDistributedDataParallel
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new_ddp, (), self.__getstate__()
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not torch_names.is_default_group(self.process_group):
+            raise RuntimeError(
+                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
+                "when you have called init_process_group and have not passed process_group argument to DDP constructor"
+            )
+        left_out = ("process_group", "_comm", "reducer", "_frozen", "_comm_hooks", "_builtin_hook")
+        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
+        return {**state, "require_backward_grad_sync": self.require_backward_grad_sync}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        sync = state.pop("require_backward_grad_sync", True)
+        super().__setstate__(state)
+        self._comm = torch_names.communicator_over()
+        self.process_group = torch_names.process_group_of(self._comm)
+        self._build_reducer()
+        self.require_backward_grad_sync = sync
+
+    def _set_static_graph(self) -> None:
+        if self.static_graph:
+            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
+        self.static_graph = True
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        TorchDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
+
+    @staticmethod
+    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
+        return TorchDistributedDataParallel._get_data_parallel_params(module, named_params)
+
+    def _update_process_group(self, new_process_group: Any) -> None:
+        if torch_names.is_member(new_process_group):
+            self._comm = torch_names.communicator_over(new_process_group)
+            self.process_group = new_process_group
+            self.reducer.reset_plan(self._comm)
+
+    @property
+    def _has_rebuilt_buckets(self) -> bool:
+        return self.reducer.rebuilt
+
+    @property
+    def _distributed_rank(self) -> int:
+        return self._comm.rank
+
+    def _check_reducer_finalized(self) -> None:
+        self.reducer.check_finished()
+
+    def _remove_autograd_hooks(self) -> None:
+        self.reducer.remove()
+
+    def _get_ddp_logging_data(self) -> dict[str, int | str]:
+        return self.reducer.logging_data(os.environ) | {
+            "module_name": type(self.module).__name__,
+            "backend_name": self._comm.transport.name,
+            "rank": self._comm.rank,
+            "world_size": self._comm.world_size,
+            "device_ids": ", ".join(str(index) for index in self.device_ids or ()),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "static_graph": int(self.static_graph),
+            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "comm_hook": _hook_name(self._comm_hooks, getattr(self, "_builtin_hook", None)),
+        }
+
+
+def _new_ddp() -> DistributedDataParallel:
+    return DistributedDataParallel.__new__(DistributedDataParallel)
+
+
+def _hook_name(hooks: list[tuple[Callable[..., Any], object]], builtin: Any) -> str:
+    if hooks:
+        return getattr(hooks[0][0], "__qualname__", repr(hooks[0][0]))
+    return "" if builtin is None else str(builtin)

@@ -1,0 +1,448 @@
+"""Gradients averaged while backward runs: autograd's hooks fill buckets, full buckets go out, the end waits.
+
+One backward, in order:
+  begin    the first gradient of an output of the module arrives, or, where no output could be found, the first
+           gradient of a parameter. A callback is left with autograd for the end.
+  place    a parameter's gradient is final: it is scaled into its bucket and the bucket's view becomes `.grad`. Full
+           buckets are launched, always in the order of the plan, so that every rank issues the same collectives.
+  finish   autograd is done: buckets that lack gradients get what there is (zeros, or what earlier micro-steps left),
+           the rest is launched, a small control message goes round, everything is waited for in launch order.
+
+The control message says for each parameter how many ranks used it, and for each rank whether it gave up. So a
+parameter that no rank used keeps its `.grad`, one that some rank used gets the mean everywhere, with no flag and no
+walk of the graph; and a rank that raised in the middle of its backward makes the others raise PeerFailed instead of
+handing out half a step.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.nn import Parameter
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import DONE, Work
+from lockstep.errors import ConfigError, PeerFailed, ReplicaError
+from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
+from lockstep.parallel.comm_hooks import CommHook, Mean
+from lockstep.parallel.control import ControlMessage
+from lockstep.parallel.stats import ReducerStats
+
+
+class _Backward:
+    """One run of autograd's engine over this module's parameters."""
+
+    def __init__(self, sync: bool, num_params: int) -> None:
+        self.sync = sync
+        self.touched = False  # did any gradient of ours arrive?
+        self.arrivals = [0] * num_params  # gradients per parameter; re-entrant checkpoints can bring several
+        self.placed = bytearray(num_params)
+        self.order: dict[int, None] = {}  # parameters as their last gradient arrived
+        self.launched = 0  # buckets 0 .. launched-1 belong to the transport
+        self.callback: weakref.ref[Any] = weakref.ref(type(self))
+
+    def is_running(self) -> bool:
+        """Autograd drops its end callback when a run dies of an exception, and only then without calling it."""
+        return self.callback() is not None
+
+
+class GradReducer:
+    """Averages the gradients of `params` over the ranks of `comm`, during backward.
+
+    Collective: construction of equal reducers on every rank, then equally many synchronised backward passes.
+    Memory: one element of a bucket per parameter element, for as long as the reducer lives.
+    Source: Li et al. 2020, arXiv 2006.15704.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[Parameter],
+        names: Sequence[str],
+        comm: Communicator,
+        *,
+        caps_bytes: Sequence[int] = (FIRST_BUCKET_CAP_BYTES, BUCKET_CAP_BYTES),
+        sparse: Iterable[int] = (),
+        delayed: Iterable[int] = (),
+        skip_unused: bool = False,
+    ) -> None:
+        self.comm = comm
+        self.params = list(params)
+        self.names = list(names)
+        self.hook: CommHook = Mean()
+        self.sync = True  # what `no_sync` switches off
+        self.forward_sync: bool | None = (
+            None  # `sync` as the last forward saw it; None: no forward since the last backward
+        )
+        self.divide_by = comm.world_size
+        self.futures: list[torch.futures.Future[Any]] = []  # further work to end before backward returns
+        self.stats = ReducerStats()
+        self.rebuilt = False
+        self._caps_bytes = tuple(caps_bytes)
+        self._sparse = frozenset(sparse)
+        self._delayed = frozenset(delayed)
+        self._skip_unused = skip_unused
+        self._specs = [
+            GradSpec(p.nbytes, (p.dtype, p.device, i in self._delayed), alone=i in self._sparse)
+            for i, p in enumerate(self.params)
+        ]
+        self._used = bytearray(len(self.params))  # parameters that got a gradient since the last synchronisation
+        # How many gradients to wait for, learned from the first synchronised backward, which therefore launches nothing
+        # before its end; None before it. More than one comes from re-entrant checkpoints that share a parameter.
+        self._expected: list[int] | None = None
+        self._backward: _Backward | None = None
+        self._unsettled: list[Work] = []  # works of a backward that raised; nobody reads their results
+        self._new_plan: list[tuple[int, ...]] | None = None
+        self._warned = False
+        self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
+        self._handles = [
+            p.register_post_accumulate_grad_hook(functools.partial(_grad_ready, weakref.ref(self), i))
+            for i, p in enumerate(self.params)
+        ]
+        weakref.finalize(self, _remove, self._handles)
+
+    # ------------------------------------------------------------------ what a module calls
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters; gradients stay local from now on."""
+        _remove(self._handles)
+
+    def before_forward(self) -> None:
+        """Clear what a backward that raised has left, and use the plan that was agreed on. Not collective."""
+        self._drop_dead_backward()
+        self._settle()
+        if self._new_plan is not None and self._backward is None:
+            plan, self._new_plan = self._new_plan, None
+            self.rebuilt = True
+            self._build(plan)
+
+    def after_forward(self, outputs: Iterable[Tensor]) -> None:
+        """Let the first gradient of any of `outputs` begin the backward pass."""
+        sync = self.forward_sync = self.sync
+        for output in outputs:
+            if output.requires_grad and output.grad_fn is not None:
+                output.register_hook(lambda _, sync=sync: self._begin(sync))
+
+    def shadow_backward(self) -> None:
+        """Take part in one backward of the other ranks without a gradient of one's own (uneven inputs)."""
+        self.before_forward()
+        for bucket in self.buckets:
+            if not bucket.sparse:
+                bucket.renew()  # this rank's last gradients stay what they are
+        shadow = _Backward(sync=True, num_params=len(self.params))
+        self._backward = shadow
+        self._finish(shadow, shadow=True)
+
+    def reset_plan(self, comm: Communicator) -> None:
+        """Start again from the first plan, over another group."""
+        self.before_forward()
+        self.comm = comm
+        self.divide_by = comm.world_size
+        self.rebuilt = False
+        self._new_plan = None
+        self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
+
+    def check_finished(self) -> None:
+        """Raise if a synchronised backward has begun and not ended."""
+        if self._backward is not None and self._backward.sync:
+            raise ReplicaError(
+                f"rank {self.comm.rank}: Expected to have finished reduction in the prior iteration before starting a "
+                "new one. The last backward pass did not run to its end."
+            )
+
+    def logging_data(self, environ: Mapping[str, str]) -> dict[str, int | str]:
+        """Sizes and times of buckets under the names of torch's DDP logging data."""
+        sizes = [sum(self.params[i].nbytes for i in members) for members in self.plan]
+        total = sum(param.nbytes for param in self.params)
+        data = self.stats.logging_data(environ)
+        data["bucket_sizes"] = data["rebuilt_bucket_sizes"] = ", ".join(str(size) for size in sizes)
+        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(str(i) for i in members) for members in self.plan)
+        data["dtypes"] = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.params}))
+        data["has_rebuilt_buckets"] = int(self.rebuilt)
+        data["num_buckets_reduced"] = len(self.plan)
+        data["num_parameter_tensors"] = len(self.params)
+        data["total_parameter_size_bytes"] = total
+        data["unused_parameter_size"] = self.stats.num_unused
+        return data
+
+    def _run_allreduce_hook(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
+        """The sum of a bucket as a future, for torch's hook that runs optimizers during backward."""
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        self.comm.all_reduce(bucket.buffer(), label=f"bucket{bucket.index()}")
+        future.set_result(bucket.buffer())
+        return future
+
+    # ------------------------------------------------------------------ begin
+
+    def _begin(self, sync: bool) -> None:
+        # Synchronise if the forward or the backward was under `sync`: torch looks at the forward only, and a flag that
+        # is switched between the two then leaves gradients local without a word.
+        sync = sync or self.sync
+        current = self._backward
+        if current is not None and current.is_running():
+            current.sync = current.sync or sync
+            return
+        self._drop_dead_backward()
+        self._settle()
+        current = _Backward(sync, len(self.params))
+
+        def finish() -> None:
+            self._finish(current)
+
+        reducer: weakref.ref[GradReducer] = weakref.ref(self)
+        current.callback = weakref.ref(finish, lambda _: _run_died(reducer, current))
+        self._backward = current
+        self.stats.backward_began()
+        Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+
+    # ------------------------------------------------------------------ place
+
+    def _on_grad(self, index: int) -> None:
+        current = self._backward
+        if current is None or not current.is_running():
+            if self.forward_sync is None:
+                self._warn_local()
+            self._begin_from_param()
+            current = self._backward
+            assert current is not None
+        self._used[index] = 1
+        current.touched = True
+        if not current.sync:
+            return
+        current.arrivals[index] += 1
+        current.order.pop(index, None)
+        current.order[index] = None
+        if self._expected is None or current.arrivals[index] < self._expected[index]:
+            return
+        if current.placed[index]:
+            self._expected = None
+            raise ReplicaError(
+                f"rank {self.comm.rank}: parameter {self.names[index]!r} got another gradient after its bucket was "
+                "reduced: re-entrant checkpoints use it more often than in earlier steps. Use "
+                "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or skip this step: the next one learns "
+                "anew."
+            )
+        with torch.no_grad():
+            self._place(current, index)
+
+    def _begin_from_param(self) -> None:
+        if self.forward_sync is None:
+            local, self.sync = self.sync, False
+            self._begin(False)
+            self.sync = local
+        else:
+            self._begin(self.forward_sync)
+
+    def _place(self, current: _Backward, index: int) -> None:
+        bucket, slot = self._home[index]
+        grad = self.params[index].grad
+        assert grad is not None, "autograd says that it accumulated a gradient"
+        if grad.is_sparse and not bucket.sparse:
+            raise ConfigError(
+                f"parameter {self.names[index]!r} got a sparse gradient, but its module was not an Embedding with "
+                "sparse=True when it was wrapped; wrap the model after setting it"
+            )
+        bucket.place(slot, grad, self._scale())
+        current.placed[index] = 1
+        bucket.missing -= 1
+        while current.launched < len(self.buckets) and self.buckets[current.launched].missing == 0:
+            self._launch_next(current)
+
+    def _launch_next(self, current: _Backward) -> None:
+        bucket = self.buckets[current.launched]
+        current.launched += 1
+        if current.launched == 1:
+            self.stats.communication_began()
+        if self._skip_unused and not any(self._used[member] for member in bucket.members):
+            bucket.work = DONE
+        else:
+            bucket.work = self.hook.launch(self.comm, bucket)
+
+    def _scale(self) -> float:
+        return 1.0 if self.hook.divides else 1.0 / self.divide_by
+
+    # ------------------------------------------------------------------ finish
+
+    def _finish(self, current: _Backward, shadow: bool = False) -> None:
+        if self._backward is not current:
+            return
+        self.forward_sync = None
+        if not shadow and not (current.touched and current.sync):
+            self._backward = None  # torch.autograd.grad, or a backward without synchronisation
+            return
+        self.stats.backward_computed()
+        try:
+            with torch.no_grad():
+                self._reduce(current, shadow)
+        except BaseException:
+            self._forget_gradients()
+            raise
+        finally:
+            self._backward = None
+            self._reset()
+        self.stats.step_ended(current.arrivals.count(0))
+
+    def _reduce(self, current: _Backward, shadow: bool) -> None:
+        absent = [i for i in range(len(self.params)) if not current.placed[i]]
+        untouched = {i: self._fill(i, shadow) for i in absent}
+        while current.launched < len(self.buckets):
+            self._launch_next(current)
+        control = ControlMessage(self.comm, self._used, gave_up=False)
+        for bucket in self.buckets:
+            self._take_result(bucket)
+        control.work.wait()
+        self._check_peers(control.failed_ranks())
+        for future in self.futures:
+            future.wait()
+        if not shadow:
+            used_by = control.used_by() if absent else []
+            self._hand_out(absent, untouched, {i for i in absent if used_by[i] == 0})
+        self._learn_arrivals(current)
+        self._learn_order(current)
+
+    def _fill(self, index: int, shadow: bool) -> Tensor | None:
+        """Put what a parameter without a new gradient has into its bucket: zeros, or what earlier micro-steps left.
+
+        Returns the values to restore where the bucket's own memory is the parameter's `.grad`.
+        """
+        bucket, slot = self._home[index]
+        grad = None if shadow else self.params[index].grad
+        if bucket.sparse:
+            empty = torch.zeros_like(self.params[index]).to_sparse()
+            bucket.place(slot, empty if grad is None else grad, self._scale())
+            return None
+        return bucket.fill(slot, grad, self._scale())
+
+    def _take_result(self, bucket: Bucket) -> None:
+        assert bucket.work is not None
+        bucket.work.wait()
+        if bucket.result is not None:
+            bucket.set_buffer(bucket.result)
+
+    def _hand_out(self, absent: list[int], untouched: dict[int, Tensor | None], lacking: set[int]) -> None:
+        """A parameter used on some rank gets the mean as `.grad`; one used nowhere (`lacking`) keeps what it had."""
+        for i in absent:
+            bucket, slot = self._home[i]
+            kept = untouched[i]
+            if i not in lacking:
+                self.params[i].grad = bucket.gradients()[slot]
+            elif kept is not None:
+                bucket.views[slot].copy_(kept)
+        for bucket in self.buckets:
+            if bucket.sparse and bucket.members[0] not in lacking:
+                bucket.params[0].grad = bucket.buffer()
+        self.stats.unused = [self.names[i] for i in sorted(lacking)]
+
+    def _check_peers(self, failed: list[int]) -> None:
+        if failed:
+            ranks = ", ".join(str(rank) for rank in failed)
+            raise PeerFailed(
+                f"rank {self.comm.rank}: rank {ranks} raised in the middle of this backward pass, see its own output "
+                "for the reason. The step has no gradients on any rank (.grad is None). If the program goes on, all "
+                "ranks must skip this step; the next one starts afresh."
+            )
+
+    # ------------------------------------------------------------------ a backward that raised
+
+    def _drop_dead_backward(self) -> None:
+        current = self._backward
+        if current is not None and not current.is_running():
+            self._give_up(current)
+
+    def _give_up(self, current: _Backward) -> None:
+        """This rank's backward raised. If it has launched anything, the others wait: launch the rest and tell them."""
+        self._backward = None
+        self.forward_sync = None
+        if current.launched:
+            self._forget_gradients()
+            while current.launched < len(self.buckets):
+                if self.buckets[current.launched].sparse:
+                    self._fill(self.buckets[current.launched].members[0], shadow=True)
+                self._launch_next(current)
+            self._unsettled = [bucket.work for bucket in self.buckets if bucket.work is not None]
+            self._unsettled.append(ControlMessage(self.comm, self._used, gave_up=True).work)
+        else:
+            self._reset()
+
+    def _settle(self) -> None:
+        """Wait for the works that a backward which raised has left in flight."""
+        if self._unsettled:
+            works, self._unsettled = self._unsettled, []
+            for work in works:
+                work.wait()
+            self._reset()
+
+    def _forget_gradients(self) -> None:
+        for param in self.params:
+            param.grad = None
+
+    def _reset(self) -> None:
+        for bucket in self.buckets:
+            bucket.reset()
+        self.futures = []
+        self._used[:] = bytes(len(self._used))
+
+    # ------------------------------------------------------------------ plans
+
+    def _build(self, plan: list[tuple[int, ...]]) -> None:
+        self.plan = plan
+        last = len(plan) - 1
+        self.buckets = [
+            Bucket(k, members, self.params, sparse=members[0] in self._sparse, last=k == last)
+            for k, members in enumerate(plan)
+        ]
+        self._home = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.members)}
+
+    def _learn_arrivals(self, current: _Backward) -> None:
+        before = self._expected or [1] * len(self.params)
+        self._expected = [max(known, new) for known, new in zip(before, current.arrivals, strict=True)]
+
+    def _learn_order(self, current: _Backward) -> None:
+        """After the first synchronised backward: agree on rank 0's order of readiness, and plan buckets by it."""
+        if self.stats.order:
+            return
+        late = [i for i in range(len(self.params) - 1, -1, -1) if i not in current.order]
+        order = torch.tensor([*current.order, *late], dtype=torch.int64, device=self.comm.device)
+        if self.comm.world_size > 1:
+            self.comm.broadcast(order, 0, label="ddp.order")
+        self.stats.order = order.tolist()
+        self._new_plan = self._delayed_last(plan_buckets(self._specs, self.stats.order, self._caps_bytes))
+
+    def _delayed_last(self, plan: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        return sorted(plan, key=lambda members: members[0] in self._delayed)
+
+    def _warn_local(self) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                "a backward pass reached parameters of a DistributedDataParallel module without a forward through it: "
+                "these gradients stay local to this rank. Call the wrapper, not its .module.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+
+
+def _grad_ready(reducer: weakref.ref[GradReducer], index: int, _: Tensor) -> None:
+    target = reducer()
+    if target is not None:
+        target._on_grad(index)
+
+
+def _run_died(reducer: weakref.ref[GradReducer], current: _Backward) -> None:
+    """Autograd let go of the end callback: it has run (then nothing is left to do), or an exception ended the run."""
+    target = reducer()
+    if target is not None and target._backward is current:
+        with torch.no_grad():
+            target._give_up(current)
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()

@@ -1,0 +1,102 @@
+"""One model on all ranks: compare what every rank built with rank 0's, then copy rank 0's values."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import ModelMismatch
+
+BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
+
+
+def describe_model(module: Module, ignore: Iterable[str] = ()) -> list[list[object]]:
+    """One row per parameter and buffer in registration order: kind, name, shape, dtype, requires_grad."""
+    skipped = set(ignore)
+    rows: list[list[object]] = []
+    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
+        rows += [
+            [kind, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad]
+            for name, tensor in named
+            if name not in skipped
+        ]
+    return rows
+
+
+def first_difference(mine: Sequence[Sequence[object]], theirs: Sequence[Sequence[object]]) -> str | None:
+    """What differs first between two descriptions, in words; None where nothing does. `theirs` is rank 0's."""
+    for (kind, name, *facts), (kind0, name0, *facts0) in zip(mine, theirs, strict=False):
+        if (kind, name) != (kind0, name0):
+            return f"has {kind} {name!r} where rank 0 has {kind0} {name0!r}"
+        for label, fact, fact0 in zip(("shape", "dtype", "requires_grad"), facts, facts0, strict=True):
+            if fact != fact0:
+                return f"has {kind} {name!r} with {label} {fact}, rank 0 with {label} {fact0}"
+    if len(mine) != len(theirs):
+        verb, verb0, longer = ("has", "lacks", mine) if len(mine) > len(theirs) else ("lacks", "has", theirs)
+        kind, name, *_ = longer[min(len(mine), len(theirs))]
+        return f"{verb} {kind} {name!r}, which rank 0 {verb0}"
+    return None
+
+
+def verify_same_model(comm: Communicator, rows: Sequence[Sequence[object]]) -> None:
+    """Compare the ranks' descriptions with rank 0's; every rank raises with the first difference of each rank.
+
+    Collective: every rank. Sends 32 bytes per rank where all agree.
+    Raises: ModelMismatch.
+    """
+    text = json.dumps(rows).encode()
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8).to(comm.device)
+    digests = torch.empty(comm.world_size * digest.numel(), dtype=torch.uint8, device=comm.device)
+    comm.all_gather_into_tensor(digests, digest, label="ddp.verify")
+    if bool((digests.view(comm.world_size, -1) == digests[: digest.numel()]).all()):
+        return
+    size = torch.tensor([len(text)], device=comm.device)
+    comm.broadcast(size, 0, label="ddp.verify")
+    payload = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.device)
+    if comm.rank != 0:
+        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=comm.device)
+    comm.broadcast(payload, 0, label="ddp.verify")
+    difference = first_difference(rows, json.loads(bytes(payload.cpu().numpy())))
+    found = comm.all_gather_object(difference, label="ddp.verify")
+    lines = [f"rank {rank} {text}" for rank, text in enumerate(found) if text is not None]
+    raise ModelMismatch(
+        "DDP expects same model across all ranks, but "
+        + "; ".join(lines)
+        + ". Build the module in the same way on every "
+        "rank, and freeze parameters before wrapping it."
+    )
+
+
+def broadcast_coalesced(comm: Communicator, tensors: Sequence[Tensor], src: int = 0, label: str = "ddp.init") -> None:
+    """Every rank's `tensors` become rank `src`'s, in chunks of equal dtype.
+
+    Memory: one chunk, at most 250 MiB or the largest tensor.
+    """
+    chunk: list[Tensor] = []
+    for tensor in tensors:
+        if chunk and (
+            (tensor.dtype, tensor.device) != (chunk[0].dtype, chunk[0].device)
+            or sum(t.nbytes for t in chunk) + tensor.nbytes > BROADCAST_CHUNK_BYTES
+        ):
+            _broadcast_chunk(comm, chunk, src, label)
+            chunk = []
+        chunk.append(tensor)
+    if chunk:
+        _broadcast_chunk(comm, chunk, src, label)
+
+
+def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor], src: int, label: str) -> None:
+    if len(chunk) == 1:
+        comm.broadcast(chunk[0], src, label=label)
+        return
+    flat = torch.cat([tensor.detach().reshape(-1) for tensor in chunk])
+    comm.broadcast(flat, src, label=label)
+    if comm.rank != src:
+        for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
+            tensor.detach().copy_(part.view(tensor.shape))

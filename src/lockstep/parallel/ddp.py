@@ -58,8 +58,6 @@ class DistributedDataParallel(Module, Joinable):
     middle of its own; CommError.
     """
 
-    require_forward_param_sync: bool
-
     def __init__(
         self,
         module: Module,
@@ -110,6 +108,7 @@ class DistributedDataParallel(Module, Joinable):
         self.mixed_precision = None
         self.static_graph = False
         self.require_forward_param_sync = True
+        self._divide_by_initial_world_size = True  # inside `join`
         self._caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps_bytes)
         self.forward_sync_buffers, sync_buffers_now = buffer_sync(broadcast_buffers, forward_sync_buffers)
@@ -280,6 +279,11 @@ class DistributedDataParallel(Module, Joinable):
     def join_process_group(self) -> Any:
         """Part of torch's Join protocol."""
         return self.process_group
+
+    def _follow_others(self) -> bool:
+        """On a rank without inputs: whether the others synchronise this step; the next buffers follow from it."""
+        self.require_forward_param_sync = self._check_global_requires_backward_grad_sync(is_joined_rank=True)
+        return self.require_forward_param_sync
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         flag = torch.tensor([0.0 if is_joined_rank else float(self.reducer.sync)], device=self.device)

@@ -41,9 +41,7 @@ class JoinedDdp(JoinHook):
             ddp.reducer.before_forward()
             if ddp.will_sync_module_buffers() and ddp._buffer_sync.is_due("PRE_FORWARD"):
                 ddp._buffer_sync.sync(ddp._comm, ddp._find_common_rank(ddp._comm.rank, False))
-            others_sync = ddp._check_global_requires_backward_grad_sync(is_joined_rank=True)
-            ddp.require_forward_param_sync = others_sync
-            if others_sync:
+            if ddp._follow_others():
                 ddp.reducer.shadow_backward()
 
     def post_hook(self, is_last_joiner: bool) -> None:

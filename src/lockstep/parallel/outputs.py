@@ -10,14 +10,17 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-_MAX_DEPTH = 32  # an output that refers to itself ends here
+_MAX_DEPTH = 32  # an output that contains itself ends here
 
 
 def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in tuples, lists, dicts, dataclasses, pytrees (Hugging Face outputs) and plain objects."""
+    """Every tensor in nested tuples, lists, sets, mappings (Hugging Face's ModelOutput is one) and dataclasses.
+
+    Other objects are not looked into: a backward that begins in one is noticed by its first parameter gradient.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif depth > _MAX_DEPTH or value is None or isinstance(value, (str, bytes, int, float, torch.nn.Module)):
+    elif depth > _MAX_DEPTH:
         return
     elif isinstance(value, Mapping):
         for item in value.values():
@@ -28,12 +31,6 @@ def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from find_tensors(getattr(value, field.name, None), depth + 1)
-    elif type(value) in _pytree.SUPPORTED_NODES:
-        for item in _pytree.tree_leaves(value):
-            yield from find_tensors(item, _MAX_DEPTH)
-    elif hasattr(value, "__dict__") and not isinstance(value, type):
-        for item in vars(value).values():
-            yield from find_tensors(item, depth + 1)
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Sequence
 
@@ -47,13 +48,24 @@ class Bucket:
         first = self.params[0]
         numel = sum(param.numel() for param in self.params)
         self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
-        self.views: list[Tensor] = []
-        offset = 0
-        for param in self.params:
-            alias = torch.empty(0, dtype=first.dtype, device=first.device)
-            alias.set_(self.flat.untyped_storage(), offset, param.shape, dense_strides(param))
-            self.views.append(alias)
-            offset += param.numel()
+        starts = itertools.accumulate((param.numel() for param in self.params), initial=0)
+        self._starts = list(starts)[:-1]
+        self.views = [self._alias(slot) for slot in range(len(self.params))]
+        self._addresses = [view.data_ptr() for view in self.views]
+
+    def _alias(self, slot: int) -> Tensor:
+        param = self.params[slot]
+        alias = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
+        return alias.set_(self.flat.untyped_storage(), self._starts[slot], param.shape, dense_strides(param))
+
+    def _is_in_place(self, slot: int, grad: Tensor | None) -> bool:
+        """Whether `grad` is our view, and still on our memory: `grad.data = ...` moves a tensor elsewhere."""
+        if grad is None or grad is not self.views[slot]:
+            return False
+        if grad.data_ptr() == self._addresses[slot]:
+            return True
+        self.views[slot] = self._alias(slot)
+        return False
 
     def reset(self) -> None:
         """Ready for the next backward."""
@@ -71,7 +83,7 @@ class Bucket:
         if self.sparse:
             self.sparse_grad = grad if scale == 1.0 else grad * scale
             return
-        if grad is self.views[slot]:
+        if self._is_in_place(slot, grad):
             if scale != 1.0:
                 grad.mul_(scale)
             return
@@ -88,12 +100,11 @@ class Bucket:
 
         Returns a copy of the old values where the buffer itself is the parameter's `.grad`, None otherwise.
         """
-        view = self.views[slot]
         if grad is None:
-            view.zero_()
+            self.views[slot].zero_()
             return None
-        kept = grad.clone() if grad is view else None
-        torch.mul(grad, scale, out=view)
+        kept = grad.clone() if self._is_in_place(slot, grad) else None
+        torch.mul(grad, scale, out=self.views[slot])
         return kept
 
     def renew(self) -> None:

@@ -27,6 +27,7 @@ from lockstep.parallel.ddp_arguments import (
     sparse_params,
     warn_deprecated,
 )
+from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.join import JoinedDdp, notify_join
 from lockstep.parallel.outputs import find_tensors, move_tensors
 from lockstep.parallel.reducer import GradReducer
@@ -83,6 +84,7 @@ class DistributedDataParallel(Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
+        compile_only_the_module(DistributedDataParallel)
         if mixed_precision is not None:
             raise UnsupportedArgument(
                 "mixed_precision", "use torch.autocast around the forward, it does the same in public"
@@ -142,7 +144,13 @@ class DistributedDataParallel(Module, Joinable):
 
     def _build_reducer(self) -> None:
         ignored = self._never_synced()
-        named = [(name, p) for name, p in self.module.named_parameters() if p.requires_grad and name not in ignored]
+        wrapped = [layer for layer in self.module.modules() if type(layer) is DistributedDataParallel]
+        inner = {id(param) for layer in wrapped for param in layer.reducer.params}  # a wrapper inside reduces these
+        named = [
+            (name, param)
+            for name, param in self.module.named_parameters()
+            if param.requires_grad and name not in ignored and id(param) not in inner
+        ]
         self._frozen = [p for p in self._synced_params() if not p.requires_grad]
         sparse = {id(param) for param in sparse_params(self.module)}
         self.reducer = GradReducer(

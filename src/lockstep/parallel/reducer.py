@@ -36,6 +36,8 @@ from lockstep.parallel.comm_hooks import CommHook, Mean
 from lockstep.parallel.control import ControlMessage
 from lockstep.parallel.stats import ReducerStats
 
+_live_reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()  # a module may be wrapped again, and again
+
 
 class _Backward:
     """One run of autograd's engine over this module's parameters."""
@@ -107,6 +109,7 @@ class GradReducer:
             for i, p in enumerate(self.params)
         ]
         weakref.finalize(self, _remove, self._handles)
+        _live_reducers.add(self)
 
     # ------------------------------------------------------------------ what a module calls
 
@@ -419,7 +422,11 @@ class GradReducer:
         return sorted(plan, key=lambda members: members[0] in self._delayed)
 
     def _warn_local(self) -> None:
-        if not self._warned:
+        ours = {id(param) for param in self.params}
+        rewrapped = any(
+            other is not self and any(id(param) in ours for param in other.params) for other in tuple(_live_reducers)
+        )
+        if not self._warned and not rewrapped:
             self._warned = True
             warnings.warn(
                 "a backward pass reached parameters of a DistributedDataParallel module without a forward through it: "

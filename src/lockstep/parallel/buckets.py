@@ -14,7 +14,7 @@ class GradSpec(NamedTuple):
     """What planning needs to know of one gradient."""
 
     nbytes: int
-    kind: Hashable  # only gradients of the same kind (dtype, device) share a bucket
+    kind: tuple[Hashable, ...]  # only gradients of the same kind (dtype, device) share a bucket
     alone: bool = False  # a sparse gradient has no fixed size and shares with nobody
 
 
@@ -31,9 +31,9 @@ def plan_buckets(specs: Sequence[GradSpec], order: Sequence[int], caps_bytes: Se
     """
     assert sorted(order) == list(range(len(specs))), "order must be a permutation of the gradients"
     assert caps_bytes, "at least one cap"
-    open_buckets: dict[Hashable, list[int]] = {}
-    open_nbytes: dict[Hashable, int] = {}
-    closed_count: dict[Hashable, int] = {}
+    open_buckets: dict[tuple[Hashable, ...], list[int]] = {}
+    open_nbytes: dict[tuple[Hashable, ...], int] = {}
+    closed_count: dict[tuple[Hashable, ...], int] = {}
     closed: list[tuple[int, ...]] = []
     for index in order:
         spec = specs[index]

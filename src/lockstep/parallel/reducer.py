@@ -104,9 +104,12 @@ class GradReducer:
         self._new_plan: list[tuple[int, ...]] | None = None
         self._warned = False
         self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
+        # Hooks on the accumulating nodes, not on the parameters: they run after every hook that the user has put on a
+        # parameter, so what such a hook does to the gradient is averaged too. The nodes live as long as we hold them.
+        self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self.params]
+        reducer: weakref.ref[GradReducer] = weakref.ref(self)
         self._handles = [
-            p.register_post_accumulate_grad_hook(functools.partial(_grad_ready, weakref.ref(self), i))
-            for i, p in enumerate(self.params)
+            node.register_hook(functools.partial(_grad_ready, reducer, i)) for i, node in enumerate(self._nodes)
         ]
         weakref.finalize(self, _remove, self._handles)
         _live_reducers.add(self)
@@ -128,10 +131,19 @@ class GradReducer:
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Let the first gradient of any of `outputs` begin the backward pass."""
+        self._refuse_moved()
         sync = self.forward_sync = self.sync
         for output in outputs:
             if output.requires_grad and output.grad_fn is not None:
                 output.register_hook(lambda _, sync=sync: self._begin(sync))
+
+    def _refuse_moved(self) -> None:
+        if self.params and (self.params[0].dtype, self.params[0].device) != self._specs[0].kind[:2]:
+            raise ConfigError(
+                f"rank {self.comm.rank}: parameter {self.names[0]!r} is now {self.params[0].dtype} on "
+                f"{self.params[0].device}; it was {self._specs[0].kind[0]} on {self._specs[0].kind[1]} when the module "
+                "was wrapped. Move or convert the module first, then wrap it."
+            )
 
     def shadow_backward(self) -> None:
         """Take part in one backward of the other ranks without a gradient of one's own (uneven inputs)."""
@@ -246,7 +258,8 @@ class GradReducer:
     def _place(self, current: _Backward, index: int) -> None:
         bucket, slot = self._home[index]
         grad = self.params[index].grad
-        assert grad is not None, "autograd says that it accumulated a gradient"
+        if grad is None:
+            return  # a hook of the user's took it away, an optimizer that steps during backward say
         if grad.is_sparse and not bucket.sparse:
             raise ConfigError(
                 f"parameter {self.names[index]!r} got a sparse gradient, but its module was not an Embedding with "
@@ -436,7 +449,7 @@ class GradReducer:
             )
 
 
-def _grad_ready(reducer: weakref.ref[GradReducer], index: int, _: Tensor) -> None:
+def _grad_ready(reducer: weakref.ref[GradReducer], index: int, _inputs: Any, _outputs: Any) -> None:
     target = reducer()
     if target is not None:
         target._on_grad(index)

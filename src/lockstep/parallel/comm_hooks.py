@@ -85,24 +85,32 @@ class FutureWork(Work):
 class SparseSum(Work):
     """The sum of sparse gradients [rows, ...]: every rank's indices and values side by side, then coalesced.
 
-    Submitting gathers the number of entries per rank; waiting gathers the entries, padded to the longest.
+    Submitting gathers the number of entries per rank; waiting gathers the entries, padded to the longest. A rank
+    without entries takes the layout (how many dimensions are sparse) from those that have some.
     """
 
     def __init__(self, comm: Communicator, bucket: Bucket) -> None:
         self._comm = comm
         self._bucket = bucket
         self._grad = bucket.buffer().coalesce()
-        self._counts = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
-        mine = torch.tensor([self._grad._nnz()], dtype=torch.int64, device=comm.device)
+        self._counts = torch.empty(2 * comm.world_size, dtype=torch.int64, device=comm.device)
+        mine = [self._grad._nnz(), self._grad.sparse_dim() if self._grad._nnz() else 0]
         self._label = f"bucket{bucket.index()}.sparse"
-        self._work = comm.all_gather_into_tensor(self._counts, mine, async_op=True, label=self._label)
+        counts = torch.tensor(mine, dtype=torch.int64, device=comm.device)
+        self._work = comm.all_gather_into_tensor(self._counts, counts, async_op=True, label=self._label)
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._work.wait(timeout_s)
-        counts = [int(count) for count in self._counts.tolist()]
-        indices = self._gather(self._grad.indices().t().contiguous(), counts)  # [sum nnz, sparse_dim]
-        values = self._gather(self._grad.values(), counts)  # [sum nnz, ...]
-        whole = torch.sparse_coo_tensor(indices.t(), values, self._grad.shape, check_invariants=False)
+        counts, sparse_dims = self._counts.view(-1, 2).t().tolist()
+        grad = self._grad
+        if max(counts) == 0:
+            self._bucket.result = grad
+            return
+        if grad.sparse_dim() != max(sparse_dims):
+            grad = no_entries(grad, max(sparse_dims))
+        indices = self._gather(grad.indices().t().contiguous(), counts)  # [sum nnz, sparse_dim]
+        values = self._gather(grad.values(), counts)  # [sum nnz, ...]
+        whole = torch.sparse_coo_tensor(indices.t(), values, grad.shape, check_invariants=False)
         self._bucket.result = whole.coalesce()
 
     def _gather(self, rows: Tensor, counts: list[int]) -> Tensor:
@@ -114,6 +122,13 @@ class SparseSum(Work):
 
     def is_done(self) -> bool:
         return False  # the second half starts in wait
+
+
+def no_entries(like: Tensor, sparse_dim: int = 1) -> Tensor:
+    """A sparse tensor of zeros in the shape of `like`, laid out as an embedding's gradient."""
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
+    values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
 def check_torch_hook(hook: Callable[..., Any]) -> None:

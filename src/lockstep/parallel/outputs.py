@@ -1,4 +1,4 @@
-"""The tensors inside whatever a module returns."""
+"""The tensors inside whatever a module returns, and what autograd does with them."""
 
 from __future__ import annotations
 
@@ -38,3 +38,24 @@ def move_tensors(value: Any, device: torch.device) -> Any:
     return _pytree.tree_map(
         lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value
     )
+
+
+def accumulates_gradients(node: torch.autograd.graph.Node) -> bool:
+    """Whether the current run of autograd is `backward()`, which fills `.grad` fields, and not `torch.autograd.grad`.
+
+    `node` is a node of this run's graph. One leaf below it answers: `torch.autograd.grad` stops at leaves or before.
+    """
+    seen: set[torch.autograd.graph.Node] = set()
+    todo: list[torch.autograd.graph.Node | None] = [node]
+    while todo:
+        current = todo.pop()
+        if current is None or current in seen:
+            continue
+        if current.name().endswith("AccumulateGrad"):
+            try:
+                return torch._C._will_engine_execute_node(current)
+            except RuntimeError:  # says that this leaf's gradient is what torch.autograd.grad was asked for
+                return False
+        seen.add(current)
+        todo += [following for following, _ in current.next_functions]
+    return False

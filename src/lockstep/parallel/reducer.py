@@ -32,8 +32,9 @@ from lockstep.comm.op import DONE, Work
 from lockstep.errors import ConfigError, PeerFailed, ReplicaError
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
-from lockstep.parallel.comm_hooks import CommHook, Mean
+from lockstep.parallel.comm_hooks import CommHook, Mean, no_entries
 from lockstep.parallel.control import ControlMessage
+from lockstep.parallel.outputs import accumulates_gradients
 from lockstep.parallel.stats import ReducerStats
 
 _live_reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()  # a module may be wrapped again, and again
@@ -49,6 +50,7 @@ class _Backward:
         self.placed = bytearray(num_params)
         self.order: dict[int, None] = {}  # parameters as their last gradient arrived
         self.launched = 0  # buckets 0 .. launched-1 belong to the transport
+        self.root: Any = None  # the node whose gradient began this run; None where a parameter's did
         self.callback: weakref.ref[Any] = weakref.ref(type(self))
 
     def is_running(self) -> bool:
@@ -102,6 +104,7 @@ class GradReducer:
         self._backward: _Backward | None = None
         self._unsettled: list[Work] = []  # works of a backward that raised; nobody reads their results
         self._new_plan: list[tuple[int, ...]] | None = None
+        self._leaf_handles: list[Any] = []
         self._warned = False
         self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
         # Hooks on the accumulating nodes, not on the parameters: they run after every hook that the user has put on a
@@ -122,6 +125,7 @@ class GradReducer:
 
     def before_forward(self) -> None:
         """Clear what a backward that raised has left, and use the plan that was agreed on. Not collective."""
+        _remove(self._leaf_handles)
         self._drop_dead_backward()
         self._settle()
         if self._new_plan is not None and self._backward is None:
@@ -133,9 +137,13 @@ class GradReducer:
         """Let the first gradient of any of `outputs` begin the backward pass."""
         self._refuse_moved()
         sync = self.forward_sync = self.sync
+        if not any(param.requires_grad for param in self.params):
+            return
         for output in outputs:
-            if output.requires_grad and output.grad_fn is not None:
-                output.register_hook(lambda _, sync=sync: self._begin(sync))
+            if output.requires_grad:
+                handle = output.register_hook(lambda _, sync=sync: self._begin(sync, torch._C._current_autograd_node()))
+                if output.grad_fn is None:
+                    self._leaf_handles.append(handle)  # it outlives this step, its hook must not
 
     def _refuse_moved(self) -> None:
         if self.params and (self.params[0].dtype, self.params[0].device) != self._specs[0].kind[:2]:
@@ -196,7 +204,7 @@ class GradReducer:
 
     # ------------------------------------------------------------------ begin
 
-    def _begin(self, sync: bool) -> None:
+    def _begin(self, sync: bool, root: Any = None) -> None:
         # Synchronise if the forward or the backward was under `sync`: torch looks at the forward only, and a flag that
         # is switched between the two then leaves gradients local without a word.
         sync = sync or self.sync
@@ -207,6 +215,7 @@ class GradReducer:
         self._drop_dead_backward()
         self._settle()
         current = _Backward(sync, len(self.params))
+        current.root = root
 
         def finish() -> None:
             self._finish(current)
@@ -290,8 +299,8 @@ class GradReducer:
         if self._backward is not current:
             return
         self.forward_sync = None
-        if not shadow and not (current.touched and current.sync):
-            self._backward = None  # torch.autograd.grad, or a backward without synchronisation
+        if not shadow and not (current.sync and self._is_backward(current)):
+            self._backward = None
             return
         self.stats.backward_computed()
         try:
@@ -304,6 +313,10 @@ class GradReducer:
             self._backward = None
             self._reset()
         self.stats.step_ended(current.arrivals.count(0))
+
+    def _is_backward(self, current: _Backward) -> bool:
+        """False for torch.autograd.grad; a backward that reached no parameter of ours still owes the others zeros."""
+        return current.touched or (current.root is not None and accumulates_gradients(current.root))
 
     def _reduce(self, current: _Backward, shadow: bool) -> None:
         absent = [i for i in range(len(self.params)) if not current.placed[i]]
@@ -331,8 +344,7 @@ class GradReducer:
         bucket, slot = self._home[index]
         grad = None if shadow else self.params[index].grad
         if bucket.sparse:
-            empty = torch.zeros_like(self.params[index]).to_sparse()
-            bucket.place(slot, empty if grad is None else grad, self._scale())
+            bucket.place(slot, no_entries(self.params[index]) if grad is None else grad, self._scale())
             return None
         return bucket.fill(slot, grad, self._scale())
 

@@ -36,8 +36,9 @@ class Bucket:
         self.sparse = sparse
         self.missing = len(self.members)  # gradients of this backward that are not here yet
         self.work: Work | None = None  # set between launch and finish
-        self.result: Tensor | None = None  # what a hook says the buffer should become
-        self.sparse_grad: Tensor | None = None
+        self.result: Tensor | None = None  # what the reduction made, where it did not work in place
+        self._sparse_grad: Tensor | None = None
+        self._stand_in: Tensor | None = None
         self._index = index
         self._last = last
         self._checked = False
@@ -72,8 +73,25 @@ class Bucket:
         self.missing = len(self.members)
         self.work = None
         self.result = None
-        self.sparse_grad = None
+        self._sparse_grad = None
+        self._stand_in = None
         self._checked = False
+
+    def finish(self) -> None:
+        """Wait for the reduction and take its result into the buffer."""
+        assert self.work is not None, "only a launched bucket can be finished"
+        self.work.wait()
+        self._stand_in = None
+        if self.result is None:
+            return
+        if self.sparse:
+            self._sparse_grad = self.result
+        elif self.result.data_ptr() != self.flat.data_ptr():
+            self.flat.copy_(self.result.view(-1))
+
+    def hand_out(self, slot: int) -> None:
+        """Let the reduced gradient be its parameter's `.grad`."""
+        self.params[slot].grad = self._sparse_grad if self.sparse else self.views[slot]
 
     def place(self, slot: int, grad: Tensor, scale: float) -> None:
         """Put member `slot`'s gradient times `scale` into the buffer, and make the view its parameter's `.grad`.
@@ -81,7 +99,7 @@ class Bucket:
         Memory: no copy where `grad` is the view already; otherwise one pass that copies and scales.
         """
         if self.sparse:
-            self.sparse_grad = grad if scale == 1.0 else grad * scale
+            self._sparse_grad = grad if scale == 1.0 else grad * scale
             return
         if self._is_in_place(slot, grad):
             if scale != 1.0:
@@ -142,22 +160,23 @@ class Bucket:
         return self._last
 
     def buffer(self) -> Tensor:
-        """The gradients as one tensor: dense [numel], or the sparse gradient itself."""
-        if self.sparse:
-            assert self.sparse_grad is not None
-            return self.sparse_grad
-        return self.flat
+        """The gradients as one tensor: dense [numel], the sparse gradient itself, or what `set_buffer` put there."""
+        if self._stand_in is not None:
+            return self._stand_in
+        return self._sparse_grad if self._sparse_grad is not None else self.flat
 
     def set_buffer(self, tensor: Tensor) -> None:
-        """Let `tensor` take the place of the buffer's content."""
-        if self.sparse:
-            self.sparse_grad = tensor
-        else:
-            self.flat.copy_(tensor.view(-1))
+        """Let `tensor`, of any dtype, stand for the buffer until the reduction has ended."""
+        self._stand_in = tensor
 
     def gradients(self) -> list[Tensor]:
         """One gradient per parameter; for a dense bucket views of `buffer()`."""
-        return [self.buffer()] if self.sparse else list(self.views)
+        if self.sparse:
+            return [self.buffer()]
+        if self._stand_in is None:
+            return list(self.views)
+        parts = self._stand_in.split([param.numel() for param in self.params])
+        return [part.view(param.shape) for part, param in zip(parts, self.params, strict=True)]
 
     def parameters(self) -> list[Parameter]:
         """The parameters whose gradients are here, in the order of `gradients()`."""

@@ -20,9 +20,11 @@ class CommHook(abc.ABC):
     """Turns the ranks' buckets into one: `launch` starts it, the returned Work's `wait` ends it.
 
     `divides`: True where the hook itself divides by the world size; otherwise gradients enter the bucket divided.
+    `chains`: True where it may start further collectives after `launch` has returned and before `wait` has.
     """
 
     divides: bool
+    chains = False
 
     @abc.abstractmethod
     def launch(self, comm: Communicator, bucket: Bucket) -> Work:
@@ -57,6 +59,7 @@ class TorchHook(CommHook):
     """A hook with torch's signature: `hook(state, bucket) -> torch.futures.Future[Tensor]`."""
 
     divides = True
+    chains = True
 
     def __init__(self, state: Any, hook: Callable[[Any, Any], torch.futures.Future[Tensor]]) -> None:
         check_torch_hook(hook)

@@ -28,7 +28,7 @@ from torch.autograd import Variable
 from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import DONE, Work
+from lockstep.comm.op import DONE
 from lockstep.errors import ConfigError, PeerFailed, ReplicaError
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
@@ -102,7 +102,8 @@ class GradReducer:
         # before its end; None before it. More than one comes from re-entrant checkpoints that share a parameter.
         self._expected: list[int] | None = None
         self._backward: _Backward | None = None
-        self._unsettled: list[Work] = []  # works of a backward that raised; nobody reads their results
+        self._unsettled = False  # a backward raised and left its buckets in flight; nobody reads their results
+        self._told: ControlMessage | None = None  # what the other ranks were told about it
         self._new_plan: list[tuple[int, ...]] | None = None
         self._leaf_handles: list[Any] = []
         self._warned = False
@@ -323,9 +324,10 @@ class GradReducer:
         untouched = {i: self._fill(i, shadow) for i in absent}
         while current.launched < len(self.buckets):
             self._launch_next(current)
-        control = ControlMessage(self.comm, self._used, gave_up=False)
+        early = None if self.hook.chains else ControlMessage(self.comm, self._used, gave_up=False)
         for bucket in self.buckets:
-            self._take_result(bucket)
+            bucket.finish()
+        control = early or ControlMessage(self.comm, self._used, gave_up=False)
         control.work.wait()
         self._check_peers(control.failed_ranks())
         for future in self.futures:
@@ -348,24 +350,18 @@ class GradReducer:
             return None
         return bucket.fill(slot, grad, self._scale())
 
-    def _take_result(self, bucket: Bucket) -> None:
-        assert bucket.work is not None
-        bucket.work.wait()
-        if bucket.result is not None:
-            bucket.set_buffer(bucket.result)
-
     def _hand_out(self, absent: list[int], untouched: dict[int, Tensor | None], lacking: set[int]) -> None:
         """A parameter used on some rank gets the mean as `.grad`; one used nowhere (`lacking`) keeps what it had."""
         for i in absent:
             bucket, slot = self._home[i]
             kept = untouched[i]
             if i not in lacking:
-                self.params[i].grad = bucket.gradients()[slot]
+                bucket.hand_out(slot)
             elif kept is not None:
                 bucket.views[slot].copy_(kept)
         for bucket in self.buckets:
             if bucket.sparse and bucket.members[0] not in lacking:
-                bucket.params[0].grad = bucket.buffer()
+                bucket.hand_out(0)
         self.stats.unused = [self.names[i] for i in sorted(lacking)]
 
     def _check_peers(self, failed: list[int]) -> None:
@@ -394,17 +390,19 @@ class GradReducer:
                 if self.buckets[current.launched].sparse:
                     self._fill(self.buckets[current.launched].members[0], shadow=True)
                 self._launch_next(current)
-            self._unsettled = [bucket.work for bucket in self.buckets if bucket.work is not None]
-            self._unsettled.append(ControlMessage(self.comm, self._used, gave_up=True).work)
+            self._told = None if self.hook.chains else ControlMessage(self.comm, self._used, gave_up=True)
+            self._unsettled = True
         else:
             self._reset()
 
     def _settle(self) -> None:
         """Wait for the works that a backward which raised has left in flight."""
         if self._unsettled:
-            works, self._unsettled = self._unsettled, []
-            for work in works:
-                work.wait()
+            self._unsettled = False
+            for bucket in self.buckets:
+                bucket.finish()
+            (self._told or ControlMessage(self.comm, self._used, gave_up=True)).work.wait()
+            self._told = None
             self._reset()
 
     def _forget_gradients(self) -> None:

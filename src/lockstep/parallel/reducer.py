@@ -320,6 +320,9 @@ class GradReducer:
         return current.touched or (current.root is not None and accumulates_gradients(current.root))
 
     def _reduce(self, current: _Backward, shadow: bool) -> None:
+        for i, arrived in enumerate(current.arrivals):
+            if arrived and not current.placed[i]:  # the first backward waits until here with everything
+                self._place(current, i)
         absent = [i for i in range(len(self.params)) if not current.placed[i]]
         untouched = {i: self._fill(i, shadow) for i in absent}
         while current.launched < len(self.buckets):

@@ -32,19 +32,24 @@ class ReducerStats:
     _totals: dict[str, int] = field(default_factory=dict)
 
     def forward_began(self) -> None:
+        """A forward starts now."""
         self.forward_start_ns = time.time_ns()
 
     def backward_began(self) -> None:
+        """Autograd starts now."""
         self.backward_start_ns = time.time_ns()
         self.comm_start_ns = 0
 
     def communication_began(self) -> None:
+        """The first bucket is launched now."""
         self.comm_start_ns = time.time_ns()
 
     def backward_computed(self) -> None:
+        """Autograd is done now; what follows is waiting."""
         self.backward_end_ns = time.time_ns()
 
     def step_ended(self, num_absent: int) -> None:
+        """All gradients are handed out now; `num_absent` parameters had none on this rank."""
         self.comm_end_ns = time.time_ns()
         self.num_unused = num_absent
         self.steps += 1

@@ -408,6 +408,11 @@ class DistributedDataParallel(Module, Joinable):
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove()
 
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        # Nothing to set: times are taken in every step, five clock readings each.
+        if sample_rate < 1:
+            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
+
     def _get_ddp_logging_data(self) -> dict[str, int | str]:
         return self.reducer.logging_data(os.environ) | {
             "module_name": type(self.module).__name__,

@@ -29,6 +29,8 @@ def find_devices(
     params: Collection[Parameter], device_ids: Sequence[Device] | None, output_device: Device | None
 ) -> Devices:
     """Raises ValueError for what torch refuses."""
+    if device_ids is not None and len(device_ids) > 1:
+        raise ValueError(f"device_ids can only be None or contain a single element, but got {device_ids}.")
     devices = {param.device for param in params}
     types = {device.type for device in devices}
     if len(types) != 1:
@@ -46,8 +48,6 @@ def find_devices(
                 f"{output_device}, and module parameters {devices}."
             )
         return Devices(kind, first, len(devices) > 1, None, None)
-    if len(device_ids) != 1:
-        raise ValueError(f"device_ids can only be None or contain a single element, but got {device_ids}")
     chosen = _device_index(device_ids[0])
     return Devices(kind, first, False, [chosen], chosen if output_device is None else _device_index(output_device))
 
@@ -71,7 +71,7 @@ def check_module(
     kept = [param for name, param in module.named_parameters() if name not in ignored]
     if not any(param.requires_grad for param in kept):
         raise RuntimeError(
-            "DistributedDataParallel is not needed when a module doesn't have any parameters that require a gradient."
+            "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a gradient."
         )
     if any(isinstance(param, UninitializedParameter) for param in kept):
         raise RuntimeError(

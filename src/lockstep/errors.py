@@ -14,6 +14,7 @@
     │   ├── StepMismatch                      ranks are at different backward passes
     │   └── PeerFailed                        another rank raised in the middle of a step
     ├── DataError (ValueError)                a dataset, sampler or corpus cannot be used as asked
+    │   └── UnsizedDataset (TypeError)        a dataset without a length, where one is needed
     ├── CheckpointError (RuntimeError)        a checkpoint is missing, damaged or does not fit
     ├── TrainingError (RuntimeError)          training itself cannot go on
     │   └── NonFiniteLoss                     the loss is NaN or infinite
@@ -111,6 +112,10 @@ class PeerFailed(ReplicaError):
 
 class DataError(LockstepError, ValueError):
     """A dataset, sampler or corpus cannot be used as asked."""
+
+
+class UnsizedDataset(DataError, TypeError):
+    """A dataset without a length, where one is needed."""
 
 
 class CheckpointError(LockstepError, RuntimeError):

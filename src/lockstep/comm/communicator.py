@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import REDUCTIONS, AllWork, CommOp, Kind, Reduction, ThenWork, Work
+from lockstep.comm import objects
+from lockstep.comm.op import CommOp, Kind, Reduction, ThenWork, Work
+from lockstep.comm.operands import SUM_LIKE, check_reduction, dense, in_place, in_place_list
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, TransportClosed
 
-_MAX_OBJECT_BYTES = 1 << 20  # objects are for settings and reports; data travels as tensors
-_SUM_LIKE = ("sum", "mean")
+if TYPE_CHECKING:
+    from lockstep.comm.mesh import Mesh
+    from lockstep.comm.place import Place
 
 
 class Communicator:
     """The ranks of one group, and everything they can say to each other.
 
-    Every operation takes tensors of any shape, also non-contiguous and empty ones. By default it blocks until the result may
-    be read; with `async_op=True` it returns at once and `Work.wait()` is the moment. Either way a `Work` is returned.
+    Every operation takes tensors of any shape, also non-contiguous and empty ones. By default it blocks until the
+    result may be read; with `async_op=True` it returns at once and `Work.wait()` is the moment. Both return a `Work`.
 
     Collective: every rank of the group calls the same operations in the same order (messages are between two ranks).
     Raises: ConfigError before anything is sent, for arguments that cannot be right; CommError from the waiting.
@@ -32,6 +34,7 @@ class Communicator:
         self.name = name
         self.rank = transport.rank
         self.world_size = transport.world_size
+        self.place: Place | None = None  # where init() found this process; None for groups made otherwise
         self._collectives = 0
         self._messages = 0
         self._closed = False
@@ -92,7 +95,8 @@ class Communicator:
     def send_op(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> CommOp:
         """A send for `batch_send_recv`."""
         self._check_peer("dst", dst, other=True)
-        return self._message("send", inputs=(_dense(tensor),), peer=dst, tag=tag, label=label)
+        self._check_tag(tag)
+        return self._message("send", inputs=(dense(tensor),), peer=dst, tag=tag, label=label)
 
     def recv_op(self, tensor: Tensor, src: int, tag: int = 0, *, label: str = "") -> CommOp:
         """A receive for `batch_send_recv`; `tensor` must be contiguous."""
@@ -115,7 +119,7 @@ class Communicator:
     def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False, label: str = "") -> Work:
         """Every rank's `tensor` becomes rank `src`'s. Same shape and dtype everywhere."""
         self._check_peer("src", src)
-        flat, copy_back = _in_place(tensor)
+        flat, copy_back = in_place(tensor)
         inputs = (flat,) if self.rank == src else ()
         return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, peer=src)
 
@@ -124,11 +128,11 @@ class Communicator:
     ) -> Work:
         """Rank `dst`'s `tensor` becomes the reduction over all ranks; on the others it keeps its value."""
         self._check_peer("dst", dst)
-        _check_reduction(reduce, tensor)
+        check_reduction(reduce, tensor)
         if self.rank == dst:
-            flat, copy_back = _in_place(tensor, complex_as_real=reduce in _SUM_LIKE)
+            flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
             return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, peer=dst, reduce=reduce)
-        flat = _dense(tensor)
+        flat = dense(tensor)
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
         return self._collective("reduce", (flat,), (), None, async_op, label, peer=dst, reduce=reduce)
 
@@ -143,8 +147,9 @@ class Communicator:
     ) -> Work:
         """On rank `dst`, `gather_list[r]` becomes rank r's `tensor`; other ranks pass no list."""
         self._check_peer("dst", dst)
-        outputs, copy_back = self._root_list("gather_list", gather_list, root=dst)
-        return self._collective("gather", (_dense(tensor),), outputs, copy_back, async_op, label, peer=dst)
+        is_root = self._check_root_list("gather_list", gather_list, tensor, root=dst)
+        outputs, copy_back = in_place_list(gather_list or ()) if is_root else ((), None)
+        return self._collective("gather", (dense(tensor),), outputs, copy_back, async_op, label, peer=dst)
 
     def scatter(
         self,
@@ -157,42 +162,39 @@ class Communicator:
     ) -> Work:
         """Every rank's `tensor` becomes `scatter_list[rank]` of rank `src`; other ranks pass no list."""
         self._check_peer("src", src)
-        self._root_list("scatter_list", scatter_list, root=src)
-        flat, copy_back = _in_place(tensor)
-        inputs = tuple(_dense(t) for t in scatter_list or ())
+        self._check_root_list("scatter_list", scatter_list, tensor, root=src)
+        flat, copy_back = in_place(tensor)
+        inputs = tuple(dense(t) for t in scatter_list or ())
         return self._collective("scatter", inputs, (flat,), copy_back, async_op, label, peer=src)
 
     # ------------------------------------------------------------------ all to all
 
     def all_reduce(self, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = "") -> Work:
-        """Every rank's `tensor` becomes the reduction over all ranks: the same bits everywhere. Same shape and dtype."""
-        if reduce not in REDUCTIONS or tensor.is_complex() or not tensor.is_contiguous() or reduce == "mean":
-            _check_reduction(reduce, tensor)
-            flat, copy_back = _in_place(tensor, complex_as_real=reduce in _SUM_LIKE)
-        else:
-            flat, copy_back = tensor, None
+        """Every rank's `tensor` becomes the reduction over all ranks: the same bits everywhere. Equal shapes."""
+        check_reduction(reduce, tensor)
+        flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
         return self._collective("all_reduce", (flat,), (flat,), copy_back, async_op, label, reduce=reduce)
 
     def all_gather(
         self, tensor_list: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False, label: str = ""
     ) -> Work:
         """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks, if every rank's list says so."""
-        self._check_list("tensor_list", tensor_list)
+        self._check_list("tensor_list", tensor_list, tensor)
         if tensor_list[self.rank].numel() != tensor.numel():
             raise ConfigError(
-                f"all_gather on rank {self.rank}: tensor_list[{self.rank}] has {tensor_list[self.rank].numel()} elements, "
-                f"but this rank's tensor has {tensor.numel()}"
+                f"all_gather on rank {self.rank}: tensor_list[{self.rank}] has {tensor_list[self.rank].numel()} "
+                f"elements, but this rank's tensor has {tensor.numel()}"
             )
-        outputs, copy_back = _outputs(tensor_list)
-        return self._collective("all_gather", (_dense(tensor),), outputs, copy_back, async_op, label)
+        outputs, copy_back = in_place_list(tensor_list)
+        return self._collective("all_gather", (dense(tensor),), outputs, copy_back, async_op, label)
 
     def all_gather_into_tensor(
         self, output: Tensor, tensor: Tensor, *, async_op: bool = False, label: str = ""
     ) -> Work:
-        """`output` [W * n] becomes the ranks' `tensor` [n] one after the other; `tensor` may be this rank's part of `output`."""
+        """`output` [W * n] becomes the ranks' `tensor` [n] one after the other; `tensor` may be part of it."""
         self._check_even("all_gather_into_tensor", whole=output, part=tensor)
-        flat, copy_back = _in_place(output)
-        return self._collective("all_gather", (_dense(tensor),), (flat,), copy_back, async_op, label)
+        flat, copy_back = in_place(output)
+        return self._collective("all_gather", (dense(tensor),), (flat,), copy_back, async_op, label)
 
     def reduce_scatter(
         self,
@@ -203,17 +205,17 @@ class Communicator:
         async_op: bool = False,
         label: str = "",
     ) -> Work:
-        """`output` becomes the reduction of `input_list[rank]` over all ranks. Sizes may differ along the list, not between ranks."""
-        self._check_list("input_list", input_list)
-        _check_reduction(reduce, output)
+        """`output` becomes the reduction of `input_list[rank]` over all ranks. Sizes may differ along the list only."""
+        self._check_list("input_list", input_list, output)
+        check_reduction(reduce, output)
         mine = input_list[self.rank]
         if mine.numel() != output.numel():
             raise ConfigError(
-                f"reduce_scatter on rank {self.rank}: output has {output.numel()} elements, but input_list[{self.rank}], "
-                f"which is reduced into it, has {mine.numel()}"
+                f"reduce_scatter on rank {self.rank}: output has {output.numel()} elements, but "
+                f"input_list[{self.rank}], which is reduced into it, has {mine.numel()}"
             )
-        flat, copy_back = _in_place(output, complex_as_real=reduce in _SUM_LIKE)
-        inputs = tuple(_dense(t) for t in input_list)
+        flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
+        inputs = tuple(dense(t) for t in input_list)
         if output.is_complex():
             inputs = tuple(torch.view_as_real(t) for t in inputs)
         return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, reduce=reduce)
@@ -221,11 +223,11 @@ class Communicator:
     def reduce_scatter_tensor(
         self, output: Tensor, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = ""
     ) -> Work:
-        """`output` [n] becomes this rank's part of the reduction of `tensor` [W * n]; it may be that part of `tensor`."""
+        """`output` [n] becomes this rank's part of the reduction of `tensor` [W * n]; it may be that part itself."""
         self._check_even("reduce_scatter_tensor", whole=tensor, part=output)
-        _check_reduction(reduce, output)
-        flat, copy_back = _in_place(output, complex_as_real=reduce in _SUM_LIKE)
-        whole = _dense(tensor)
+        check_reduction(reduce, output)
+        flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
+        whole = dense(tensor)
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
         return self._collective("reduce_scatter", (whole,), (flat,), copy_back, async_op, label, reduce=reduce)
 
@@ -234,9 +236,9 @@ class Communicator:
     ) -> Work:
         """`output_list[r]` becomes what rank r has in `input_list[rank]`. Sizes may differ; pairs must agree."""
         self._check_list("output_list", output_list)
-        self._check_list("input_list", input_list)
-        outputs, copy_back = _outputs(output_list)
-        inputs = tuple(_dense(t) for t in input_list)
+        self._check_list("input_list", input_list, output_list[0])
+        outputs, copy_back = in_place_list(output_list)
+        inputs = tuple(dense(t) for t in input_list)
         return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label)
 
     def barrier(self, *, async_op: bool = False, label: str = "") -> Work:
@@ -246,65 +248,47 @@ class Communicator:
     # ------------------------------------------------------------------ small JSON objects
 
     def broadcast_object(self, value: Any = None, src: int = 0, *, label: str = "") -> Any:
-        """Rank `src`'s `value` on every rank; other ranks' argument is ignored. JSON values only, at most 1 MiB; blocks."""
+        """Rank `src`'s `value` on every rank; what other ranks pass is ignored. Blocks.
+
+        JSON values, at most 1 MiB (so tuples come back as lists and keys as strings): the same holds for the next two.
+        Raises: ConfigError where the value cannot travel, and CommError on the other ranks.
+        """
         self._check_peer("src", src)
-        payload = self._encode(value) if self.rank == src else torch.empty(0, dtype=torch.uint8, device=self.device)
-        size = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
-        self.broadcast(size, src, label=label or "object.size")
-        if self.rank != src:
-            payload = torch.empty(int(size.item()), dtype=torch.uint8, device=self.device)
-        self.broadcast(payload, src, label=label or "object")
-        return _decode(payload)
+        return objects.broadcast_object(self, value, src, label)
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
-        """The ranks' `value`s, in rank order, on every rank. JSON values only, at most 1 MiB each; blocks."""
-        sizes, payload, whole = self._object_buffers(value, label)
-        self.all_gather_into_tensor(whole, payload, label=label or "object")
-        return [_decode(row[:size]) for row, size in zip(whole.view(self.world_size, -1), sizes, strict=True)]
+        """The ranks' `value`s, in rank order, on every rank. Blocks."""
+        return objects.all_gather_object(self, value, label)
 
     def gather_object(self, value: Any, dst: int = 0, *, label: str = "") -> list[Any] | None:
-        """The ranks' `value`s, in rank order, on rank `dst`; None on the others. JSON values only, at most 1 MiB each; blocks."""
+        """The ranks' `value`s, in rank order, on rank `dst`; None on the others. Blocks."""
         self._check_peer("dst", dst)
-        sizes, payload, whole = self._object_buffers(value, label)
-        rows = list(whole.view(self.world_size, -1)) if self.rank == dst else None
-        self.gather(payload, rows, dst, label=label or "object")
-        return None if rows is None else [_decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
-
-    def _object_buffers(self, value: Any, label: str) -> tuple[list[int], Tensor, Tensor]:
-        """Every rank's payload size, this rank's payload padded to the largest, and room for all of them."""
-        payload = self._encode(value)
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
-        mine = torch.tensor([payload.numel()], dtype=torch.int64, device=self.device)
-        self.all_gather_into_tensor(sizes, mine, label=label or "object.size")
-        counts = [int(size) for size in sizes.tolist()]
-        padded = torch.zeros(max(counts), dtype=torch.uint8, device=self.device)
-        padded[: payload.numel()] = payload
-        return counts, padded, torch.empty(self.world_size * max(counts), dtype=torch.uint8, device=self.device)
-
-    def _encode(self, value: Any) -> Tensor:
-        try:
-            data = json.dumps(value, separators=(",", ":")).encode()
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"only JSON values travel between ranks ({error}); send tensors as tensors") from error
-        if len(data) > _MAX_OBJECT_BYTES:
-            raise ConfigError(f"object of {len(data)} bytes: the limit is {_MAX_OBJECT_BYTES}; send data as tensors")
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.device)
+        return objects.gather_object(self, value, dst, label)
 
     # ------------------------------------------------------------------ smaller groups
 
     def split(self, color: int | None, key: int | None = None, name: str = "") -> Communicator | None:
-        """A communicator for the ranks that gave the same `color`, ordered by (`key`, rank); None where `color` is None.
+        """A communicator for the ranks that gave the same `color`, ordered by (`key`, rank); None for color None.
 
         Collective: every rank of this communicator. The new one has the same device, timeout and layers.
+        Raises: ConfigError, on every rank, where a color or key is not an int.
         """
         choices = self.all_gather_object([color, self.rank if key is None else key], label="split")
         groups: dict[int, list[tuple[int, int]]] = {}
         for rank, (rank_color, rank_key) in enumerate(choices):
+            if not isinstance(rank_color, int | None) or not isinstance(rank_key, int):
+                raise ConfigError(f"split: rank {rank} passed color={rank_color!r}, key={rank_key!r}; both are ints")
             if rank_color is not None:
                 groups.setdefault(rank_color, []).append((rank_key, rank))
         ordered = [[rank for _, rank in sorted(groups[group_color])] for group_color in sorted(groups)]
         transport = self.transport.split(ordered)
         return None if transport is None else Communicator(transport, name or f"{self.name}/{color}")
+
+    def mesh(self, **sizes: int) -> Mesh:
+        """These ranks as a grid with named axes, `comm.mesh(replica=2, shard=-1)`. Collective: see `Mesh`."""
+        from lockstep.comm.mesh import Mesh
+
+        return Mesh(self, sizes)
 
     # ------------------------------------------------------------------ the door
 
@@ -313,7 +297,7 @@ class Communicator:
         kind: Kind,
         inputs: tuple[Tensor, ...],
         outputs: tuple[Tensor, ...],
-        copy_back: Any,
+        copy_back: Callable[[], object] | None,
         async_op: bool,
         label: str,
         peer: int | None = None,
@@ -336,10 +320,15 @@ class Communicator:
         self._messages += 1
         return op
 
-    def _recv_op(self, tensor: Tensor, src: int | None, tag: int, label: str) -> tuple[CommOp, Any]:
+    def _recv_op(
+        self, tensor: Tensor, src: int | None, tag: int, label: str
+    ) -> tuple[CommOp, Callable[[], object] | None]:
+        self._check_tag(tag)
         if src is not None:
             self._check_peer("src", src, other=True)
-        flat, copy_back = _in_place(tensor)
+        elif self.world_size == 1:
+            raise ConfigError(f"recv from any rank: {self.name!r} has one rank, so no message can come")
+        flat, copy_back = in_place(tensor)
         return self._message("recv", outputs=(flat,), peer=src, tag=tag, label=label), copy_back
 
     @staticmethod
@@ -354,11 +343,17 @@ class Communicator:
         if other and rank == self.rank:
             raise ConfigError(f"{argument}={rank} is this rank itself: a rank cannot send to itself, copy the tensor")
 
-    def _check_list(self, argument: str, tensors: Sequence[Tensor]) -> None:
+    @staticmethod
+    def _check_tag(tag: int) -> None:
+        if not 0 <= tag < 2**31 - 1:
+            raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 2")
+
+    def _check_list(self, argument: str, tensors: Sequence[Tensor], beside: Tensor | None = None) -> None:
         if len(tensors) != self.world_size:
             raise ConfigError(f"{argument} has {len(tensors)} tensors: it needs one per rank, {self.world_size}")
-        if len({t.dtype for t in tensors}) > 1:
-            raise ConfigError(f"{argument} mixes dtypes: {sorted({str(t.dtype) for t in tensors})}")
+        dtypes = {str(t.dtype) for t in (*tensors, *([] if beside is None else [beside]))}
+        if len(dtypes) > 1:
+            raise ConfigError(f"{argument} on rank {self.rank}: one operation has one dtype, not {sorted(dtypes)}")
 
     def _check_even(self, kind: str, whole: Tensor, part: Tensor) -> None:
         if whole.numel() != self.world_size * part.numel():
@@ -369,56 +364,17 @@ class Communicator:
         if whole.dtype != part.dtype:
             raise ConfigError(f"{kind} on rank {self.rank}: dtypes differ, {whole.dtype} and {part.dtype}")
 
-    def _root_list(self, argument: str, tensors: Sequence[Tensor] | None, root: int) -> tuple[tuple[Tensor, ...], Any]:
+    def _check_root_list(self, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, root: int) -> bool:
+        """Whether this rank is the root, which alone has the list."""
         if self.rank != root:
             if tensors:
                 raise ConfigError(f"{argument} belongs to rank {root} only; rank {self.rank} must pass None")
-            return (), None
+            return False
         if tensors is None:
             raise ConfigError(f"{argument} is needed on rank {root}, which is the root")
-        self._check_list(argument, tensors)
-        return _outputs(tensors)
-
-
-def _dense(tensor: Tensor) -> Tensor:
-    """`tensor` itself where contiguous, else a contiguous copy."""
-    return tensor.detach().contiguous()
-
-
-def _in_place(tensor: Tensor, complex_as_real: bool = False) -> tuple[Tensor, Any]:
-    """A contiguous tensor to work on in place, and what copies it back where that is not `tensor`'s own memory."""
-    target = tensor.detach()
-    if complex_as_real and target.is_complex():
-        target = torch.view_as_real(target)
-    flat = target.contiguous()
-    return flat, (None if flat is target or flat.data_ptr() == target.data_ptr() else lambda: target.copy_(flat))
-
-
-def _outputs(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Any]:
-    """`_in_place` for a list: the tensors to fill, and one function that copies back those that needed a buffer."""
-    pairs = [_in_place(t) for t in tensors]
-    copies = [copy for _, copy in pairs if copy is not None]
-
-    def copy_back() -> None:
-        for copy in copies:
-            copy()
-
-    return tuple(flat for flat, _ in pairs), (copy_back if copies else None)
-
-
-def _check_reduction(reduce: str, tensor: Tensor) -> None:
-    if reduce not in REDUCTIONS:
-        raise ConfigError(f"reduce={reduce!r}: choose one of {', '.join(REDUCTIONS)}")
-    if reduce == "mean" and not (tensor.is_floating_point() or tensor.is_complex()):
-        raise ConfigError(
-            f"the mean of {tensor.dtype} is not a {tensor.dtype}: sum and divide, or convert to float first"
-        )
-    if tensor.is_complex() and reduce not in _SUM_LIKE:
-        raise ConfigError(f"reduce={reduce!r} has no meaning for {tensor.dtype}; only sum and mean have")
-
-
-def _decode(payload: Tensor) -> Any:
-    return json.loads(bytes(payload.cpu().numpy()))
-
-
-__all__ = ["AllWork", "Communicator"]
+        self._check_list(argument, tensors, tensor)
+        if tensors[root].numel() != tensor.numel():
+            raise ConfigError(
+                f"{argument}[{root}] has {tensors[root].numel()} elements, but rank {root}'s tensor {tensor.numel()}"
+            )
+        return True

@@ -1,11 +1,13 @@
 """One message or collective as a record, and the handle of its completion.
 
-Everything that ranks say to each other is a `CommOp`. A transport turns it into moving bytes; a layer reads it on the way.
+Everything that ranks say to each other is a `CommOp`. A transport turns it into moving bytes; a layer reads it on the
+way.
 """
 
 from __future__ import annotations
 
 import abc
+import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
@@ -103,8 +105,9 @@ class Work(abc.ABC):
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the outputs may be read: by this thread (CPU) or by the current stream (GPU).
 
-        timeout_s: None means the communicator's own limit. Raises CommError (timeout, peer lost, mismatch). A second call
-        returns at once, or raises the same error again.
+        timeout_s: None means the communicator's own limit. A second call returns at once, or raises the same
+        error again.
+        Raises: CommError (timeout, peer lost, mismatch).
         """
 
     @abc.abstractmethod
@@ -130,11 +133,11 @@ DONE = DoneWork()
 
 
 class ThenWork(Work):
-    """Work with one more local step, run once by the first `wait` after it: a division, a copy back into strided memory."""
+    """Work with one more local step, run once, by the first `wait`: a division, a copy back into strided memory."""
 
-    def __init__(self, work: Work, then: Callable[[], None]) -> None:
+    def __init__(self, work: Work, then: Callable[[], object]) -> None:
         self._work = work
-        self._then: Callable[[], None] | None = then
+        self._then: Callable[[], object] | None = then
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._work.wait(timeout_s)
@@ -157,8 +160,9 @@ class AllWork(Work):
         self._works = works
 
     def wait(self, timeout_s: float | None = None) -> None:
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
         for work in self._works:
-            work.wait(timeout_s)
+            work.wait(None if deadline is None else max(0.0, deadline - time.monotonic()))
 
     def is_done(self) -> bool:
         return all(work.is_done() for work in self._works)

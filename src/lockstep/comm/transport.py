@@ -1,7 +1,7 @@
 """The one seam: every byte between ranks passes through `Transport.submit`.
 
-A transport moves bytes. A layer is a transport that holds a transport: it sees every operation, may time, check, record,
-delay or refuse it, and passes it on. A stack of layers over one transport is again a transport.
+A transport moves bytes. A layer is a transport that holds a transport: it sees every operation, may time, check,
+record, delay or refuse it, and passes it on. A stack of layers over one transport is again a transport.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lockstep.comm.op import CommOp, Work
 class Transport(abc.ABC):
     """Moves the tensors of one group of ranks.
 
-    Order: collectives are matched between ranks in the order of their submission; so are messages with equal (peer, tag).
+    Order: collectives are matched between ranks in the order of submission; so are messages with equal (peer, tag).
     Threads: one thread submits at a time; `Work.wait` may be called from any.
     """
 
@@ -35,9 +35,9 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
-        """A transport for the one of `groups` (disjoint, ranks of this group, same value on every rank) that holds this rank.
+        """A transport for the one of `groups` that holds this rank; None where none does.
 
-        Collective: every rank of this group. Returns None on a rank that is in no group.
+        `groups` are disjoint lists of ranks of this group. Collective: every rank of it, with the same `groups`.
         """
 
     @abc.abstractmethod

@@ -1,0 +1,418 @@
+"""From the environment to a communicator, and back: the one place where ranks become a group."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import itertools
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+import lockstep
+from lockstep.comm import preflight
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.devices import choose_device, set_threads, use_gpu
+from lockstep.comm.handshake import Record, shake_hands
+from lockstep.comm.place import HINT, Place, place_on_machines, read_place
+from lockstep.comm.torch_transport import TorchTransport
+from lockstep.errors import CommError, ConfigError, EnvironmentProblems, PeerLost
+
+_TIMEOUT_S = 600.0
+_GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
+_FAREWELL_S = 10.0  # how long the process that holds the store stays for ranks that are still at work
+_HOST_KEY = "lockstep/host"
+
+
+def init(
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    address: str | None = None,
+    port: int | None = None,
+    file: str | os.PathLike[str] | None = None,
+    device: torch.device | str | None = None,
+    backend: str | None = None,
+    threads: int | None = None,
+    timeout_s: float | None = None,
+    start_timeout_s: float = 120.0,
+    verbose: bool = True,
+) -> Communicator:
+    """The communicator of all ranks of this job: `with lockstep.init() as comm:`.
+
+    rank, world_size, address, port: None takes torchrun's variables, else Slurm's, else one process; rank 0 says which
+    (`verbose`), and `comm.place` holds what was found. LOCKSTEP_ENV=off ignores the environment.
+    file: meet in this file, which must not exist yet and which all ranks see, and not at an address.
+    device: "cuda" where there is a GPU, else "cpu"; each rank takes the GPU of its local rank. backend: torch's name.
+    threads: CPU threads of this rank. None shares the machine's cores among its ranks, unless OMP_NUM_THREADS is set; a
+    1 under torchrun counts as not set, because torchrun itself puts it there.
+    timeout_s: limit of every operation, also in sub-groups; 600 unless given. start_timeout_s: for all ranks to come.
+
+    Where torch.distributed has a default group already, that group is used, and closing leaves it alone.
+    Collective: every rank of the job, equally often; it blocks until all are there.
+    Raises: EnvironmentProblems with all that is wrong, before a socket of the job is opened, and the same on every rank
+    where ranks contradict each other; CollectiveTimeout naming the ranks that never came; ConfigError while the
+    communicator of an earlier call is open.
+    """
+    caller = sys._getframe(1)
+    _refuse_second(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    _enable_faulthandler()
+    if dist.is_initialized():
+        given = {"address": address, "port": port, "file": file, "backend": backend, "device": device}
+        comm = _adopt(
+            rank, world_size, [name for name, value in given.items() if value is not None], timeout_s, threads
+        )
+    else:
+        path = None if file is None else os.fspath(file)
+        place, problems = read_place(
+            os.environ, rank=rank, world_size=world_size, address=address, port=port, file=path
+        )
+        timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
+        settings = _Settings(place, device, backend, threads, timeout_s, start_timeout_s, verbose)
+        comm = _found(settings, {p.field for p in problems}, [p.text for p in problems])
+        _sessions[:] = [_Session(comm, dist.group.WORLD, f"{caller.f_code.co_filename}:{caller.f_lineno}")]
+    if verbose and comm.rank == 0:
+        _say(_headline(comm))
+    return comm
+
+
+@dataclass
+class _Settings:
+    place: Place
+    device: torch.device | str | None
+    backend: str | None
+    threads: int | None
+    timeout_s: float
+    start_timeout_s: float
+    verbose: bool
+
+    def say(self, text: str) -> None:
+        if self.verbose:
+            _say(text)
+
+
+@dataclass
+class _Session:
+    """A group that `init` made."""
+
+    comm: Communicator
+    group: dist.ProcessGroup | None
+    caller: str
+
+
+@dataclass
+class _Meeting:
+    """An open meeting point. It stays for the life of the process, so that a later `init` cannot meet a closing one."""
+
+    store: dist.Store
+    place: Place
+    address: str = ""  # the IP address, where the ranks meet at one
+    generations: Iterator[int] = field(default_factory=itertools.count)
+    records: list[Record] = field(default_factory=list)
+
+
+_sessions: list[_Session] = []
+_meetings: dict[str, _Meeting] = {}
+_interfaces: set[str] = set()  # values of GLOO_SOCKET_IFNAME that an earlier init put there
+
+
+# ---------------------------------------------------------------------- a new group
+
+
+def _found(settings: _Settings, spoilt: set[str], problems: list[str]) -> Communicator:
+    """Look, meet, shake hands, make the group, and try it."""
+    device = choose_device(settings.device, settings.backend, settings.place, problems)
+    _check_numbers(problems, settings.threads, timeout_s=settings.timeout_s, start_timeout_s=settings.start_timeout_s)
+    place = settings.place
+    meeting = _meet(settings, spoilt, problems)
+    prefix = f"lockstep/{place.run_id or '-'}/{place.restart_count}/{next(meeting.generations)}"
+    store = dist.PrefixStore(prefix, meeting.store)
+    mine = _record(place, device, meeting.address)
+    try:
+        meeting.records = shake_hands(store, mine, settings.start_timeout_s, place.meeting_point, place.hosts_store)
+    except dist.DistError as error:
+        holder = "torchrun's agent" if place.agent_store else "rank 0"
+        text = f"{holder}, which holds {place.meeting_point}, ended while the ranks were gathering: look at its output"
+        raise PeerLost(text, rank=None if place.agent_store else 0) from error
+    place = place_on_machines(place, [record["machine"] for record in meeting.records])
+    device = use_gpu(device, place.local_rank)
+    set_threads(settings.threads, mine, meeting.records)
+    others = [record["address"] for record in meeting.records if record["machine"] != mine["machine"]]
+    _set_gloo_interface(preflight.gloo_interface([meeting.address, *others], one_machine=not others))
+    return _make_group(settings, place, device, store)
+
+
+def _make_group(settings: _Settings, place: Place, device: torch.device, store: dist.Store) -> Communicator:
+    backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    try:
+        dist.init_process_group(
+            backend,
+            store=dist.PrefixStore("group", store),
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timedelta(seconds=settings.start_timeout_s),  # how long a rank that dies now is waited for
+            device_id=device if device.type == "cuda" else None,
+        )
+    except RuntimeError as error:
+        raise CommError(f"rank {place.rank}: torch could not make the {backend} group: {error}") from error
+    group = dist.group.WORLD
+    assert group is not None
+    distributed_c10d._set_pg_timeout(timedelta(seconds=settings.timeout_s), group)
+    comm = Communicator(TorchTransport(group, device, settings.timeout_s, owned=True))
+    comm.place = place
+    try:
+        comm.barrier(label="init")  # after it no rank needs the store to finish, so any rank may leave at once
+    except BaseException:
+        comm.close()
+        raise
+    return comm
+
+
+def _check_numbers(problems: list[str], threads: int | None, **seconds: float | None) -> None:
+    for name, value in seconds.items():
+        if value is not None and not 0 < value < 1e9:
+            problems.append(f"{name}={value!r}: it is a number of seconds above 0")
+    if threads is not None and threads < 1:
+        problems.append(f"threads={threads!r}: a rank needs at least 1")
+
+
+def _set_gloo_interface(interface: str) -> None:
+    """Gloo reads this variable for every group, also for later sub-groups, so it stays; what the user set counts."""
+    present = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if present and present not in _interfaces:
+        return
+    if interface:
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        _interfaces.add(interface)
+    elif present:
+        del os.environ["GLOO_SOCKET_IFNAME"]
+
+
+def _record(place: Place, device: torch.device, meeting_address: str) -> Record:
+    return Record(
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank if place.source("local_rank") != "default" else None,
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        machine=preflight.machine_id(),
+        address=preflight.local_address(meeting_address) if meeting_address else "",
+        cores=f"{preflight.core_mask():x}",
+        gpus=torch.cuda.device_count() if device.type == "cuda" else 0,
+        visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
+        lockstep=lockstep.__version__,
+        torch=str(torch.__version__),
+    )
+
+
+# ---------------------------------------------------------------------- where the ranks meet
+
+
+def _meet(settings: _Settings, spoilt: set[str], problems: list[str]) -> _Meeting:
+    """The store of this job. Raises EnvironmentProblems with `problems` and what is wrong with the meeting point."""
+    place = settings.place
+    meeting = _meetings.get(place.meeting_point)
+    if meeting is not None and not problems:
+        return meeting
+    addresses: list[str] = []
+    listening = preflight.Listening(None)
+    if place.file:
+        folder = Path(place.file).resolve().parent
+        if not os.access(folder, os.W_OK):
+            problems.append(f"file={place.file!r}: the folder {str(folder)!r} does not exist or cannot be written")
+    elif place.address and not spoilt & {"address", "port"}:
+        try:
+            addresses = preflight.resolve(place.address, place.port)
+        except (OSError, UnicodeError, preflight.Deadline) as error:
+            problems.append(preflight.unresolved(place, error))
+        else:
+            if place.hosts_store and "rank" not in spoilt:
+                listening = preflight.listen(place, addresses, _everywhere(place, addresses))
+                problems += [listening.problem] * bool(listening.problem)
+            elif problems:
+                found = preflight.knock(addresses, place.port)
+                if found.result not in ("open", "refused"):
+                    problems.append(preflight.unmet(place, found, 3.0))
+    if problems:
+        if listening.listener is not None:
+            listening.listener.close()
+        raise EnvironmentProblems(problems, HINT)
+    _meetings[place.meeting_point] = meeting = _open_meeting(settings, addresses, listening)
+    return meeting
+
+
+def _open_meeting(settings: _Settings, addresses: list[str], listening: preflight.Listening) -> _Meeting:
+    place = settings.place
+    limit = timedelta(seconds=settings.timeout_s)
+    if place.world_size == 1:
+        return _Meeting(dist.HashStore(), place)
+    if place.file:
+        return _Meeting(dist.FileStore(place.file, place.world_size), place)
+    if listening.listener is None:
+        return _join_meeting(settings, addresses, listening.taken)
+    address, port = listening.listener.getsockname()[:2]
+    local = "127.0.0.1" if address == "0.0.0.0" else address
+    fd = listening.listener.detach()
+    store = dist.TCPStore(local, port, None, True, limit, False, master_listen_fd=fd)
+    identity = {"run": place.run_id, "pid": os.getpid(), "host": socket.gethostname()}
+    store.set(_HOST_KEY, json.dumps(identity))
+    return _Meeting(store, place, local)
+
+
+def _join_meeting(settings: _Settings, addresses: list[str], taken: bool) -> _Meeting:
+    """Connect to the store that rank 0, or torchrun's agent, holds; know it from anything else that listens there."""
+    place = settings.place
+    where = f"port {place.port} of {place.address}"
+    start = time.monotonic()
+    found = preflight.await_listener(place, addresses, settings.start_timeout_s, settings.say)
+    waited_s = time.monotonic() - start
+    in_use = f"rank 0 must open {where}, but it is in use"
+    if found.result != "open":
+        text = f"{in_use} by another program" if taken else preflight.unmet(place, found, waited_s)
+        raise EnvironmentProblems([text], HINT)
+    limit = timedelta(seconds=settings.timeout_s)
+    patience_s = min(_GREETING_S, settings.start_timeout_s)
+    try:
+        store = preflight.within(
+            patience_s, lambda: dist.TCPStore(found.address, place.port, None, False, limit, False)
+        )
+    except (preflight.Deadline, dist.DistError) as error:
+        text = f"{in_use} by another program" if taken else f"{where} answers, but is not this job"
+        why = f"no torch store replied in {patience_s:g} s" if isinstance(error, preflight.Deadline) else str(error)
+        raise EnvironmentProblems([f"{text}: {why.splitlines()[0]}. Choose another port"], HINT) from error
+    if place.agent_store:
+        return _Meeting(store, place, found.address)
+    deadline = time.monotonic() + patience_s
+    while not store.check([_HOST_KEY]):
+        if time.monotonic() > deadline:
+            text = in_use if taken else f"{where} answers, but is not this job"
+            raise EnvironmentProblems([f"{text}: a torch store without a lockstep rank 0. Choose another port"], HINT)
+        time.sleep(0.02)
+    host = json.loads(store.get(_HOST_KEY))
+    if host["run"] != place.run_id:
+        text = in_use if taken else f"{where} answers, but is not this job"
+        by = f"run {host['run'] or 'without a name'!r}, pid {host['pid']} on {host['host']}; this is {place.run_id!r}"
+        raise EnvironmentProblems([f"{text}: it belongs to {by}. Choose another port"], HINT)
+    return _Meeting(store, place, found.address)
+
+
+def _everywhere(place: Place, addresses: list[str]) -> bool:
+    """True where ranks on other machines know this one by another address than this machine does.
+
+    Debian gives a machine's own name the address 127.0.1.1, and Kubernetes' training operator tells rank 0 "localhost".
+    """
+    if place.source("local_world_size") != "default" and place.local_world_size == place.world_size:
+        return False
+    if not all(preflight.is_loopback(address) for address in addresses):
+        return False
+    return place.address not in ("localhost", *addresses) or "KUBERNETES_SERVICE_HOST" in os.environ
+
+
+# ---------------------------------------------------------------------- a group that exists
+
+
+def _adopt(
+    rank: int | None, world_size: int | None, given: list[str], timeout_s: float | None, threads: int | None
+) -> Communicator:
+    """The user's own default group, with this process's place in it."""
+    here, size = dist.get_rank(), dist.get_world_size()
+    problems = [f"{name}=...: the group exists already, made by init_process_group" for name in given]
+    for name, asked, is_ in (("rank", rank, here), ("world_size", world_size, size)):
+        if asked is not None and asked != is_:
+            problems.append(f"{name}={asked}, but torch.distributed has been initialised with {name}={is_}")
+    _check_numbers(problems, threads, timeout_s=timeout_s)
+    if problems:
+        raise EnvironmentProblems(problems, "Leave these arguments out, or let lockstep.init() make the group.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    transport = TorchTransport.over()
+    if timeout_s is not None:
+        transport = TorchTransport(transport.process_group, transport.device, timeout_s)
+    comm = Communicator(transport)
+    found, _ = read_place(os.environ, rank=here, world_size=size, file="-")
+    source = "torch.distributed.init_process_group"
+    sources = {**dict(found.sources), "rank": source, "world_size": source}
+    del sources["file"]
+    place = replace(found, file="", launcher="process group", sources=tuple(sorted(sources.items())), agent_store=False)
+    comm.place = place_on_machines(place, comm.all_gather_object(preflight.machine_id(), label="init"))
+    return comm
+
+
+def _refuse_second(caller: str) -> None:
+    for session in _sessions:
+        if session.group is not None and dist.is_initialized() and dist.group.WORLD is session.group:
+            raise ConfigError(
+                f"lockstep.init() at {caller}: it was called before, at {session.caller}, and that communicator is "
+                "open. Pass it on, or close it first"
+            )
+    _sessions.clear()
+
+
+# ---------------------------------------------------------------------- coming and going
+
+
+def _headline(comm: Communicator) -> str:
+    place = comm.place
+    assert place is not None
+    machines = (
+        f"{place.local_world_size} of them on this machine, " if place.local_world_size < place.world_size else ""
+    )
+    met = f", met at {place.meeting_point}" if place.address or place.file else ""
+    threads = torch.get_num_threads()
+    return (
+        f"{place.describe()}: {machines}{comm.transport.name}, {comm.device.type}, {threads} thread(s) per rank, "
+        f"timeout {comm.timeout_s:g} s{met}"
+    )
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"lockstep: {text}\n")
+    sys.stderr.flush()
+
+
+def _enable_faulthandler() -> None:
+    """Python stacks when C++ kills the process, as gloo does where shapes differ."""
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+
+
+@atexit.register
+def _leave() -> None:
+    """Close what the user did not, then let the process that holds the store go last."""
+    for session in _sessions:
+        session.comm.close()
+    _sessions.clear()
+    for meeting in _meetings.values():
+        if meeting.address and meeting.records and not meeting.place.agent_store:
+            _farewell(meeting)
+    _meetings.clear()
+
+
+def _farewell(meeting: _Meeting) -> None:
+    """Tell the holder of the store that this rank is through; the holder waits for the living, unless it failed."""
+    place = meeting.place
+    try:
+        if not place.hosts_store:
+            if preflight.knock([meeting.address], place.port, 1.0).result == "open":
+                meeting.store.set(f"lockstep/bye/{place.rank}", "")
+            return
+        deadline = time.monotonic() + (0.0 if getattr(sys, "last_value", None) is not None else _FAREWELL_S)
+        here = preflight.machine_id()
+        for record in meeting.records:
+            while record["rank"] != place.rank and not meeting.store.check([f"lockstep/bye/{record['rank']}"]):
+                ended = record["machine"] == here and not preflight.is_running(record["pid"])
+                if ended or time.monotonic() > deadline:
+                    break
+                time.sleep(0.02)
+    except dist.DistError as error:  # the other side went first; nothing depends on it any more
+        _say(f"rank {place.rank} could not say good-bye: {str(error).splitlines()[0]}")

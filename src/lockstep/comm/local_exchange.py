@@ -1,0 +1,144 @@
+"""What each collective does with the tensors of all ranks, once they are in one place. `ops[rank]` throughout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.op import CommOp, Reduction, describe, signature
+from lockstep.comm.reduction import tree_reduce
+from lockstep.errors import CollectiveMismatch
+
+
+def exchange(ops: Sequence[CommOp]) -> None:
+    """Carry out one collective of all ranks. Raises: CollectiveMismatch where sizes do not fit."""
+    with torch.no_grad():
+        _EXCHANGE[ops[0].kind](ops)
+
+
+def find_mismatch(ops: Mapping[int, CommOp]) -> CollectiveMismatch | None:
+    """An error that names the first two ranks which called different things; None where all agree."""
+    ranks = sorted(ops)
+    for rank in ranks[1:]:
+        if signature(ops[rank]) != signature(ops[ranks[0]]):
+            return _mismatch("ranks called different operations at the same point", ops, ranks[0], rank)
+    return None
+
+
+def copy_message(send: CommOp, source: int, recv: CommOp, target: int) -> None:
+    """One message from rank `source` to rank `target`. Raises: CollectiveMismatch for another dtype or size."""
+    with torch.no_grad():
+        _copy(recv.outputs[0], send.inputs[0], {source: send, target: recv}, source, target)
+
+
+def _mismatch(problem: str, ops: Mapping[int, CommOp], *ranks: int) -> CollectiveMismatch:
+    lines = "".join(f"\n  rank {rank}: {describe(ops[rank])}" for rank in ranks)
+    return CollectiveMismatch(
+        f"{problem}:{lines}\nNext: find the branch or loop that runs differently on these ranks; every rank must call "
+        f"the same operations in the same order"
+    )
+
+
+def _copy(target: Tensor, source: Tensor, ops: Mapping[int, CommOp], source_rank: int, target_rank: int) -> None:
+    if target.numel() != source.numel() or target.dtype != source.dtype:
+        raise _mismatch(
+            f"rank {target_rank} has room for {target.numel()} x {target.dtype} from rank {source_rank}, which gives "
+            f"{source.numel()} x {source.dtype}",
+            ops,
+            source_rank,
+            target_rank,
+        )
+    target.view(-1).copy_(source.view(-1))
+
+
+def _pieces(whole: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """One tensor per rank: `whole` is either that already or one flat tensor of equal parts."""
+    return whole[0].view(count, whole[0].numel() // count).unbind() if len(whole) == 1 and count > 1 else whole
+
+
+def _by_rank(ops: Sequence[CommOp]) -> dict[int, CommOp]:
+    return dict(enumerate(ops))
+
+
+def _root(ops: Sequence[CommOp]) -> int:
+    assert ops[0].peer is not None
+    return ops[0].peer
+
+
+def _reduction(ops: Sequence[CommOp]) -> Reduction:
+    assert ops[0].reduce is not None
+    return ops[0].reduce
+
+
+def _broadcast(ops: Sequence[CommOp]) -> None:
+    root = _root(ops)
+    for rank, op in enumerate(ops):
+        _copy(op.outputs[0], ops[root].inputs[0], _by_rank(ops), root, rank)
+
+
+def _reduce(ops: Sequence[CommOp]) -> None:
+    result = tree_reduce([op.inputs[0] for op in ops], _reduction(ops))
+    ops[_root(ops)].outputs[0].copy_(result)
+
+
+def _all_reduce(ops: Sequence[CommOp]) -> None:
+    result = tree_reduce([op.inputs[0] for op in ops], _reduction(ops))
+    for op in ops:
+        op.outputs[0].copy_(result)
+
+
+def _gather(ops: Sequence[CommOp]) -> None:
+    root = _root(ops)
+    for rank, op in enumerate(ops):
+        _copy(ops[root].outputs[rank], op.inputs[0], _by_rank(ops), rank, root)
+
+
+def _scatter(ops: Sequence[CommOp]) -> None:
+    root = _root(ops)
+    for rank, op in enumerate(ops):
+        _copy(op.outputs[0], ops[root].inputs[rank], _by_rank(ops), root, rank)
+
+
+def _all_gather(ops: Sequence[CommOp]) -> None:
+    for target, op in enumerate(ops):
+        for source, piece in enumerate(_pieces(op.outputs, len(ops))):
+            _copy(piece, ops[source].inputs[0], _by_rank(ops), source, target)
+
+
+def _reduce_scatter(ops: Sequence[CommOp]) -> None:
+    pieces = [_pieces(op.inputs, len(ops)) for op in ops]
+    for source, row in enumerate(pieces):
+        for target, piece in enumerate(row):
+            if piece.numel() != ops[target].outputs[0].numel():
+                problem = (
+                    f"rank {source} has {piece.numel()} elements to reduce into rank {target}'s output of another size"
+                )
+                raise _mismatch(problem, _by_rank(ops), source, target)
+    results = [tree_reduce([row[target].view(-1) for row in pieces], _reduction(ops)) for target in range(len(ops))]
+    for op, result in zip(ops, results, strict=True):  # only now: an output may be a part of its rank's input
+        op.outputs[0].view(-1).copy_(result)
+
+
+def _all_to_all(ops: Sequence[CommOp]) -> None:
+    for target, op in enumerate(ops):
+        for source, piece in enumerate(op.outputs):
+            _copy(piece, ops[source].inputs[target], _by_rank(ops), source, target)
+
+
+def _barrier(ops: Sequence[CommOp]) -> None:
+    pass
+
+
+_EXCHANGE: dict[str, Callable[[Sequence[CommOp]], None]] = {
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "all_reduce": _all_reduce,
+    "gather": _gather,
+    "all_gather": _all_gather,
+    "scatter": _scatter,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "barrier": _barrier,
+}

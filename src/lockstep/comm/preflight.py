@@ -1,0 +1,304 @@
+"""What a rank looks at before it opens a socket of the job: names, ports, listeners, cores. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, TypeVar
+
+from lockstep.comm.place import Place
+
+if sys.platform == "linux":
+    import fcntl
+
+T = TypeVar("T")
+
+RESOLVE_S = 10.0  # a name server that is asked twice needs about this long to be given up
+SILENCE_S = 10.0  # packets without any answer for this long: a wrong address or a firewall
+_CONNECT_S = 3.0
+_SIOCGIFADDR = 0x8915  # Linux: the address of an interface
+_UNASKED_S = 0.05  # a meeting point never speaks first; who does so within this time is something else
+
+
+class Deadline(Exception):
+    """A call did not return in time; its thread was left behind."""
+
+
+def within(limit_s: float, call: Callable[[], T]) -> T:
+    """What `call` returns or raises, or Deadline after `limit_s`: for C code that has no limit of its own."""
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True, name="lockstep-preflight")
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise Deadline
+    return results[0]
+
+
+# ---------------------------------------------------------------------- the meeting point
+
+
+def resolve(host: str, port: int) -> list[str]:
+    """The IP addresses of `host`, in the order in which to try them. Raises OSError or Deadline."""
+    found = within(RESOLVE_S, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+    return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def unresolved(place: Place, error: Exception) -> str:
+    """The sentence for a host name that leads nowhere."""
+    why = f"no answer in {RESOLVE_S:g} s" if isinstance(error, Deadline) else getattr(error, "strerror", str(error))
+    return f"{place.source('address')}: host {place.address!r} cannot be found from {socket.gethostname()} ({why})"
+
+
+class Listening(NamedTuple):
+    """A port that this process holds, or why it does not."""
+
+    listener: socket.socket | None
+    taken: bool = False
+    problem: str = ""
+
+
+def listen(place: Place, addresses: Sequence[str], everywhere: bool) -> Listening:
+    """Hold the port of the meeting point, at the address the others were given and nowhere else.
+
+    everywhere: listen at every address of this machine, because the others know it by another one.
+    """
+    wanted = ["0.0.0.0"] if everywhere else sorted(addresses, key=lambda address: ":" in address)
+    reason = OSError(errno.EADDRNOTAVAIL, "no address")
+    for address in wanted:
+        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind((address, place.port))
+            listener.listen(4096)
+        except OSError as error:
+            listener.close()
+            reason = error
+        else:
+            return Listening(listener)
+        if reason.errno == errno.EADDRINUSE:
+            return Listening(None, taken=True)
+    here = f"rank 0 must open port {place.port}, but on {socket.gethostname()}"
+    if reason.errno == errno.EADDRNOTAVAIL:
+        why = f"{here} {place.source('address')}={place.address} ({', '.join(addresses)}) is no address of this machine"
+        return Listening(None, problem=f"{why}: name rank 0's machine, or start rank 0 there")
+    return Listening(None, problem=f"{here} that fails: {reason.strerror}")
+
+
+class Knock(NamedTuple):
+    """What one attempt to connect found."""
+
+    result: Literal["open", "refused", "silent", "stranger", "unreachable"]
+    address: str = ""
+    detail: str = ""
+
+
+def knock(addresses: Sequence[str], port: int, limit_s: float = _CONNECT_S) -> Knock:
+    """Connect once and hang up. A listener that speaks first or hangs up at once is a stranger."""
+    worst = Knock("unreachable", detail="no address")
+    for address in addresses:
+        try:
+            with socket.create_connection((address, port), timeout=limit_s) as connection:
+                if not select.select([connection], [], [], _UNASKED_S)[0]:
+                    return Knock("open", address)
+                said = b""
+                with contextlib.suppress(OSError):  # a reset is a way of hanging up
+                    said = connection.recv(40)
+                return Knock("stranger", address, f"it says {said!r}" if said else "it hangs up")
+        except TimeoutError:
+            worst = Knock("silent", address)
+        except ConnectionRefusedError:
+            return Knock("refused", address)
+        except OSError as error:
+            worst = Knock("unreachable", address, str(error.strerror))
+    return worst
+
+
+def await_listener(place: Place, addresses: Sequence[str], limit_s: float, say: Callable[[str], None]) -> Knock:
+    """Knock until somebody listens, for at most `limit_s`: rank 0 may still be starting. Gives up early on silence."""
+    start = time.monotonic()
+    answered = start  # when a packet last came back
+    said = False
+    pause_s = 0.02
+    while True:
+        left_s = limit_s - (time.monotonic() - start)
+        found = knock(addresses, place.port, min(_CONNECT_S, max(left_s, 0.1)))
+        now = time.monotonic()
+        if found.result in ("open", "stranger") or now - start >= limit_s:
+            return found
+        if found.result == "refused":
+            answered = now
+        elif now - answered >= SILENCE_S:
+            return found
+        if now - start > 5.0 and not said:
+            said = True
+            say(f"rank {place.rank} waits for rank 0 at {place.meeting_point} (up to {limit_s:g} s): {_reason(found)}")
+        time.sleep(min(pause_s, max(limit_s - (now - start), 0.0)))
+        pause_s = min(pause_s * 1.5, 0.5)
+
+
+def unmet(place: Place, found: Knock, waited_s: float) -> str:
+    """The sentence for a meeting point at which this job's rank 0 is not."""
+    if found.result == "stranger":
+        return f"port {place.port} of {place.address} ({found.address}) answers, but is not this job: {found.detail}"
+    text = f"rank 0 is not at {place.meeting_point}: {_reason(found)} for {waited_s:.0f} s"
+    if found.result == "refused":
+        return f"{text}. Rank 0 opens this port: it was not started, ended, or was given another address or port"
+    return f"{text}. The address is wrong, the machine is down, or a firewall drops the packets"
+
+
+def _reason(found: Knock) -> str:
+    if found.result == "refused":
+        return f"{found.address} refuses connections on the port"
+    return f"{found.address} does not answer" if found.result == "silent" else f"{found.address} {found.detail}"
+
+
+# ---------------------------------------------------------------------- this machine
+
+
+def machine_id() -> str:
+    """Equal for processes that share a kernel and its network, so that loopback joins them."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+    except OSError:  # not Linux
+        return socket.gethostname()
+
+
+def is_running(pid: int) -> bool:
+    """False where process `pid` of this machine has ended, also where its parent has not noticed yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        pass  # ended, or not Linux
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def loopback_interface() -> str:
+    """The name of the interface that never leaves the machine; "" where it has an unusual one."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in names), "")
+
+
+def is_loopback(address: str) -> bool:
+    """True for an address that means this machine on every machine."""
+    return address.startswith("127.") or address == "::1"
+
+
+def own_name_is_local() -> bool:
+    """True where this machine's name leads to no address that another machine could use."""
+    try:
+        return all(is_loopback(address) for address in resolve(socket.gethostname(), 0))
+    except (OSError, Deadline):
+        return True
+
+
+def local_address(towards: str) -> str:
+    """The address from which this machine talks to `towards`; "" where there is no way. Sends nothing."""
+    with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((towards, 9))
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """The interface that has this IPv4 address; "" where none has, or where the system cannot be asked."""
+    if sys.platform != "linux" or ":" in address:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return ""
+
+
+def gloo_interface(towards: Sequence[str], one_machine: bool) -> str:
+    """The interface to give to gloo, which would take the one this machine's name leads to; "" where that is right.
+
+    towards: addresses of other ranks, the likeliest first.
+    """
+    if one_machine:
+        return loopback_interface()  # nothing needs to listen beyond this machine
+    remote = [address for address in towards if address and not is_loopback(address)]
+    return interface_of(local_address(remote[0])) if remote and own_name_is_local() else ""
+
+
+def core_mask() -> int:
+    """The cores that this process may run on, as bits."""
+    if hasattr(os, "sched_getaffinity"):
+        return sum(1 << core for core in os.sched_getaffinity(0))
+    return (1 << (os.cpu_count() or 1)) - 1
+
+
+def core_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+    """The CPU time limit of this process's control groups, in cores; infinite where there is none."""
+    quotas = [float("inf")]
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return quotas[0]
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        base = root / controllers if controllers else root
+        group = base / path.lstrip("/")
+        for folder in (group, *group.parents):
+            quotas += _quota_of(folder)
+            if folder == base:
+                break
+    return min(quotas)
+
+
+def _quota_of(folder: Path) -> list[float]:
+    try:
+        if (folder / "cpu.max").exists():
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit, period = (folder / f"cpu.cfs_{word}_us" for word in ("quota", "period"))
+            limit, period = limit.read_text().strip(), period.read_text().strip()
+    except OSError:
+        return []
+    return [] if limit in ("max", "-1") else [int(limit) / int(period)]
+
+
+def fair_threads(mask: int, neighbours: Sequence[int], quota: float) -> int:
+    """Threads for one rank so that the ranks of its machine together have one per core; at least 1.
+
+    mask: this rank's cores. neighbours: the masks of all ranks of the machine, this one's too. A core that n ranks may
+    use counts 1/n, so ranks that share all cores and ranks pinned to their own both come out right.
+    """
+    share = 0.0
+    for core in range(mask.bit_length()):
+        if mask >> core & 1:
+            share += 1 / max(1, sum(other >> core & 1 for other in neighbours))
+    return max(1, int(min(share, quota / max(1, len(neighbours))) + 1e-9))

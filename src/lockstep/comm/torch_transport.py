@@ -1,0 +1,405 @@
+"""Gloo (CPU) and NCCL (GPU) behind the seam.
+
+Calls go to the `ProcessGroup` itself: `torch.distributed.all_reduce` would check and log again what the communicator
+has checked. Where a backend lacks a form (uneven lists, a mean, a dtype) it is built here from those it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import final
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
+
+from lockstep.comm.op import AllWork, CommOp, Reduction, ThenWork, Work, describe
+from lockstep.comm.torch_work import GlooMessage, GlooWork, NcclWork, Refused, failure
+from lockstep.comm.transport import Transport
+from lockstep.errors import ConfigError, TransportClosed
+
+# What both backends move and reduce. Everything else is moved as bytes, and refused where it would have to be reduced.
+_NATIVE = frozenset(
+    {torch.float32, torch.float64, torch.float16, torch.bfloat16}
+    | {torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool}
+)
+_REDUCE_OPS: dict[Reduction, ReduceOp.RedOpType] = {
+    "sum": ReduceOp.SUM,
+    "min": ReduceOp.MIN,
+    "max": ReduceOp.MAX,
+    "product": ReduceOp.PRODUCT,
+}
+_BOOL_OPS: dict[Reduction, Reduction] = {"sum": "max", "product": "min", "min": "min", "max": "max"}  # or, and
+
+_UNUSED_TAG = 2**31 - 1
+
+_splits: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how often each group was split: names its parts
+
+
+@final
+class TorchTransport(Transport):
+    """The collectives of one torch process group.
+
+    `owned`: this transport made the group and destroys it in `close`; a group of the user's is left alone.
+    On NCCL messages are matched in order only (it has no tags) and cannot be received from any rank.
+    """
+
+    def __init__(
+        self, process_group: ProcessGroup, device: torch.device | str, timeout_s: float, *, owned: bool = False
+    ) -> None:
+        self.process_group = process_group
+        self.device = torch.device(device)
+        self.timeout_s = timeout_s
+        self.rank = process_group.rank()
+        self.world_size = process_group.size()
+        self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.name = process_group._get_backend(self.device).name()
+        self._nccl = self.name == "nccl"
+        self._owned = owned
+        self._closed = False
+        self.pending = 0  # operations started here and not yet waited for
+        self._children: WeakSet[TorchTransport] = WeakSet()
+        self._limit = timedelta(seconds=timeout_s)
+        self._all_reduce_options = {reduce: self._all_reduce_option(reduce) for reduce in (*_REDUCE_OPS, "mean")}
+
+    @classmethod
+    def over(cls, process_group: ProcessGroup | None = None) -> TorchTransport:
+        """A transport over a group of `torch.distributed` (None: the default one), with its device and timeout."""
+        if process_group is None:
+            if not dist.is_initialized():
+                raise ConfigError(
+                    "torch.distributed has no default group yet: call lockstep.init(), or "
+                    "torch.distributed.init_process_group() before"
+                )
+            process_group = distributed_c10d._get_default_group()
+        device = torch.device("cpu")
+        if torch.cuda.is_available() and any(kind.type == "cuda" for kind in process_group._device_types):
+            current = torch.device("cuda", torch.cuda.current_device())
+            if process_group._get_backend(current).name() == "nccl":
+                device = process_group.bound_device_id or current
+        options = getattr(process_group._get_backend(device), "options", None)  # a backend of another library has none
+        timeout = dist.default_pg_timeout if options is None else options._timeout
+        return cls(process_group, device, timeout.total_seconds())
+
+    @classmethod
+    def fresh(
+        cls,
+        rendezvous: str,
+        rank: int,
+        world_size: int,
+        timeout_s: float,
+        backend: str = "gloo",
+        device: torch.device | str = "cpu",
+    ) -> TorchTransport:
+        """Make and own the default group of `torch.distributed`. `rendezvous` is its init_method: "file:///..." or so.
+
+        Collective: every rank; blocks until all have come.
+        """
+        device = torch.device(device)
+        dist.init_process_group(
+            backend,
+            init_method=rendezvous,
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if device.type == "cuda" else None,
+        )
+        return cls(distributed_c10d._get_default_group(), device, timeout_s, owned=True)
+
+    def submit(self, op: CommOp) -> Work:
+        if self._closed:
+            raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
+        try:
+            return _START[op.kind](self, op)
+        except RuntimeError as error:  # Gloo refuses at once what needs a lost connection: that is for `wait` to say
+            refusal = failure(self, op, error, self.timeout_s)
+            refusal.__cause__ = error
+            return Refused(refusal)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
+        if self._closed:
+            raise TransportClosed(f"split: this communicator was closed on rank {self.rank}")
+        number = _splits.get(self.process_group, 0)
+        _splits[self.process_group] = number + 1
+        for index, group in enumerate(groups):
+            if self.rank in group:
+                name = f"{self.process_group.group_name}/{number}.{index}"
+                return self._subgroup(name, [self.global_ranks[rank] for rank in group], list(group).index(self.rank))
+        return None
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if self._owned:
+            for child in tuple(self._children):
+                child.close()
+            if self.pending and self.world_size > 1:
+                self._abort()
+            if self.process_group in distributed_c10d._world.pg_map:
+                dist.destroy_process_group(self.process_group)
+        del self.process_group  # Gloo closes its sockets, and so tells the other ranks, with the last reference only
+
+    def _abort(self) -> None:
+        """End what is still under way; else the group's end would wait for it, until the timeout."""
+        if self._nccl:
+            self.process_group.abort()
+            return
+        # Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    self.process_group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+    def _subgroup(self, name: str, global_ranks: list[int], rank: int) -> TorchTransport:
+        """A torch group of exactly these ranks, in this order, with this group's timeout.
+
+        Not `dist.new_group`: it wants every rank of the job, or names the group by what each rank has destroyed so far,
+        and its timeout is 30 minutes unless told. The default group is unbound from its device meanwhile, because a
+        bound one would be split by a call that every rank of the job must join.
+        """
+        default = distributed_c10d._get_default_group()
+        bound = default.bound_device_id
+        try:
+            default.bound_device_id = None
+            group, _ = distributed_c10d._new_process_group_helper(
+                len(global_ranks),
+                rank,
+                global_ranks,
+                self.name,
+                distributed_c10d._get_default_store(),
+                distributed_c10d.GroupName(name),
+                timeout=self._limit,
+                device_id=self.device if self._nccl else None,
+                group_desc="lockstep",
+            )
+        except RuntimeError as error:
+            op = CommOp(-1, "barrier", label=f"split into {global_ranks}")
+            raise failure(self, op, error, self.timeout_s) from error
+        finally:
+            default.bound_device_id = bound
+        assert isinstance(group, ProcessGroup)
+        distributed_c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(global_ranks)}
+        child = TorchTransport(group, self.device, self.timeout_s, owned=True)
+        self._children.add(child)
+        return child
+
+    # ------------------------------------------------------------------ messages
+
+    def _message(self, op: CommOp) -> Work:
+        return (NcclWork if self._nccl else GlooMessage)(self, op, self._post(op))
+
+    def _post(self, op: CommOp) -> dist.Work:
+        if op.kind == "send":
+            assert op.peer is not None
+            return self.process_group.send([op.inputs[0]], op.peer, op.tag)
+        if op.peer is not None:
+            return self.process_group.recv([op.outputs[0]], op.peer, op.tag)
+        if self._nccl:
+            raise ConfigError("NCCL cannot receive from any rank: name the source, recv(tensor, src)")
+        return self.process_group.recv_anysource([op.outputs[0]], op.tag)
+
+    def _batch(self, op: CommOp) -> Work:
+        if not self._nccl:
+            return AllWork([self.submit(part) for part in op.parts])
+        self.process_group._start_coalescing(self.device)
+        for part in op.parts:
+            self._post(part)
+        return NcclWork(self, op, self.process_group._end_coalescing(self.device))
+
+    # ------------------------------------------------------------------ reductions
+
+    def _all_reduce_option(self, reduce: Reduction) -> dist.AllreduceOptions:
+        options = dist.AllreduceOptions()
+        options.reduceOp = self._reduce_op(reduce)
+        options.timeout = self._limit
+        return options
+
+    def _reduce_op(self, reduce: Reduction) -> ReduceOp:
+        if reduce == "mean":
+            return ReduceOp(ReduceOp.AVG if self._nccl else ReduceOp.SUM)
+        return ReduceOp(_REDUCE_OPS[reduce])
+
+    def _reduction(self, op: CommOp) -> Reduction:
+        """The reduction to ask the backend for; bools are combined by or and and, where bytes would be added."""
+        assert op.reduce is not None
+        dtype = op.inputs[0].dtype
+        if dtype not in _NATIVE:
+            raise ConfigError(
+                f"{op.kind} of {dtype}: {self.name} cannot compute the {op.reduce} of this dtype; convert it first, "
+                f"to one of {', '.join(sorted(str(t) for t in _NATIVE))}"
+            )
+        return _BOOL_OPS[op.reduce] if dtype == torch.bool else op.reduce
+
+    def _divide(self, op: CommOp, result: Tensor) -> Callable[[], object] | None:
+        """What turns the sum into the mean; NCCL does it itself, Gloo's own is wrong for some kinds."""
+        if op.reduce != "mean" or self._nccl:
+            return None
+        return lambda: result.div_(self.world_size)
+
+    def _all_reduce(self, op: CommOp) -> Work:
+        tensor = op.outputs[0]
+        options = self._all_reduce_options[self._reduction(op)]
+        return self._work(op, self.process_group.allreduce([tensor], options), self._divide(op, tensor))
+
+    def _reduce_to(self, op: CommOp, tensor: Tensor, root: int) -> dist.Work:
+        options = dist.ReduceOptions()
+        options.reduceOp = self._reduce_op(self._reduction(op))
+        options.rootRank = root
+        options.timeout = self._limit
+        return self.process_group.reduce([tensor], options)
+
+    def _reduce(self, op: CommOp) -> Work:
+        assert op.peer is not None
+        if self.rank != op.peer:
+            return self._work(
+                op, self._reduce_to(op, op.inputs[0].clone(), op.peer)
+            )  # gloo writes partial sums into it
+        result = op.outputs[0]
+        if result is not op.inputs[0]:
+            result.copy_(op.inputs[0])
+        return self._work(op, self._reduce_to(op, result, op.peer), self._divide(op, result))
+
+    def _reduce_scatter(self, op: CommOp) -> Work:
+        result = op.outputs[0]
+        if any(t.numel() != op.inputs[0].numel() for t in op.inputs):
+            return self._reduce_scatter_uneven(op)
+        options = dist.ReduceScatterOptions()
+        options.reduceOp = self._reduce_op(self._reduction(op))
+        options.timeout = self._limit
+        if len(op.inputs) == 1:
+            work = self.process_group._reduce_scatter_base(result.view(-1), op.inputs[0].view(-1), options)
+        else:
+            work = self.process_group.reduce_scatter([result.view(-1)], [[t.view(-1) for t in op.inputs]], options)
+        return self._work(op, work, self._divide(op, result))
+
+    def _reduce_scatter_uneven(self, op: CommOp) -> Work:
+        """One reduce per rank, started together."""
+        parts = [t.clone() for t in op.inputs]
+        result = op.outputs[0]
+        divide = self._divide(op, result)
+
+        def finish() -> None:
+            result.view(-1).copy_(parts[self.rank].view(-1))
+            if divide is not None:
+                divide()
+
+        works = [self._work(op, self._reduce_to(op, part, root)) for root, part in enumerate(parts)]
+        return ThenWork(AllWork(works), finish)
+
+    # ------------------------------------------------------------------ moving data
+
+    def _broadcast_from(self, tensor: Tensor, root: int) -> dist.Work:
+        options = dist.BroadcastOptions()
+        options.rootRank = root
+        options.rootTensor = 0
+        options.timeout = self._limit
+        return self.process_group.broadcast([_movable(tensor)], options)
+
+    def _broadcast(self, op: CommOp) -> Work:
+        assert op.peer is not None
+        return self._work(op, self._broadcast_from(op.outputs[0], op.peer))
+
+    def _all_gather(self, op: CommOp) -> Work:
+        mine = op.inputs[0]
+        options = distributed_c10d.AllgatherOptions()
+        options.timeout = self._limit
+        source = _movable(mine)
+        if len(op.outputs) == 1:
+            return self._work(op, self.process_group._allgather_base(_movable(op.outputs[0]), source, options))
+        if all(t.numel() == mine.numel() for t in op.outputs):
+            targets = [_movable(t) for t in op.outputs]
+            return self._work(op, self.process_group.allgather([targets], [source], options))
+        if op.outputs[self.rank] is not mine:
+            op.outputs[self.rank].view(-1).copy_(mine.view(-1))
+        return AllWork([self._work(op, self._broadcast_from(t, root)) for root, t in enumerate(op.outputs)])
+
+    def _gather(self, op: CommOp) -> Work:
+        """Every rank sends to the root. A rank does not know the others' sizes, so even and uneven are one case."""
+        assert op.peer is not None
+        empty = op.inputs[0].new_empty(0)
+        return self._exchange(op, _only(op.peer, op.inputs[0], empty, self.world_size), op.outputs or self._none(empty))
+
+    def _scatter(self, op: CommOp) -> Work:
+        assert op.peer is not None
+        empty = op.outputs[0].new_empty(0)
+        return self._exchange(op, op.inputs or self._none(empty), _only(op.peer, op.outputs[0], empty, self.world_size))
+
+    def _all_to_all(self, op: CommOp) -> Work:
+        return self._exchange(op, op.inputs, op.outputs)
+
+    def _none(self, empty: Tensor) -> tuple[Tensor, ...]:
+        return (empty,) * self.world_size
+
+    def _exchange(self, op: CommOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
+        """All to all with any sizes. Gloo works on one tensor per side, so several are copied into one."""
+        sources, targets = [_movable(t) for t in inputs], [_movable(t) for t in outputs]
+        options = dist.AllToAllOptions()
+        options.timeout = self._limit
+        if self._nccl:
+            return self._work(op, self.process_group.alltoall(targets, sources, options))
+        in_sizes, out_sizes = [t.numel() for t in sources], [t.numel() for t in targets]
+        filled = [t for t in targets if t.numel()]
+        whole = filled[0] if len(filled) == 1 else targets[0].new_empty(sum(out_sizes))
+        work = self.process_group.alltoall_base(whole, torch.cat(sources), out_sizes, in_sizes, options)
+
+        def copy_out() -> None:
+            for target, part in zip(targets, whole.split(out_sizes), strict=True):
+                target.copy_(part)
+
+        return self._work(op, work, copy_out if len(filled) > 1 else None)
+
+    def _barrier(self, op: CommOp) -> Work:
+        options = dist.BarrierOptions()
+        options.timeout = self._limit
+        if self._nccl:
+            options.device_ids = [self.device.index]
+        return self._work(op, self.process_group.barrier(options))
+
+    # ------------------------------------------------------------------ waiting
+
+    def _work(self, op: CommOp, work: dist.Work, finish: Callable[[], object] | None = None) -> Work:
+        return (NcclWork if self._nccl else GlooWork)(self, op, work, finish)
+
+
+def has_default_group() -> bool:
+    """Whether torch.distributed has a default group in this process."""
+    return dist.is_initialized()
+
+
+def destroy_default_group() -> None:
+    """End the default group of torch.distributed, whoever made it, and with it all others."""
+    dist.destroy_process_group()
+
+
+_START: dict[str, Callable[[TorchTransport, CommOp], Work]] = {
+    "send": TorchTransport._message,
+    "recv": TorchTransport._message,
+    "batch_send_recv": TorchTransport._batch,
+    "broadcast": TorchTransport._broadcast,
+    "reduce": TorchTransport._reduce,
+    "all_reduce": TorchTransport._all_reduce,
+    "gather": TorchTransport._gather,
+    "all_gather": TorchTransport._all_gather,
+    "scatter": TorchTransport._scatter,
+    "reduce_scatter": TorchTransport._reduce_scatter,
+    "all_to_all": TorchTransport._all_to_all,
+    "barrier": TorchTransport._barrier,
+}
+
+
+def _movable(tensor: Tensor) -> Tensor:
+    """`tensor` as one dimension, as bytes where its dtype is unknown to the backends."""
+    flat = tensor.detach().view(-1)
+    if flat.dtype in _NATIVE:
+        return flat
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element may be anything
+
+
+def _only(place: int, tensor: Tensor, empty: Tensor, length: int) -> list[Tensor]:
+    """`length` times `empty`, but `tensor` at `place`."""
+    return [tensor if index == place else empty for index in range(length)]

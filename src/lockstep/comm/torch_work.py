@@ -1,0 +1,194 @@
+"""Waiting for what torch has started, and saying in our own errors how it failed."""
+
+from __future__ import annotations
+
+import abc
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, final
+
+import torch
+
+from lockstep.comm.op import CommOp, Work, describe
+from lockstep.errors import CollectiveTimeout, CommError, PeerLost
+
+_SLICE = timedelta(seconds=1)  # a wait returns to Python this often, so that Ctrl-C and SIGTERM are heard
+_CLOSED_HERE = ("pair closure",)
+_LOST = ("onnection closed", "onnection reset", "onnection refused", "roken pipe", "remote process")
+_LATE = ("imed out", "imeout")
+
+
+class Pending(Protocol):
+    """What is used here of torch's `Work`."""
+
+    def wait(self, timeout: timedelta = ...) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+    def _source_rank(self) -> int: ...
+
+
+class Owner(Protocol):
+    """What a work needs of the transport that started it."""
+
+    name: str
+    rank: int
+    world_size: int
+    timeout_s: float
+    pending: int
+
+
+def failure(transport: Owner, op: CommOp, error: RuntimeError, limit_s: float) -> CommError:
+    """The backend's error as one of ours; the caller raises it from the original."""
+    text = str(error)
+    place = f"{describe(op)} on rank {transport.rank} of {transport.world_size} ({transport.name})"
+    if any(words in text for words in _CLOSED_HERE):
+        return CommError(
+            f"{place}: an earlier operation timed out on this rank, which closed its connections. "
+            f"Next: the cause is in the first error; end this run, or make a new communicator"
+        )
+    if any(words in text for words in _LOST):
+        peer = 1 - transport.rank if transport.world_size == 2 else None
+        who = "another rank" if peer is None else f"rank {peer}"
+        return PeerLost(
+            f"{place}: lost the connection to {who}. Its process ended, or it gave up after an error or a timeout. "
+            f"Next: read that rank's own error or exit code (signal 9 is often the out-of-memory killer)",
+            peer,
+        )
+    if any(words in text for words in _LATE):
+        return CollectiveTimeout(
+            f"{place}: not every rank came within {limit_s:g} s. Next: look where the other ranks are (log, stack): "
+            f"one that ended, raised or skipped this call leaves the others here. If it is only slow, raise timeout_s"
+        )
+    return CommError(f"{place}: {text.splitlines()[0] if text else type(error).__name__}")
+
+
+@final
+class Refused(Work):
+    """An operation that could not be started because of another rank."""
+
+    def __init__(self, error: CommError) -> None:
+        self._error = error
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        raise self._error
+
+    def is_done(self) -> bool:
+        return True
+
+
+class TorchWork(Work):
+    """A torch `Work` with one local step after it."""
+
+    __slots__ = ("_error", "_finish", "_op", "_transport", "_work")
+
+    def __init__(self, transport: Owner, op: CommOp, work: Pending, finish: Callable[[], object] | None = None) -> None:
+        transport.pending += 1
+        self._transport = transport
+        self._op = op
+        self._work: Pending | None = work
+        self._finish = finish
+        self._error: CommError | None = None
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        work = self._work
+        if work is None:
+            if self._error is not None:
+                raise self._error
+            return
+        try:
+            self._block(work, timeout_s)
+        except RuntimeError as error:
+            self._work = None
+            limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
+            self._error = failure(self._transport, self._op, error, limit_s)
+            raise self._error from error
+        self._work = None
+        self._transport.pending -= 1
+        if self._finish is not None:
+            with torch.no_grad():
+                self._finish()
+
+    @abc.abstractmethod
+    def _block(self, work: Pending, timeout_s: float | None) -> None:
+        """Wait for the end. Raises: RuntimeError, the backend's own."""
+
+    def is_done(self) -> bool:
+        return self._work is None or self._work.is_completed()
+
+
+@final
+class NcclWork(TorchWork):
+    """An operation on a GPU: `wait` orders the current stream after it, and blocks only where a limit is given."""
+
+    __slots__ = ()
+
+    def _block(self, work: Pending, timeout_s: float | None) -> None:
+        if timeout_s is None:
+            work.wait()
+        else:
+            work.wait(timedelta(seconds=timeout_s))
+
+
+@final
+class GlooWork(TorchWork):
+    """A collective on CPU: blocks in slices, so that a signal is heard and the limit holds for the whole wait."""
+
+    __slots__ = ()
+
+    def _block(self, work: Pending, timeout_s: float | None) -> None:
+        limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        slice_ = _SLICE if limit_s > 1 else timedelta(seconds=max(limit_s, 0.001))
+        while True:
+            try:
+                work.wait(slice_)
+                return
+            except RuntimeError as error:
+                left = deadline - time.monotonic()
+                if "Operation timed out!" not in str(error) or left <= 0:
+                    raise
+                slice_ = min(_SLICE, timedelta(seconds=max(left, 0.001)))
+
+
+@final
+class GlooMessage(TorchWork):
+    """A send or receive on CPU. Gloo only learns of its end by waiting, so `is_done` sets a thread to wait."""
+
+    __slots__ = ("_source", "_waiter")
+
+    def __init__(self, transport: Owner, op: CommOp, work: Pending) -> None:
+        super().__init__(transport, op, work)
+        self._waiter: threading.Thread | None = None
+        self._source: int | None = None
+
+    def _block(self, work: Pending, timeout_s: float | None) -> None:
+        work.wait(timedelta(seconds=self._transport.timeout_s if timeout_s is None else timeout_s))
+        if self._op.kind == "recv" and self._op.peer is None:
+            self._source = work._source_rank()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        if self._waiter is not None:
+            self._waiter.join(timeout_s)
+            if self._waiter.is_alive():
+                assert timeout_s is not None
+                raise failure(self._transport, self._op, RuntimeError("timed out"), timeout_s)
+        super().wait(timeout_s)
+
+    def is_done(self) -> bool:
+        if self._work is None:
+            return True
+        if self._waiter is None:
+            self._waiter = threading.Thread(target=self._wait_aside, name="lockstep-message", daemon=True)
+            self._waiter.start()
+        return not self._waiter.is_alive()
+
+    def _wait_aside(self) -> None:
+        with contextlib.suppress(CommError):  # kept: `wait` raises it
+            super().wait()
+
+    def source_rank(self) -> int | None:
+        return self._source

@@ -133,7 +133,12 @@ class DistributedDataParallel(Module, Joinable):
             process_group = torch_names.mesh_process_group(device_mesh, module)
         is_ours = isinstance(process_group, Communicator)
         self._comm = process_group if is_ours else torch_names.communicator_over(process_group)
-        self.process_group = torch_names.process_group_of(self._comm) or self._comm
+
+    @property
+    def process_group(self) -> Any:
+        """Torch's process group; the communicator itself where there is none under it."""
+        # Not kept here: a Gloo group that outlives its destruction can abort the process at exit.
+        return torch_names.process_group_of(self._comm) or self._comm
 
     def _never_synced(self) -> set[str]:
         return self.parameters_to_ignore - self._delayed_names
@@ -361,7 +366,7 @@ class DistributedDataParallel(Module, Joinable):
                 "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
                 "when you have called init_process_group and have not passed process_group argument to DDP constructor"
             )
-        left_out = ("process_group", "_comm", "reducer", "_frozen", "_comm_hooks", "_builtin_hook")
+        left_out = ("_comm", "reducer", "_frozen", "_comm_hooks", "_builtin_hook")
         state = {name: value for name, value in self.__dict__.items() if name not in left_out}
         return {**state, "require_backward_grad_sync": self.require_backward_grad_sync}
 
@@ -369,7 +374,6 @@ class DistributedDataParallel(Module, Joinable):
         sync = state.pop("require_backward_grad_sync", True)
         super().__setstate__(state)
         self._comm = torch_names.communicator_over()
-        self.process_group = torch_names.process_group_of(self._comm)
         self._build_reducer()
         self.require_backward_grad_sync = sync
 
@@ -391,7 +395,6 @@ class DistributedDataParallel(Module, Joinable):
     def _update_process_group(self, new_process_group: Any) -> None:
         if torch_names.is_member(new_process_group):
             self._comm = torch_names.communicator_over(new_process_group)
-            self.process_group = new_process_group
             self.reducer.reset_plan(self._comm)
 
     @property

@@ -26,6 +26,7 @@ __all__ = [
     "builtin_hook_name",
     "communicator_over",
     "default_rank_and_world",
+    "gloo_threads",
     "is_default_group",
     "is_member",
     "mesh_process_group",
@@ -55,6 +56,13 @@ def process_group_of(comm: Communicator) -> Any:
     while hasattr(transport, "inner"):
         transport = transport.inner
     return getattr(transport, "process_group", None)
+
+
+def gloo_threads(process_group: Any) -> int:
+    """How many threads Gloo works with in this group; 0 for other backends."""
+    if not isinstance(process_group, dist.ProcessGroup) or process_group.name() != "gloo":
+        return 0
+    return process_group._get_backend(torch.device("cpu")).options._threads
 
 
 def is_default_group(process_group: Any) -> bool:

@@ -16,6 +16,7 @@ from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_names import Join, Joinable, JoinHook, TorchDistributedDataParallel
 from lockstep.errors import ModelMismatch, UnsupportedArgument
+from lockstep.parallel.buckets import MIB
 from lockstep.parallel.buffers import BufferHook, BufferSync
 from lockstep.parallel.comm_hooks import Fp16Mean, Mean, TorchHook
 from lockstep.parallel.ddp_arguments import (
@@ -29,7 +30,7 @@ from lockstep.parallel.ddp_arguments import (
 )
 from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.join import JoinedDdp, notify_join
-from lockstep.parallel.outputs import find_tensors, move_tensors
+from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
 from lockstep.parallel.replica import broadcast_coalesced, describe_model, verify_same_model
 
@@ -113,6 +114,8 @@ class DistributedDataParallel(Module, Joinable):
         self._divide_by_initial_world_size = True  # inside `join`
         self._caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps_bytes)
+        self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
+        self.bucket_bytes_cap_default = bucket_cap_mb is None and not bucket_cap_mb_list
         self.forward_sync_buffers, sync_buffers_now = buffer_sync(broadcast_buffers, forward_sync_buffers)
         self._buffer_sync = BufferSync(module, self.parameters_to_ignore)
         if init_sync:
@@ -205,7 +208,7 @@ class DistributedDataParallel(Module, Joinable):
         self._buffer_sync.forward_raised = False
         self.require_forward_param_sync = torch.is_grad_enabled() and self.reducer.sync
         if torch.is_grad_enabled():
-            self.reducer.after_forward(find_tensors(output))
+            self.reducer.after_forward(output_tensors(output))
         return output
 
     def _refuse_thawed(self) -> None:
@@ -357,6 +360,11 @@ class DistributedDataParallel(Module, Joinable):
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         return TorchDistributedDataParallel
 
+    def __dir__(self) -> list[str]:
+        return sorted(
+            {*dir(DistributedDataParallel), *self.__dict__, *self._parameters, *self._modules, *self._buffers}
+        )
+
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return _new_ddp, (), self.__getstate__()
 
@@ -381,6 +389,12 @@ class DistributedDataParallel(Module, Joinable):
         if self.static_graph:
             warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
         self.static_graph = True
+
+    # Kept by torch for code of the time of DataParallel; they need nothing of the wrapper but its device and `dim`.
+    scatter = TorchDistributedDataParallel.scatter
+    gather = TorchDistributedDataParallel.gather
+    to_kwargs = TorchDistributedDataParallel.to_kwargs
+    use_side_stream_for_tensor_copies = True
 
     @staticmethod
     def _set_params_and_buffers_to_ignore_for_model(
@@ -420,6 +434,7 @@ class DistributedDataParallel(Module, Joinable):
         return self.reducer.logging_data(os.environ) | {
             "module_name": type(self.module).__name__,
             "backend_name": self._comm.transport.name,
+            "gloo_num_threads": torch_names.gloo_threads(self.process_group),
             "rank": self._comm.rank,
             "world_size": self._comm.world_size,
             "device_ids": ", ".join(str(index) for index in self.device_ids or ()),

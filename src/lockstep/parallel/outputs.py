@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,24 +13,33 @@ from torch.utils import _pytree
 _MAX_DEPTH = 32  # an output that contains itself ends here
 
 
-def find_tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in nested tuples, lists, sets, mappings (Hugging Face's ModelOutput is one) and dataclasses.
+def output_tensors(output: Any) -> list[Tensor]:
+    """The tensors that a backward pass can begin in: those that require a gradient.
 
-    Other objects are not looked into: a backward that begins in one is noticed by its first parameter gradient.
+    Looked for in nested tuples, lists, sets, mappings (Hugging Face's ModelOutput is one) and dataclasses; only where
+    that finds none, also in the attributes of other objects.
     """
+    found = [tensor for tensor in find_tensors(output) if tensor.requires_grad]
+    return found or [tensor for tensor in find_tensors(output, into_objects=True) if tensor.requires_grad]
+
+
+def find_tensors(value: Any, into_objects: bool = False, depth: int = 0) -> Iterator[Tensor]:
+    """Every tensor in `value`, in order; one that stands in several places comes several times."""
     if isinstance(value, Tensor):
         yield value
-    elif depth > _MAX_DEPTH:
         return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from find_tensors(item, depth + 1)
+    parts: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        parts = value.values()
     elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from find_tensors(item, depth + 1)
+        parts = value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for field in dataclasses.fields(value):
-            yield from find_tensors(getattr(value, field.name, None), depth + 1)
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    elif into_objects and hasattr(value, "__dict__") and not isinstance(value, (type, torch.nn.Module)):
+        parts = vars(value).values()
+    if depth < _MAX_DEPTH:
+        for part in parts:
+            yield from find_tensors(part, into_objects, depth + 1)
 
 
 def move_tensors(value: Any, device: torch.device) -> Any:

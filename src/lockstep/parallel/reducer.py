@@ -135,16 +135,15 @@ class GradReducer:
             self._build(plan)
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
-        """Let the first gradient of any of `outputs` begin the backward pass."""
+        """Let the first gradient of any of `outputs`, which require one, begin the backward pass."""
         self._refuse_moved()
         sync = self.forward_sync = self.sync
         if not any(param.requires_grad for param in self.params):
             return
         for output in outputs:
-            if output.requires_grad:
-                handle = output.register_hook(lambda _, sync=sync: self._begin(sync, torch._C._current_autograd_node()))
-                if output.grad_fn is None:
-                    self._leaf_handles.append(handle)  # it outlives this step, its hook must not
+            handle = output.register_hook(lambda _, sync=sync: self._begin(sync, torch._C._current_autograd_node()))
+            if output.grad_fn is None:
+                self._leaf_handles.append(handle)  # it outlives this step, its hook must not
 
     def _refuse_moved(self) -> None:
         if self.params and (self.params[0].dtype, self.params[0].device) != self._specs[0].kind[:2]:

@@ -28,6 +28,7 @@ This module imports nothing, so that the command line can report an error withou
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 
 class LockstepError(Exception):
@@ -46,7 +47,7 @@ class UnsupportedArgument(ConfigError):
         self.name = name
         self.why = why
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.name, self.why)
 
 
@@ -62,7 +63,7 @@ class EnvironmentProblems(ConfigError):
         self.problems = tuple(problems)
         self.hint = hint
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems, self.hint)
 
 

@@ -62,7 +62,7 @@ def gloo_threads(process_group: Any) -> int:
     """How many threads Gloo works with in this group; 0 for other backends."""
     if not isinstance(process_group, dist.ProcessGroup) or process_group.name() != "gloo":
         return 0
-    return process_group._get_backend(torch.device("cpu")).options._threads
+    return process_group._get_backend(torch.device("cpu")).options._threads  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def is_default_group(process_group: Any) -> bool:

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import final
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -51,7 +51,8 @@ class TorchTransport(Transport):
     def __init__(
         self, process_group: ProcessGroup, device: torch.device | str, timeout_s: float, *, owned: bool = False
     ) -> None:
-        self.process_group = process_group
+        self._strong = process_group if owned else None
+        self._weak = ref(process_group)
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.rank = process_group.rank()
@@ -65,6 +66,18 @@ class TorchTransport(Transport):
         self._children: WeakSet[TorchTransport] = WeakSet()
         self._limit = timedelta(seconds=timeout_s)
         self._all_reduce_options = {reduce: self._all_reduce_option(reduce) for reduce in (*_REDUCE_OPS, "mean")}
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The torch group. One of the user's is not kept alive: after its destruction it is gone here too.
+
+        Gloo closes its sockets, and so tells the other ranks, with the last reference only; and a group that outlives
+        `destroy_process_group` can abort the process at exit.
+        """
+        group = self._weak()
+        if group is None:
+            raise TransportClosed(f"rank {self.rank}: the process group under this communicator was destroyed")
+        return group
 
     @classmethod
     def over(cls, process_group: ProcessGroup | None = None) -> TorchTransport:
@@ -142,7 +155,7 @@ class TorchTransport(Transport):
                 self._abort()
             if self.process_group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(self.process_group)
-        del self.process_group  # Gloo closes its sockets, and so tells the other ranks, with the last reference only
+        self._strong = None
 
     def _abort(self) -> None:
         """End what is still under way; else the group's end would wait for it, until the timeout."""

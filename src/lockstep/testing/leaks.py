@@ -1,0 +1,116 @@
+"""What a test may leave behind by mistake: threads, processes, open files, variables, settings."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing import forkserver, resource_tracker
+from pathlib import Path
+from typing import Any
+
+from lockstep.testing.waiting import wait_until
+
+_PATIENCE_S = 2.0  # for a thread or process that is just ending
+_OWN_FILES = (".pytest_cache", "__pycache__", ".hypothesis", ".ruff_cache", ".coverage")
+_OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the second is set by torch, when it likes
+
+
+class Snapshot:
+    """What exists now. `leaks()` later tells what is new, after giving it a moment to go away."""
+
+    def __init__(self) -> None:
+        self._before = {name: look() for name, look in _LOOKS.items()}
+
+    def leaks(self) -> list[str]:
+        """One line for each thing that is new or has changed, after a moment for what is just ending."""
+        if not self._differences():
+            return []
+        gc.collect()  # a cycle may hold a socket
+        wait_until(lambda: not self._differences(), _PATIENCE_S)
+        return self._differences()
+
+    def _differences(self) -> list[str]:
+        lines: list[str] = []
+        for name, look in _LOOKS.items():
+            before, now = self._before[name], look()
+            for key in now.keys() - before.keys() if name != "setting" else ():  # torch's come with its import
+                lines.append(f"new {name}: {key} {now[key]}".rstrip())
+            if name in _MUST_STAY:
+                for key in before.keys() - now.keys():
+                    lines.append(f"{name} gone: {key}")
+                for key in before.keys() & now.keys():
+                    if before[key] != now[key]:
+                        lines.append(f"{name} changed: {key} from {before[key]!r} to {now[key]!r}")
+        return sorted(lines)
+
+
+def child_processes() -> dict[str, str]:
+    """This process's children, without those that the pools of `run_processes` keep."""
+    helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # pyright: ignore
+    children: dict[str, str] = {}
+    for listing in Path("/proc/self/task").glob("*/children"):
+        for pid in _text(listing).split():
+            if int(pid) not in helpers:
+                children[pid] = _text(Path("/proc") / pid / "cmdline").replace("\0", " ").strip()
+    return children
+
+
+def _threads() -> dict[str, str]:
+    return {f"{thread.name} ({thread.ident})": "" for thread in threading.enumerate()}
+
+
+def _files() -> dict[str, str]:
+    """Open files, pipes and sockets, without those of the pools."""
+    helpers = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}  # pyright: ignore
+    if "lockstep.testing.worlds" in sys.modules:
+        helpers |= sys.modules["lockstep.testing.worlds"].pool_files()
+    files: dict[str, str] = {}
+    for link in Path("/proc/self/fd").iterdir():
+        if int(link.name) not in helpers:
+            try:
+                files[f"{link.name} -> {os.readlink(link)}"] = ""
+            except FileNotFoundError:  # the listing's own
+                continue
+    return files
+
+
+def _variables() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
+
+
+def _settings() -> dict[str, Any]:
+    settings: dict[str, Any] = {"directory": os.getcwd()}
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        settings["default dtype"] = torch.get_default_dtype()
+        settings["threads of torch"] = torch.get_num_threads()
+        settings["grad mode"] = torch.is_grad_enabled()
+        settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
+    transport = sys.modules.get("lockstep.comm.torch_transport")
+    settings["default process group"] = transport is not None and transport.has_default_group()
+    return settings
+
+
+def _files_here() -> dict[str, str]:
+    return {name: "" for name in os.listdir() if name not in _OWN_FILES}
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+        return ""
+
+
+_LOOKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "thread": _threads,
+    "child process": child_processes,
+    "open file": _files,
+    "environment variable": _variables,
+    "setting": _settings,
+    "file in the working directory": _files_here,
+}
+_MUST_STAY = ("environment variable", "setting")

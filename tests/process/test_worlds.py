@@ -1,0 +1,237 @@
+"""The harness itself: what it returns, and what it says when ranks fail, hang or die."""
+
+from __future__ import annotations
+
+import gc
+import os
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import PeerLost
+from lockstep.testing import pool
+from lockstep.testing.failures import RankFailed, RankTimeout
+from lockstep.testing.leaks import Snapshot
+from lockstep.testing.waiting import wait_until
+from lockstep.testing.worlds import close_pools, process_stacks, run_processes, run_threads
+
+
+class Unpicklable(Exception):
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def state_of_a_rank(comm: Communicator, factor: int, *, offset: int) -> dict[str, object]:
+    tensor = torch.tensor([float(comm.rank)])
+    dist.all_reduce(tensor)  # torch's own, over the default group
+    return {
+        "sum": tensor.item(),
+        "value": comm.rank * factor + offset,
+        "random": torch.rand(1).item(),
+        "threads": torch.get_num_threads(),
+        "process": os.getpid(),
+        "variable": os.environ.get("LOCKSTEP_TEST"),
+        "rank": os.environ.get("RANK"),
+        "directory": os.getcwd(),
+    }
+
+
+def test_jobs_share_processes_but_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run_processes(2, state_of_a_rank, 10, offset=5)
+    assert [state["value"] for state in first] == [5, 15]
+    assert [state["sum"] for state in first] == [1.0, 1.0]
+    assert [state["threads"] for state in first] == [1, 1]
+    assert first[0]["random"] != first[1]["random"]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("LOCKSTEP_TEST", "here")
+    second = run_processes(2, state_of_a_rank, 1, offset=0, env=[{"RANK": "0"}, {"RANK": "1", "LOCKSTEP_TEST": None}])
+    assert [state["process"] for state in first] == [state["process"] for state in second]
+    assert [state["random"] for state in first] == [state["random"] for state in second]
+    assert [(state["rank"], state["variable"]) for state in second] == [("0", "here"), ("1", None)]
+    assert {state["directory"] for state in second} == {str(tmp_path)}
+    third = run_processes(2, state_of_a_rank, 1, offset=0)
+    assert [state["rank"] for state in third] == [os.environ.get("RANK")] * 2
+
+
+def without_a_group(rank: int) -> tuple[int, bool]:
+    return rank, dist.is_initialized()
+
+
+def test_a_job_may_make_its_own_group() -> None:
+    assert run_processes(3, without_a_group, connect=False) == [(0, False), (1, False), (2, False)]
+
+
+def raises_on_some(comm: Communicator) -> str:
+    if comm.rank == 1:
+        raise ValueError("no such file")
+    if comm.rank == 2:
+        comm.barrier()
+    with pytest.raises(PeerLost):
+        comm.barrier()
+    return "fine"
+
+
+def raises_what_cannot_be_pickled(comm: Communicator) -> None:
+    raise Unpicklable("one", "two")
+
+
+def returns_what_cannot_be_pickled(comm: Communicator) -> object:
+    return threading.Lock()
+
+
+def exits(comm: Communicator) -> None:
+    print("last words", flush=True)
+    os._exit(3)
+
+
+def test_the_first_failure_is_raised_and_the_others_are_listed() -> None:
+    for run in (run_processes, run_threads):
+        with pytest.raises(RankFailed, match="rank 1 of 3 in raises_on_some: ValueError: no such file") as raised:
+            run(3, raises_on_some)
+        assert isinstance(raised.value.__cause__, ValueError)
+        assert 'raise ValueError("no such file")' in str(raised.value)
+        assert "then rank 2: PeerLost: barrier" in str(raised.value)
+        assert raised.value.results == {0: "fine"}
+    assert run_processes(3, without_a_group, connect=False)[2] == (2, False)  # new processes
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (raises_what_cannot_be_pickled, "rank . of 1 in raises_what_cannot_be_pickled: Unpicklable: onetwo"),
+        (returns_what_cannot_be_pickled, "cannot pickle '_thread.lock' object"),
+        (exits, "ProcessDied: exited with code 3\nlast words"),
+    ],
+)
+def test_failures_that_cannot_be_carried_over(body: object, words: str) -> None:
+    with pytest.raises(RankFailed, match=words):
+        run_processes(1, body)  # type: ignore[arg-type]
+
+
+def never_returns(comm: Communicator) -> None:
+    if comm.rank == 1:
+        threading.Event().wait()
+
+
+def test_a_rank_that_hangs_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "_GRACE_S", 0.0)
+    with pytest.raises(RankTimeout, match=r"never_returns: rank\(s\) 1 did not finish within 1 s") as raised:
+        run_processes(2, never_returns, timeout_s=1)
+    assert raised.value.missing == (1,)
+    stacks = str(raised.value)
+    assert "--- rank 0 ---" in stacks
+    assert "in never_returns" in stacks.split("--- rank 1 ---")[1]
+
+
+def test_stacks_of_processes_that_are_idle() -> None:
+    close_pools()
+    assert process_stacks() == ""
+    run_processes(1, without_a_group, connect=False)
+    assert "in serve" in process_stacks()
+
+
+def own_pid(rank: int) -> int:
+    return os.getpid()
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def test_processes_die_with_their_parent(tmp_path: Path) -> None:
+    """Also when it is killed: nobody is left to tell them."""
+    script = (
+        "import os, signal, sys, test_worlds\n"
+        "from lockstep.testing.worlds import run_processes\n"
+        "if __name__ == '__main__':\n"
+        "    print(*run_processes(2, test_worlds.own_pid, connect=False), flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    path = os.pathsep.join([str(Path(__file__).parent), str(Path(__file__).parents[1])])
+    environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
+    parent = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=50)
+    pids = [int(word) for word in parent.stdout.split()]
+    assert len(pids) == 2, parent.stderr
+    assert wait_until(lambda: all(is_gone(pid) for pid in pids), timeout_s=10)
+
+
+def test_closed_pools_leave_nothing() -> None:
+    pids = run_processes(2, own_pid, connect=False)
+    close_pools()
+    assert all(is_gone(pid) for pid in pids)
+
+
+def test_every_kind_of_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lockstep.testing.leaks._PATIENCE_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    before = Snapshot()
+    assert before.leaks() == []
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="forgotten", daemon=True)
+    thread.start()
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    sock = socket.socket()
+    monkeypatch.setenv("LOCKSTEP_LEAK", "1")
+    monkeypatch.delenv("PATH")
+    torch.set_default_dtype(torch.float64)
+    (tmp_path / "result.txt").touch()
+    found = "\n".join(before.leaks())
+    torch.set_default_dtype(torch.float32)
+    for words in (
+        "new thread: forgotten",
+        f"new child process: {child.pid}",
+        "-> socket:",
+        "new environment variable: LOCKSTEP_LEAK 1",
+        "environment variable gone: PATH",
+        "setting changed: default dtype from torch.float32 to torch.float64",
+        "new file in the working directory: result.txt",
+    ):
+        assert words in found
+    stop.set()
+    thread.join()
+    child.kill()
+    child.wait()
+    assert child.stdin is not None
+    child.stdin.close()
+    sock.close()
+    monkeypatch.undo()
+    gc.collect()
+
+
+SAMPLE = """
+import threading, pytest
+from lockstep.testing import leaks
+
+leaks._PATIENCE_S = 0.1
+
+@pytest.mark.limit_s(0.5)
+def test_hangs():
+    threading.Event().wait()
+
+def test_leaks_a_thread():
+    threading.Thread(target=threading.Event().wait, daemon=True, name="left").start()
+
+def test_good():
+    pass
+"""
+
+
+def test_the_conftest_fails_what_hangs_or_leaks(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    (tmp_path / "test_sample.py").write_text(SAMPLE)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path)
+    assert "1 failed, 2 passed, 1 error" in result.stdout
+    assert "the test ran longer than 0.5 s" in result.stdout
+    assert "threading.Event().wait()" in result.stdout
+    assert "new thread: left" in result.stdout

@@ -1,0 +1,91 @@
+"""Numbers of a run: one JSON line per logged step, and how fast it goes."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """What is logged about one optimizer step."""
+
+    step: int  # optimizer steps done, this one included
+    loss: float  # mean over the tokens of the global batch, before the step
+    lr: float
+    grad_norm: float  # before clipping
+    tokens: int  # trained on so far, over all ranks
+    tokens_per_s: float  # over all ranks, since the last logged step
+    eta_s: float
+
+
+class Meter:
+    """Tokens per second since the last reading, and the time that is left. The clock is passed in."""
+
+    def __init__(self, step: int, steps: int, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._steps = steps
+        self._start_step = step
+        self._start_s = self._last_s = clock()
+        self._tokens = 0
+        self._paused_s = 0.0
+
+    def count(self, tokens: int) -> None:
+        """`tokens` more were trained on."""
+        self._tokens += tokens
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what happens inside out of both figures: validation and checkpoints are not training."""
+        begin_s = self._clock()
+        yield
+        seconds = self._clock() - begin_s
+        self._last_s += seconds
+        self._paused_s += seconds
+
+    def read(self, step: int) -> tuple[float, float]:
+        """(tokens per second since the last call, seconds left after `step` steps)."""
+        now_s = self._clock()
+        rate = self._tokens / max(1e-9, now_s - self._last_s)
+        per_step_s = (now_s - self._start_s - self._paused_s) / max(1, step - self._start_step)
+        self._last_s, self._tokens = now_s, 0
+        return rate, per_step_s * (self._steps - step)
+
+
+class MetricsFile:
+    """`metrics.jsonl` of a run: one JSON object per line, whole lines only, in the order of the steps."""
+
+    def __init__(self, path: Path, resumed_step: int = 0) -> None:
+        """Continue `path` after `resumed_step`: lines of later steps belong to work that was lost and is done again."""
+        kept: list[str] = []
+        if resumed_step and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step]
+        path.write_text("".join(line + "\n" for line in kept))
+        self._file = path.open("a", buffering=1)
+
+    def write(self, record: StepMetrics | dict[str, Any]) -> None:
+        """Append one record."""
+        self._file.write(json.dumps(record if isinstance(record, dict) else asdict(record)) + "\n")
+
+    def close(self) -> None:
+        """Give back the file."""
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError):  # a line cut off by a crash
+        return float("inf")
+
+
+def duration(seconds: float) -> str:
+    """Seconds as `m:ss` or `h:mm:ss`."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

@@ -1,0 +1,178 @@
+"""The whole loop on ranks that are threads: what starts, what is refused before anything is touched, what resumes."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.checkpoint.store import latest, load
+from lockstep.comm.communicator import Communicator
+from lockstep.testing.failures import RankFailed
+from lockstep.testing.worlds import run_threads
+from lockstep.train import loop
+from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
+from lockstep.train.loop import TrainResult, train
+from lockstep.train.model import build_model
+
+
+class StopAt:
+    """Asks to stop when it is looked at for the `look`-th time."""
+
+    def __init__(self, look: int) -> None:
+        self.looks = 0
+        self.look = look
+
+    def arm(self) -> None:
+        pass
+
+    def is_set(self) -> bool:
+        self.looks += 1
+        return self.looks == self.look
+
+
+@pytest.fixture(autouse=True)
+def _ranks_share_a_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Ranks that are threads share torch's random generator and the machine's cores: one initialises at a time."""
+    turn = threading.Lock()
+
+    def build_in_turn(*args: Any) -> nn.Module:
+        with turn:
+            return build_model(*args)
+
+    monkeypatch.setattr(loop, "build_model", build_in_turn)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: {i * i % 97} bottles\n" for i in range(300)))
+    return RunConfig(
+        out=tmp_path / "out",
+        model=ModelConfig(layers=1, heads=1, width=8, context=8),
+        data=DataConfig(path=text, val_fraction=0.1),
+        train=TrainConfig(steps=6, batch=12, microbatch=1, log_every=2, eval_every=4, sample_tokens=5),
+        optim=OptimConfig(lr=0.01, min_lr=0.01, warmup_steps=0),
+        checkpoint=CheckpointConfig(every=2, keep=9),
+    )
+
+
+def go(run: RunConfig, world_size: int, resume: str = "", stop_at: int = 0, stopper: int = 0) -> list[TrainResult]:
+    def one(comm: Communicator) -> TrainResult:
+        return train(run, comm, StopAt(stop_at if comm.rank == stopper else 0), resume)
+
+    return run_threads(world_size, one, timeout_s=60)
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    return load(path)["model"]
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_every_world_trains_the_model_that_one_process_trains(run: RunConfig, world_size: int) -> None:
+    alone = go(run, 1)[0]
+    results = go(replace(run, out=run.out / "many"), world_size)
+    assert len(set(results)) == 1
+    assert results[0].val_loss == pytest.approx(alone.val_loss, rel=1e-5)
+    expected, actual = weights(alone.checkpoint), weights(results[0].checkpoint)
+    for fqn in expected:
+        torch.testing.assert_close(actual[fqn], expected[fqn], rtol=1e-4, atol=1e-5)
+
+
+def test_run_directory_holds_what_happened(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    result = go(run, 2)[0]
+    said = capsys.readouterr().out
+    assert {path.name for path in run.out.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl", "sample.txt"}
+    assert sorted(path.name[5:13] for path in (run.out / "checkpoints").iterdir()) == [
+        "00000002",
+        "00000004",
+        "00000006",
+    ]
+    records = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert [(r["step"], "val_loss" in r) for r in records] == [
+        (1, False), (2, False), (4, False), (4, True), (6, False), (6, True),
+    ]  # fmt: skip
+    assert [r["tokens"] for r in records if "tokens" in r] == [12 * 8 * step for step in (1, 2, 4, 6)]
+    assert json.loads((run.out / "config.json").read_text())["model.width"] == 8
+    assert f"proof  2 of 2 ranks hold the same weights: sha256 {result.digest}" in said
+    assert said.count("validation after step") == 2
+    assert "sample of what the model writes" in said
+
+
+@pytest.mark.parametrize("stopper", [0, 1])
+def test_stopped_run_goes_on_bit_for_bit(run: RunConfig, stopper: int, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = go(replace(run, out=run.out / "whole"), 2)[0]
+    stopped = go(run, 2, stop_at=4, stopper=stopper)
+    assert {(result.step, result.was_stopped, result.val_loss) for result in stopped} == {(3, True, None)}
+    assert "--resume auto" in capsys.readouterr().out
+    resumed = go(run, 2, resume="auto")[0]
+    assert (resumed.step, resumed.was_stopped) == (6, False)
+    assert resumed.digest == whole.digest
+    assert resumed.val_loss == whole.val_loss
+    other_world = go(replace(run, out=run.out / "three"), 3, resume=str(stopped[0].checkpoint))[0]
+    assert other_world.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
+
+
+def test_resume_auto_without_a_checkpoint_starts_anew_and_says_so(
+    run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert go(run, 1, resume="auto")[0].step == 6
+    assert "nothing to resume" in capsys.readouterr().out
+
+
+def test_new_run_moves_the_older_one_aside_and_so_does_one_from_an_older_checkpoint(run: RunConfig) -> None:
+    first = go(run, 1)[0]
+    go(run, 1)
+    assert (run.out / "older-1" / "checkpoints" / first.checkpoint.name).exists()
+    again = go(run, 1, resume=str(run.out / "checkpoints" / "step-00000002.safetensors"))[0]
+    assert again.digest == first.digest
+    assert (run.out / "older-2" / "metrics.jsonl").exists()
+    records = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert records[0]["step"] == 3
+
+
+def with_option(run: RunConfig, section: str, **fields: Any) -> RunConfig:
+    return replace(run, **{section: replace(getattr(run, section), **fields)})
+
+
+def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_touched(run: RunConfig, tmp_path: Path) -> None:
+    go(run, 1)
+    newest = latest(run.out / "checkpoints")
+    assert newest is not None
+    before = {path: path.stat().st_mtime_ns for path in run.out.rglob("*")}
+    short, other, empty = (tmp_path / name for name in ("short.txt", "other.txt", "empty.txt"))
+    short.write_text("short\n" * 15)
+    other.write_text("other text\n" * 500)
+    empty.write_text("")
+    cases = [
+        (with_option(run, "model", width=16), "auto", "ConfigError", "--model.width"),
+        (with_option(run, "data", path=other), "auto", "ConfigError", "other text"),
+        (with_option(run, "data", path=short), "", "DataError", "too short: .* one step trains on 12"),
+        (with_option(run, "data", path=empty), "", "DataError", "empty"),
+        (with_option(run, "data", val_fraction=0.0005), "", "DataError", "too short to validate on"),
+        (run, str(tmp_path / "nowhere"), "ConfigError", "does not exist"),
+        (run, str(tmp_path / "cache"), "ConfigError", "holds no checkpoint"),
+        (run, str(short), "CheckpointError", "cannot read"),
+        (with_option(run, "train", batch=7), "", "ConfigError", "cannot be divided|not divide"),
+    ]
+    for changed, resume, kind, words in cases:
+        with pytest.raises(RankFailed, match=words) as caught:
+            go(changed, 2, resume=resume)
+        assert set(caught.value.errors) == {0, 1}
+        assert kind in {error.kind for error in caught.value.errors.values()}
+    assert {path: path.stat().st_mtime_ns for path in run.out.rglob("*")} == before
+    with pytest.raises(RankFailed, match="choose another with --out") as caught:
+        go(replace(run, out=short), 2)
+    assert {error.kind for error in caught.value.errors.values()} == {"ConfigError"}

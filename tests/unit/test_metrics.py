@@ -1,0 +1,90 @@
+"""Speed without the pauses, whole lines in the file, and what a terminal or a pipe shows."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from lockstep.train import console as console_module
+from lockstep.train.console import BarConsole, SilentConsole, open_console
+from lockstep.train.metrics import Meter, MetricsFile, StepMetrics, duration
+
+RECORD = StepMetrics(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, tokens=2000, tokens_per_s=12345.6, eta_s=75)
+
+
+def test_meter_leaves_pauses_out() -> None:
+    now = [100.0]
+    meter = Meter(step=10, steps=50, clock=lambda: now[0])
+    meter.count(600)
+    now[0] += 2
+    with meter.pause():
+        now[0] += 1000
+    meter.count(400)
+    now[0] += 2
+    assert meter.read(20) == pytest.approx((250.0, 12.0))  # 1000 tokens in 4 s; 10 steps took 4 s, 30 are left
+    meter.count(100)
+    now[0] += 1
+    assert meter.read(30) == pytest.approx((100.0, 5.0))
+
+
+def test_file_drops_what_a_resumed_run_does_again_and_lines_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    file = MetricsFile(path)
+    for step in (10, 20, 30):
+        file.write({"step": step})
+    file.close()
+    with path.open("a") as torn:
+        torn.write('{"step": 2')
+    resumed = MetricsFile(path, resumed_step=20)
+    resumed.write(RECORD)
+    resumed.close()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 20]
+    assert lines[2]["tokens_per_s"] == 12345.6
+    MetricsFile(path).close()
+    assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.7, "1:00"), (75, "1:15"), (3675, "1:01:15")])
+def test_duration(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+class Terminal(io.StringIO):
+    """A file that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+FIGURES = "loss 2.5000 lr 1.00e-03 grad_norm 0.50 12,346 tok/s eta 1:15"
+
+
+def test_pipe_gets_plain_lines_and_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
+    for rank in (0, 1):
+        console = open_console(rank, 100)
+        assert isinstance(console, SilentConsole) == (rank == 1)
+        console.say("[bold]hello[/bold]")
+        console.step(RECORD)
+        console.close()
+    assert capsys.readouterr().out == f"[bold]hello[/bold]\nstep 20/100 {FIGURES}\n"
+
+
+def test_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(console_module.sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    console = open_console(0, 100)
+    assert isinstance(console, BarConsole)
+    console.step(RECORD)
+    console.say("[bold]hello[/bold]")
+    console.close()
+    console.close()
+    shown = screen.getvalue()
+    assert FIGURES in shown
+    assert "20/100" in shown
+    assert "[bold]hello[/bold]" in shown

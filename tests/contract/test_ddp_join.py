@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from ddp_sides import Cases, Side, gradients, scalar, seeded, snapshot
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 CASES = Cases(__name__)
@@ -107,6 +108,60 @@ def with_unused_parameters(side: Side) -> Any:
             optimizer.zero_grad()
             scalar(ddp(side.batch(step, 6, 8), 1 + (step + side.rank) % 2)).backward()
             optimizer.step()
+    return snapshot(model)["state"]
+
+
+@CASES.add(2, 3, tolerance={3: 1e-5})
+def with_a_hook(side: Side) -> Any:
+    """A joined rank runs the hook too, on zeros."""
+    found = []
+    for hook in (default_hooks.fp16_compress_hook, default_hooks.allreduce_hook):
+        model = seeded(mlp)
+        ddp = side.wrap(model, bucket_cap_mb=0.0002)
+        ddp.register_comm_hook(None, hook)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with ddp.join():
+            for step in range(2 + 2 * side.rank):
+                optimizer.zero_grad()
+                scalar(ddp(side.batch(step, 6, 8))).backward()
+                optimizer.step()
+        found.append(snapshot(model)["state"])
+    return found
+
+
+@CASES.add(2, 3, against="plain", tolerance=1e-6)
+def with_sparse_gradients(side: Side) -> Any:
+    """Torch cannot: its joined ranks send dense zeros. The last steps are the longer ranks' own, divided by all."""
+
+    class Table(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(7, 4, sparse=True)
+            self.out = nn.Linear(4, 2)
+
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            return self.out(self.table(tokens).sum(1)).tanh()
+
+    model = seeded(Table)
+    ddp = side.wrap(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step_of(step: int) -> None:
+        optimizer.zero_grad()
+        scalar(ddp(side.tokens(step, 7, 3, 2))).backward()
+
+    if side.is_ours:
+        with ddp.join():
+            for step in range(2 + side.rank):
+                step_of(step)
+                optimizer.step()
+        return snapshot(model)["state"]
+    for step in range(1 + side.world_size):
+        step_of(step)
+        if step >= 2 + side.rank:
+            model.zero_grad()  # this rank has run out: it gives nothing
+        side.end_backward(model)
+        optimizer.step()
     return snapshot(model)["state"]
 
 

@@ -15,8 +15,8 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 import torch
 import torch.distributed as dist
 
-# Loaded before any group exists: its functions keep the default group of that moment as a default argument. Loaded later,
-# by torch._dynamo say, they keep the group alive after its destruction, and Gloo's threads then abort some exits.
+# Loaded before any group exists: its functions keep the default group of that moment as a default argument. Loaded
+# later, by torch._dynamo say, they keep the group alive after its destruction, and Gloo's threads abort some exits.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d

@@ -101,11 +101,11 @@ class Bucket:
         if self.sparse:
             self._sparse_grad = grad if scale == 1.0 else grad * scale
             return
+        self._leave_kept_gradients_alone()
         if self._is_in_place(slot, grad):
             if scale != 1.0:
                 grad.mul_(scale)
             return
-        self._leave_kept_gradients_alone()
         view = self.views[slot]
         if scale == 1.0:
             view.copy_(grad)
@@ -118,12 +118,20 @@ class Bucket:
 
         Returns a copy of the old values where the buffer itself is the parameter's `.grad`, None otherwise.
         """
+        self._leave_kept_gradients_alone()
         if grad is None:
             self.views[slot].zero_()
             return None
         kept = grad.clone() if self._is_in_place(slot, grad) else None
         torch.mul(grad, scale, out=self.views[slot])
         return kept
+
+    def leave_out(self, slot: int) -> None:
+        """Let zeros stand for a member that somebody else takes care of."""
+        if self.sparse:
+            self._sparse_grad = no_entries(self.params[slot])
+        else:
+            self.fill(slot, None, 1.0)
 
     def renew(self) -> None:
         """Take new memory; whoever holds the old views keeps them as they are."""
@@ -133,7 +141,8 @@ class Bucket:
         """Take a new buffer if the caller still holds a gradient of an earlier step: that must not change under him.
 
         A gradient kept by the caller is one more reference to a view than ours, or one more tensor on our storage. The
-        check is made once per backward, by the first gradient that is not in the buffer already.
+        check is made before the first write of a backward, so nothing of this backward is in the old buffer but what
+        autograd itself added to a `.grad` that lies there; `place` finds it outside the new buffer and copies it.
         """
         if self._checked:
             return
@@ -181,6 +190,13 @@ class Bucket:
     def parameters(self) -> list[Parameter]:
         """The parameters whose gradients are here, in the order of `gradients()`."""
         return list(self.params)
+
+
+def no_entries(like: Tensor, sparse_dim: int = 1) -> Tensor:
+    """A sparse tensor of zeros in the shape of `like`, laid out as an embedding's gradient."""
+    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
+    values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
+    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

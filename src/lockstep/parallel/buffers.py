@@ -23,8 +23,8 @@ class BufferHook(NamedTuple):
 class BufferSync:
     """Gives every rank the buffers of one, before or after a forward.
 
-    Collective: `sync` on every rank. A forward that raised is repeated without a second synchronisation: the other
-    ranks have had theirs and are in backward by now.
+    Collective: `sync` on every rank. `forward_raised`: this rank's last forward raised outside training; when it is
+    repeated it does not ask for a second synchronisation, for the other ranks have had theirs.
     """
 
     def __init__(self, module: Module, ignored: Collection[str]) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, Work
 from lockstep.comm.torch_names import GradBucket, bf16_all_reduce_is_refused
-from lockstep.parallel.bucket import Bucket
+from lockstep.parallel.bucket import Bucket, no_entries
 
 
 class CommHook(abc.ABC):
@@ -125,13 +125,6 @@ class SparseSum(Work):
 
     def is_done(self) -> bool:
         return False  # the second half starts in wait
-
-
-def no_entries(like: Tensor, sparse_dim: int = 1) -> Tensor:
-    """A sparse tensor of zeros in the shape of `like`, laid out as an embedding's gradient."""
-    indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
-    values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
-    return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
 
 
 def check_torch_hook(hook: Callable[..., Any]) -> None:

@@ -181,8 +181,8 @@ class DistributedDataParallel(Module, Joinable):
             inputs, kwargs = self._pre_forward(*inputs, **kwargs)
             try:
                 output = self.module(*inputs, **kwargs)
-            except BaseException:
-                self._buffer_sync.forward_raised = True
+            except Exception:
+                self._forward_raised()
                 raise
             return self._post_forward(output)
 
@@ -202,6 +202,13 @@ class DistributedDataParallel(Module, Joinable):
             device = torch.device(self.device_type, self.device_ids[0])
             return move_tensors(inputs, device), move_tensors(kwargs, device)
         return inputs, kwargs
+
+    def _forward_raised(self) -> None:
+        """Tell the others, who are or will be in this step's backward; outside training none of them waits."""
+        if self.training and torch.is_grad_enabled() and self.reducer.sync:
+            self.reducer.abandon_step()
+        else:
+            self._buffer_sync.forward_raised = True
 
     def _post_forward(self, output: Any) -> Any:
         self._sync_buffers("POST_FORWARD")

@@ -16,6 +16,7 @@ handing out half a step.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 import weakref
@@ -29,33 +30,14 @@ from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
-from lockstep.errors import ConfigError, PeerFailed, ReplicaError
-from lockstep.parallel.bucket import Bucket
+from lockstep.errors import ConfigError, PeerFailed, ReplicaError, TransportClosed
+from lockstep.parallel.backward import BackwardPass, Runs
+from lockstep.parallel.bucket import Bucket, no_entries
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
-from lockstep.parallel.comm_hooks import CommHook, Mean, no_entries
+from lockstep.parallel.comm_hooks import CommHook, Mean
 from lockstep.parallel.control import ControlMessage
 from lockstep.parallel.outputs import accumulates_gradients
-from lockstep.parallel.stats import ReducerStats
-
-_live_reducers: weakref.WeakSet[GradReducer] = weakref.WeakSet()  # a module may be wrapped again, and again
-
-
-class _Backward:
-    """One run of autograd's engine over this module's parameters."""
-
-    def __init__(self, sync: bool, num_params: int) -> None:
-        self.sync = sync
-        self.touched = False  # did any gradient of ours arrive?
-        self.arrivals = [0] * num_params  # gradients per parameter; re-entrant checkpoints can bring several
-        self.placed = bytearray(num_params)
-        self.order: dict[int, None] = {}  # parameters as their last gradient arrived
-        self.launched = 0  # buckets 0 .. launched-1 belong to the transport
-        self.root: Any = None  # the node whose gradient began this run; None where a parameter's did
-        self.callback: weakref.ref[Any] = weakref.ref(type(self))
-
-    def is_running(self) -> bool:
-        """Autograd drops its end callback when a run dies of an exception, and only then without calling it."""
-        return self.callback() is not None
+from lockstep.parallel.stats import ReducerStats, bucket_data
 
 
 class GradReducer:
@@ -101,11 +83,11 @@ class GradReducer:
         # How many gradients to wait for, learned from the first synchronised backward, which therefore launches nothing
         # before its end; None before it. More than one comes from re-entrant checkpoints that share a parameter.
         self._expected: list[int] | None = None
-        self._backward: _Backward | None = None
         self._unsettled = False  # a backward raised and left its buckets in flight; nobody reads their results
         self._told: ControlMessage | None = None  # what the other ranks were told about it
         self._new_plan: list[tuple[int, ...]] | None = None
         self._leaf_handles: list[Any] = []
+        self._runs = Runs(self.params)
         self._warned = False
         self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
         # Hooks on the accumulating nodes, not on the parameters: they run after every hook that the user has put on a
@@ -116,7 +98,6 @@ class GradReducer:
             node.register_hook(functools.partial(_grad_ready, reducer, i)) for i, node in enumerate(self._nodes)
         ]
         weakref.finalize(self, _remove, self._handles)
-        _live_reducers.add(self)
 
     # ------------------------------------------------------------------ what a module calls
 
@@ -129,7 +110,7 @@ class GradReducer:
         _remove(self._leaf_handles)
         self._drop_dead_backward()
         self._settle()
-        if self._new_plan is not None and self._backward is None:
+        if self._new_plan is not None and self._runs.current is None:
             plan, self._new_plan = self._new_plan, None
             self.rebuilt = True
             self._build(plan)
@@ -159,8 +140,8 @@ class GradReducer:
         for bucket in self.buckets:
             if not bucket.sparse:
                 bucket.renew()  # this rank's last gradients stay what they are
-        shadow = _Backward(sync=True, num_params=len(self.params))
-        self._backward = shadow
+        shadow = BackwardPass(sync=True, num_params=len(self.params))
+        self._runs.current = shadow
         self._finish(shadow, shadow=True)
 
     def reset_plan(self, comm: Communicator) -> None:
@@ -174,7 +155,7 @@ class GradReducer:
 
     def check_finished(self) -> None:
         """Raise if a synchronised backward has begun and not ended."""
-        if self._backward is not None and self._backward.sync:
+        if self._runs.current is not None and self._runs.current.sync:
             raise ReplicaError(
                 f"rank {self.comm.rank}: Expected to have finished reduction in the prior iteration before starting a "
                 "new one. The last backward pass did not run to its end."
@@ -182,18 +163,9 @@ class GradReducer:
 
     def logging_data(self, environ: Mapping[str, str]) -> dict[str, int | str]:
         """Sizes and times of buckets under the names of torch's DDP logging data."""
-        sizes = [sum(self.params[i].nbytes for i in members) for members in self.plan]
-        total = sum(param.nbytes for param in self.params)
-        data = self.stats.logging_data(environ)
-        data["bucket_sizes"] = data["rebuilt_bucket_sizes"] = ", ".join(str(size) for size in sizes)
-        data["rebuilt_per_bucket_param_indices"] = ", ".join(" ".join(str(i) for i in members) for members in self.plan)
-        data["dtypes"] = ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in self.params}))
-        data["has_rebuilt_buckets"] = int(self.rebuilt)
-        data["num_buckets_reduced"] = len(self.plan)
-        data["num_parameter_tensors"] = len(self.params)
-        data["total_parameter_size_bytes"] = total
-        data["unused_parameter_size"] = self.stats.num_unused
-        return data
+        sizes = [param.nbytes for param in self.params]
+        dtypes = {str(param.dtype).removeprefix("torch.") for param in self.params}
+        return self.stats.logging_data(environ) | bucket_data(self.plan, sizes, dtypes, self.rebuilt)
 
     def _run_allreduce_hook(self, bucket: Bucket) -> torch.futures.Future[Tensor]:
         """The sum of a bucket as a future, for torch's hook that runs optimizers during backward."""
@@ -208,42 +180,43 @@ class GradReducer:
         # Synchronise if the forward or the backward was under `sync`: torch looks at the forward only, and a flag that
         # is switched between the two then leaves gradients local without a word.
         sync = sync or self.sync
-        current = self._backward
+        current = self._runs.current
         if current is not None and current.is_running():
             current.sync = current.sync or sync
             return
         self._drop_dead_backward()
         self._settle()
-        current = _Backward(sync, len(self.params))
-        current.root = root
+        current = BackwardPass(sync, len(self.params))
+        current.is_backward = root is not None and accumulates_gradients(root)
 
         def finish() -> None:
             self._finish(current)
 
         reducer: weakref.ref[GradReducer] = weakref.ref(self)
         current.callback = weakref.ref(finish, lambda _: _run_died(reducer, current))
-        self._backward = current
+        self._runs.current = current
         self.stats.backward_began()
         Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ place
 
     def _on_grad(self, index: int) -> None:
-        current = self._backward
+        current = self._runs.current
         if current is None or not current.is_running():
             if self.forward_sync is None:
                 self._warn_local()
             self._begin_from_param()
-            current = self._backward
+            current = self._runs.current
             assert current is not None
         self._used[index] = 1
-        current.touched = True
+        current.is_backward = True
         if not current.sync:
             return
-        current.arrivals[index] += 1
-        current.order.pop(index, None)
-        current.order[index] = None
-        if self._expected is None or current.arrivals[index] < self._expected[index]:
+        arrived = current.count_arrival(index)
+        if self._expected is None or arrived < self._expected[index]:
+            return
+        if self._runs.is_placed_elsewhere(index):
+            self._leave_to_other(current, index)
             return
         if current.placed[index]:
             self._expected = None
@@ -264,7 +237,13 @@ class GradReducer:
         else:
             self._begin(self.forward_sync)
 
-    def _place(self, current: _Backward, index: int) -> None:
+    def _leave_to_other(self, current: BackwardPass, index: int) -> None:
+        """Another wrapper averages this gradient in the same backward; `.grad` is its bucket by now, and stays that."""
+        bucket, slot = self._home[index]
+        bucket.leave_out(slot)
+        self._count_in(current, index)
+
+    def _place(self, current: BackwardPass, index: int) -> None:
         bucket, slot = self._home[index]
         grad = self.params[index].grad
         if grad is None:
@@ -275,32 +254,39 @@ class GradReducer:
                 "sparse=True when it was wrapped; wrap the model after setting it"
             )
         bucket.place(slot, grad, self._scale())
+        self._count_in(current, index)
+
+    def _count_in(self, current: BackwardPass, index: int) -> None:
         current.placed[index] = 1
-        bucket.missing -= 1
+        self._home[index][0].missing -= 1
         while current.launched < len(self.buckets) and self.buckets[current.launched].missing == 0:
             self._launch_next(current)
 
-    def _launch_next(self, current: _Backward) -> None:
+    def _launch_next(self, current: BackwardPass) -> None:
         bucket = self.buckets[current.launched]
         current.launched += 1
         if current.launched == 1:
             self.stats.communication_began()
         if self._skip_unused and not any(self._used[member] for member in bucket.members):
             bucket.work = DONE
-        else:
+            return
+        try:
             bucket.work = self.hook.launch(self.comm, bucket)
+        except BaseException:
+            current.hook_raised = True
+            raise
 
     def _scale(self) -> float:
         return 1.0 if self.hook.divides else 1.0 / self.divide_by
 
     # ------------------------------------------------------------------ finish
 
-    def _finish(self, current: _Backward, shadow: bool = False) -> None:
-        if self._backward is not current:
+    def _finish(self, current: BackwardPass, shadow: bool = False) -> None:
+        if self._runs.current is not current:
             return
         self.forward_sync = None
-        if not shadow and not (current.sync and self._is_backward(current)):
-            self._backward = None
+        if not shadow and not (current.sync and current.is_backward):
+            self._runs.current = None  # a backward that reached no parameter of ours still owes the others zeros
             return
         self.stats.backward_computed()
         try:
@@ -310,15 +296,11 @@ class GradReducer:
             self._forget_gradients()
             raise
         finally:
-            self._backward = None
+            self._runs.current = None
             self._reset()
         self.stats.step_ended(current.arrivals.count(0))
 
-    def _is_backward(self, current: _Backward) -> bool:
-        """False for torch.autograd.grad; a backward that reached no parameter of ours still owes the others zeros."""
-        return current.touched or (current.root is not None and accumulates_gradients(current.root))
-
-    def _reduce(self, current: _Backward, shadow: bool) -> None:
+    def _reduce(self, current: BackwardPass, shadow: bool) -> None:
         for i, arrived in enumerate(current.arrivals):
             if arrived and not current.placed[i]:  # the first backward waits until here with everything
                 self._place(current, i)
@@ -334,11 +316,12 @@ class GradReducer:
         self._check_peers(control.failed_ranks())
         for future in self.futures:
             future.wait()
+        used_by = control.used_by() if absent or self._expected is None else []
         if not shadow:
-            used_by = control.used_by() if absent else []
             self._hand_out(absent, untouched, {i for i in absent if used_by[i] == 0})
         self._learn_arrivals(current)
-        self._learn_order(current)
+        if not self.stats.order:
+            self._learn_order(current, used_by)
 
     def _fill(self, index: int, shadow: bool) -> Tensor | None:
         """Put what a parameter without a new gradient has into its bucket: zeros, or what earlier micro-steps left.
@@ -378,31 +361,41 @@ class GradReducer:
     # ------------------------------------------------------------------ a backward that raised
 
     def _drop_dead_backward(self) -> None:
-        current = self._backward
+        current = self._runs.current
         if current is not None and not current.is_running():
             self._give_up(current)
 
-    def _give_up(self, current: _Backward) -> None:
-        """This rank's backward raised. If it has launched anything, the others wait: launch the rest and tell them."""
-        self._backward = None
+    def abandon_step(self) -> None:
+        """Tell the other ranks that this one has no backward for the step it has begun, because its forward raised."""
+        if self.sync and self._runs.current is None and any(param.requires_grad for param in self.params):
+            current = BackwardPass(sync=True, num_params=len(self.params))
+            current.is_backward = True
+            with torch.no_grad():
+                self._give_up(current)
+
+    def _give_up(self, current: BackwardPass) -> None:
+        """This rank's step died of an exception. The others wait in it: launch what they wait for, and tell them."""
+        self._runs.current = None
         self.forward_sync = None
-        if current.launched:
-            self._forget_gradients()
-            while current.launched < len(self.buckets):
-                if self.buckets[current.launched].sparse:
-                    self._fill(self.buckets[current.launched].members[0], shadow=True)
-                self._launch_next(current)
-            self._told = None if self.hook.chains else ControlMessage(self.comm, self._used, gave_up=True)
-            self._unsettled = True
-        else:
+        if not (current.sync and current.is_backward):
             self._reset()
+            return
+        self._forget_gradients()
+        while current.launched < len(self.buckets) and not current.hook_raised:
+            bucket = self.buckets[current.launched]
+            if bucket.sparse:
+                self._fill(bucket.members[0], shadow=True)
+            self._launch_next(current)
+        self._told = None if self.hook.chains else ControlMessage(self.comm, self._used, gave_up=True)
+        self._unsettled = True
 
     def _settle(self) -> None:
-        """Wait for the works that a backward which raised has left in flight."""
+        """Wait for what a step that died has left in flight."""
         if self._unsettled:
             self._unsettled = False
             for bucket in self.buckets:
-                bucket.finish()
+                if bucket.work is not None:  # None where a hook raised
+                    bucket.finish()
             (self._told or ControlMessage(self.comm, self._used, gave_up=True)).work.wait()
             self._told = None
             self._reset()
@@ -428,16 +421,18 @@ class GradReducer:
         ]
         self._home = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.members)}
 
-    def _learn_arrivals(self, current: _Backward) -> None:
+    def _learn_arrivals(self, current: BackwardPass) -> None:
         before = self._expected or [1] * len(self.params)
         self._expected = [max(known, new) for known, new in zip(before, current.arrivals, strict=True)]
 
-    def _learn_order(self, current: _Backward) -> None:
-        """After the first synchronised backward: agree on rank 0's order of readiness, and plan buckets by it."""
-        if self.stats.order:
-            return
+    def _learn_order(self, current: BackwardPass, used_by: list[int]) -> None:
+        """After the first synchronised backward: agree on rank 0's order of readiness, and plan buckets by it.
+
+        What some ranks did not use comes last: their buckets have to wait for the end of backward.
+        """
         late = [i for i in range(len(self.params) - 1, -1, -1) if i not in current.order]
-        order = torch.tensor([*current.order, *late], dtype=torch.int64, device=self.comm.device)
+        seen = sorted([*current.order, *late], key=lambda i: -used_by[i])
+        order = torch.tensor(seen, dtype=torch.int64, device=self.comm.device)
         if self.comm.world_size > 1:
             self.comm.broadcast(order, 0, label="ddp.order")
         self.stats.order = order.tolist()
@@ -447,11 +442,7 @@ class GradReducer:
         return sorted(plan, key=lambda members: members[0] in self._delayed)
 
     def _warn_local(self) -> None:
-        ours = {id(param) for param in self.params}
-        rewrapped = any(
-            other is not self and any(id(param) in ours for param in other.params) for other in tuple(_live_reducers)
-        )
-        if not self._warned and not rewrapped:
+        if not self._warned and not self._runs.are_shared():
             self._warned = True
             warnings.warn(
                 "a backward pass reached parameters of a DistributedDataParallel module without a forward through it: "
@@ -467,11 +458,11 @@ def _grad_ready(reducer: weakref.ref[GradReducer], index: int, _inputs: Any, _ou
         target._on_grad(index)
 
 
-def _run_died(reducer: weakref.ref[GradReducer], current: _Backward) -> None:
+def _run_died(reducer: weakref.ref[GradReducer], current: BackwardPass) -> None:
     """Autograd let go of the end callback: it has run (then nothing is left to do), or an exception ended the run."""
     target = reducer()
-    if target is not None and target._backward is current:
-        with torch.no_grad():
+    if target is not None and target._runs.current is current:
+        with torch.no_grad(), contextlib.suppress(TransportClosed):  # closed: nobody is left to be told
             target._give_up(current)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 _ENV_FIELDS = {
@@ -77,6 +77,7 @@ class ReducerStats:
         data.update({f"avg_{name}": 0 for name in self.times()} | means)
         data.update(
             iteration=self.steps,
+            unused_parameter_size=self.num_unused,
             forward_compute_time_start=self.forward_start_ns,
             backward_compute_time_start=self.backward_start_ns,
             backward_compute_time_end=self.backward_end_ns,
@@ -85,3 +86,20 @@ class ReducerStats:
             prev_iteration_grad_ready_order_indices=", ".join(str(i) for i in self.order),
         )
         return data
+
+
+def bucket_data(
+    plan: Sequence[Sequence[int]], nbytes: Sequence[int], dtypes: Iterable[str], rebuilt: bool
+) -> dict[str, int | str]:
+    """The part of torch's DDP logging data that concerns buckets; `nbytes` are those of the parameters."""
+    sizes = ", ".join(str(sum(nbytes[i] for i in members)) for members in plan)
+    return {
+        "bucket_sizes": sizes,
+        "rebuilt_bucket_sizes": sizes,
+        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(str(i) for i in members) for members in plan),
+        "dtypes": ", ".join(sorted(dtypes)),
+        "has_rebuilt_buckets": int(rebuilt),
+        "num_buckets_reduced": len(plan),
+        "num_parameter_tensors": len(nbytes),
+        "total_parameter_size_bytes": sum(nbytes),
+    }

@@ -10,6 +10,7 @@ import os
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -80,7 +81,9 @@ def init(
         timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
         settings = _Settings(place, device, backend, threads, timeout_s, start_timeout_s, verbose)
         comm = _found(settings, {p.field for p in problems}, [p.text for p in problems])
-        _sessions[:] = [_Session(comm, dist.group.WORLD, f"{caller.f_code.co_filename}:{caller.f_lineno}")]
+        group = dist.group.WORLD
+        assert group is not None
+        _sessions[:] = [_Session(comm, weakref.ref(group), f"{caller.f_code.co_filename}:{caller.f_lineno}")]
     if verbose and comm.rank == 0:
         _say(_headline(comm))
     return comm
@@ -106,7 +109,7 @@ class _Session:
     """A group that `init` made."""
 
     comm: Communicator
-    group: dist.ProcessGroup | None
+    group: weakref.ref[dist.ProcessGroup]  # Gloo's sockets and threads end with the last reference
     caller: str
 
 
@@ -350,7 +353,7 @@ def _adopt(
 
 def _refuse_second(caller: str) -> None:
     for session in _sessions:
-        if session.group is not None and dist.is_initialized() and dist.group.WORLD is session.group:
+        if dist.is_initialized() and dist.group.WORLD is session.group():
             raise ConfigError(
                 f"lockstep.init() at {caller}: it was called before, at {session.caller}, and that communicator is "
                 "open. Pass it on, or close it first"

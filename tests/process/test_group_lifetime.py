@@ -1,0 +1,47 @@
+"""A process group ends when it is destroyed, whoever still holds a wrapper: its threads would abort some exits."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+import lockstep
+from lockstep import DistributedDataParallel
+from lockstep.testing.worlds import run_processes
+
+
+def gloo_threads() -> list[str]:
+    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    return [name for name in names if "gloo" in name]
+
+
+def train_and_close(rank: int, how: str) -> tuple[bool, list[str], list[str]]:
+    if how == "init":
+        comm = lockstep.init(rank=0, world_size=1, verbose=False)
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = weakref.ref(dist.group.WORLD)
+    wrapper = DistributedDataParallel(torch.nn.Linear(2, 2))
+    for _ in range(3):
+        wrapper(torch.randn(2, 2)).sum().backward()
+    before = gloo_threads()
+    if how == "init":
+        comm.close()
+    else:
+        dist.destroy_process_group()
+    return group() is None, before, gloo_threads()
+
+
+def test_a_group_of_init_ends_with_its_communicator() -> None:
+    assert run_processes(1, train_and_close, "init", connect=False)[0][0]
+
+
+def test_a_group_of_the_user_ends_with_its_destruction() -> None:
+    ended, before, after = run_processes(1, train_and_close, "user", connect=False)[0]
+    assert ended
+    assert before
+    assert not after

@@ -206,6 +206,8 @@ class DistributedDataParallel(Module, Joinable):
     def _forward_raised(self) -> None:
         """Tell the others, who are or will be in this step's backward; outside training none of them waits."""
         if self.training and torch.is_grad_enabled() and self.reducer.sync:
+            self._sync_buffers("POST_FORWARD")  # whose hook the others run now, if there is one
+            self.require_forward_param_sync = True
             self.reducer.abandon_step()
         else:
             self._buffer_sync.forward_raised = True

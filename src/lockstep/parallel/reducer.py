@@ -248,10 +248,11 @@ class GradReducer:
         grad = self.params[index].grad
         if grad is None:
             return  # a hook of the user's took it away, an optimizer that steps during backward say
-        if grad.is_sparse and not bucket.sparse:
-            raise ConfigError(
-                f"parameter {self.names[index]!r} got a sparse gradient, but its module was not an Embedding with "
-                "sparse=True when it was wrapped; wrap the model after setting it"
+        if grad.is_sparse != bucket.sparse:
+            found, expected = ("a sparse", "a dense") if grad.is_sparse else ("a dense", "a sparse")
+            raise ReplicaError(
+                f"rank {self.comm.rank}: parameter {self.names[index]!r} got {found} gradient, expected was {expected} "
+                "one: Embedding(sparse=True) must be set before the model is wrapped, and its weight not used otherwise"
             )
         bucket.place(slot, grad, self._scale())
         self._count_in(current, index)

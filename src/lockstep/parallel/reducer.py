@@ -249,10 +249,10 @@ class GradReducer:
         if grad is None:
             return  # a hook of the user's took it away, an optimizer that steps during backward say
         if grad.is_sparse != bucket.sparse:
-            found, expected = ("a sparse", "a dense") if grad.is_sparse else ("a dense", "a sparse")
+            expected, found = ("sparse", "dense") if bucket.sparse else ("dense", "sparse")
             raise ReplicaError(
-                f"rank {self.comm.rank}: parameter {self.names[index]!r} got {found} gradient, expected was {expected} "
-                "one: Embedding(sparse=True) must be set before the model is wrapped, and its weight not used otherwise"
+                f"rank {self.comm.rank}: expected a {expected} gradient for parameter {self.names[index]!r}, got a "
+                f"{found} one: set Embedding(sparse=True) before the model is wrapped, and use its weight nowhere else"
             )
         bucket.place(slot, grad, self._scale())
         self._count_in(current, index)

@@ -60,13 +60,10 @@ class Bucket:
         return alias.set_(self.flat.untyped_storage(), self._starts[slot], param.shape, dense_strides(param))
 
     def _is_in_place(self, slot: int, grad: Tensor | None) -> bool:
-        """Whether `grad` is our view, and still on our memory: `grad.data = ...` moves a tensor elsewhere."""
-        if grad is None or grad is not self.views[slot]:
-            return False
-        if grad.data_ptr() == self._addresses[slot]:
-            return True
-        self.views[slot] = self._alias(slot)
-        return False
+        """Whether `grad` is our view; makes the view anew if `tensor.data = ...` has moved it to other memory."""
+        if self.views[slot].data_ptr() != self._addresses[slot]:
+            self.views[slot] = self._alias(slot)
+        return grad is self.views[slot]
 
     def reset(self) -> None:
         """Ready for the next backward."""
@@ -119,10 +116,11 @@ class Bucket:
         Returns a copy of the old values where the buffer itself is the parameter's `.grad`, None otherwise.
         """
         self._leave_kept_gradients_alone()
+        in_place = self._is_in_place(slot, grad)
         if grad is None:
             self.views[slot].zero_()
             return None
-        kept = grad.clone() if self._is_in_place(slot, grad) else None
+        kept = grad.clone() if in_place else None
         torch.mul(grad, scale, out=self.views[slot])
         return kept
 

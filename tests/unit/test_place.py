@@ -278,7 +278,8 @@ def record(rank: int, **changes: object) -> Record:
     [
         ({}, {}, ""),
         ({}, {"torch": "2.12.0"}, "rank 1 on h1 (pid 11) has lockstep 1 and torch 2.12.0"),
-        ({"local_rank": 0}, {"local_rank": 0}, "both were given local rank 0"),
+        ({"local_rank": 0, "gpus": 2}, {"local_rank": 0, "gpus": 2}, "both were given local rank 0"),
+        ({"local_rank": 0}, {"local_rank": 0}, ""),
         ({"local_rank": 0}, {"local_rank": 0, "machine": "n"}, ""),
         ({"gpus": 1}, {"gpus": 1}, "h0 has 1 GPU(s) for 2 ranks"),
         ({"gpus": 2}, {"gpus": 2}, ""),

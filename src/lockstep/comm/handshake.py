@@ -91,14 +91,15 @@ def shake_hands(store: Store, record: Record, timeout_s: float, where: str, hold
 def disagreement(records: Sequence[Record]) -> str:
     """What keeps ranks that all arrived from being one job; "" where nothing does."""
     versions: dict[str, Record] = {}
-    places: dict[tuple[str, int], Record] = {}
+    devices: dict[tuple[str, str, int], Record] = {}
     for record in records:
         versions.setdefault(f"lockstep {record['lockstep']} and torch {record['torch']}", record)
-        if record["local_rank"] is not None:
-            other = places.setdefault((record["machine"], record["local_rank"]), record)
+        # without GPUs two launchers may well stand on one machine, each counting its ranks from 0
+        if record["local_rank"] is not None and record["gpus"]:
+            device = (record["machine"], record["visible_gpus"], record["local_rank"])
+            other = devices.setdefault(device, record)
             if other is not record:
-                both = f"{who(other)} and {who(record)}"
-                return f"{both} stand on one machine, and both were given local rank {record['local_rank']}"
+                return f"{who(other)} and {who(record)} would share one GPU: both were given local rank {device[2]}"
     if len(versions) > 1:
         named = "; ".join(f"{who(record)} has {version}" for version, record in versions.items())
         return f"ranks run different versions: {named}. Install the same everywhere"

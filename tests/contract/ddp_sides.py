@@ -12,7 +12,7 @@ import importlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -25,6 +25,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.testing.failures import RankFailed, RankTimeout
 from lockstep.testing.worlds import run_processes
 
+Made = TypeVar("Made", bound=nn.Module)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
 
 
@@ -95,7 +96,7 @@ class Plain(nn.Module):
         yield
 
 
-def seeded(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def seeded(make: Callable[[], Made], seed: int = 0) -> Made:
     """The same module on every rank and side."""
     torch.manual_seed(seed)
     return make()
@@ -241,7 +242,7 @@ def run_cases(comm: Communicator, module: str, names: list[str]) -> dict[str, st
     for name in names:
         answers[name] = run_case(comm, cases.by_name[name])
         everyone: list[Any] = [None] * comm.world_size
-        dist.all_gather_object(everyone, answers[name] is None or not answers[name].startswith("Traceback"))
+        dist.all_gather_object(everyone, not (answers[name] or "").startswith("Traceback"))
         if not all(everyone):
             break  # ranks may stand at different collectives
     return answers

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 CASES = Cases(__name__)
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
@@ -321,6 +321,19 @@ def gradients_detached_and_replaced(side: Side) -> Any:
                 param.grad = torch.zeros_like(param.grad)
             else:
                 param.grad.data = torch.zeros_like(param.grad)
+    return snapshot(model)
+
+
+@CASES.add(2)
+def gradients_moved_then_dropped(side: Side) -> Any:
+    model, ddp, optimizer = start(side)
+    for step in range(6):
+        loss(side, ddp, step).backward()
+        optimizer.step()
+        for i, param in enumerate(model.parameters()):
+            param.grad.data = torch.zeros_like(param.grad)
+            if (i + step) % 3:
+                param.grad = None if (i + step) % 3 == 1 else torch.ones_like(param)
     return snapshot(model)
 
 

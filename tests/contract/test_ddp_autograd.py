@@ -271,7 +271,7 @@ def sequential_checkpoints(side: Side) -> Any:
 # ------------------------------------------------------------------ autograd by hand
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 

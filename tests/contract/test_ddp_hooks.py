@@ -29,7 +29,7 @@ with warnings.catch_warnings():
 CASES = Cases(__name__)
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
 
 

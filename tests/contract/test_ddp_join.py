@@ -15,11 +15,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 CASES = Cases(__name__)
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
-def with_buffers() -> nn.Module:
+def with_buffers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.BatchNorm1d(9), nn.Linear(9, 3))
 
 

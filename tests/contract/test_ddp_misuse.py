@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 CASES = Cases(__name__)
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
@@ -210,7 +210,7 @@ def sparse_gradient_where_a_dense_one_was_expected(side: Side) -> Any:
     model = seeded(lambda: Table(sparse=False, tied=False))
     ddp = side.wrap(model)
     model.table.sparse = True
-    with pytest.raises(RuntimeError, match="(?i)sparse"):  # NotImplementedError in torch, which is one
+    with pytest.raises(RuntimeError, match=r"(?i)sparse"):  # NotImplementedError in torch, which is one
         scalar(ddp(side.tokens(0, 7, 3))).backward()
     return True
 

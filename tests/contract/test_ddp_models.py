@@ -85,7 +85,7 @@ def gpt2_as_a_tuple_with_dropout(side: Side) -> Any:
 # ------------------------------------------------------------------ compiled
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 

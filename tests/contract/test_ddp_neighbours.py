@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 CASES = Cases(__name__)
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 

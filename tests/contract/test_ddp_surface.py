@@ -219,7 +219,7 @@ def plans_of_buckets(side: Side) -> Any:
 # ------------------------------------------------------------------ groups
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 9), nn.Tanh(), nn.Linear(9, 3))
 
 
@@ -348,7 +348,7 @@ def buffers_of_every_kind(side: Side) -> Any:
 
 @CASES.add(2, against="plain", tolerance=1e-6)
 def delayed_parameters(side: Side) -> Any:
-    """The mean all the same. (Torch starts their reduction when the named gradient comes, and does not wait for it.)"""
+    """The mean all the same. (Torch's own leaves them different between ranks in this model.)"""
     model = seeded(lambda: nn.Sequential(nn.Embedding(11, 8), nn.Linear(8, 8), nn.Linear(8, 3)))
     delayed = [("0.weight", model[0].weight), ("1.bias", model[1].bias)]
     ddp = side.wrap(model, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=model[2].bias)

@@ -14,7 +14,7 @@ CASES = Cases(__name__)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
 
 
@@ -94,7 +94,7 @@ def zero_grad_that_keeps_tensors(side: Side) -> Any:
 # ------------------------------------------------------------------ kinds of parameters
 
 
-def conv() -> nn.Module:
+def conv() -> nn.Sequential:
     return nn.Sequential(
         nn.Conv2d(3, 5, 3),
         nn.BatchNorm2d(5),
@@ -159,7 +159,7 @@ def tied_weights(side: Side) -> Any:
     return train(side, Tied, inputs=lambda step: side.tokens(step, 11, 6, 4), optimizer=ADAMW)
 
 
-def half_frozen() -> nn.Module:
+def half_frozen() -> nn.Sequential:
     model = mlp()
     model[2].requires_grad_(False)
     model[0].bias.requires_grad_(False)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -19,6 +19,7 @@ from lockstep.testing.worlds import run_threads
 
 Use = Sequence[tuple[int, int]]  # (parameter, coefficient), several times the same parameter too
 TREATMENTS = ("none", "zeros", "accumulate", "hold", "replace", "move")  # of an old gradient, before a step
+PHASES = [Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink]  # explaining a failure takes minutes
 
 
 class Micro(NamedTuple):
@@ -137,7 +138,7 @@ def average(replicas: Sequence[nn.Parameter]) -> None:
         param.grad = (whole / len(replicas)).detach().clone()
 
 
-@settings(max_examples=100, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=150, phases=PHASES, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(plans())
 def test_gradients_are_the_mean(plan: Plan) -> None:
     for rank, (mine, wanted) in enumerate(zip(run_threads(plan.world_size, train, plan), expected(plan), strict=True)):

@@ -66,6 +66,18 @@ def test_a_kept_gradient_is_left_alone() -> None:
         assert torch.equal(bucket.buffer(), torch.full((5,), 5.0))
 
 
+def test_a_moved_view_is_made_again() -> None:
+    """`grad.data = ...` takes our view to other memory; then the parameter lets go of it."""
+    for dropped in (None, torch.ones(3)):
+        bucket, params = make((3,), (2,))
+        place_all(bucket, [torch.ones(3), torch.ones(2)])
+        assert params[0].grad is not None
+        params[0].grad.data = torch.full((3,), 9.0)
+        params[0].grad = dropped
+        place_all(bucket, [torch.full((3,), 5.0), torch.full((2,), 5.0)])
+        assert torch.equal(bucket.buffer(), torch.full((5,), 5.0))
+
+
 def test_memory_is_reused_where_nobody_holds_it() -> None:
     bucket, params = make((3,), (2,))
     place_all(bucket, [torch.ones(3), torch.ones(2)])

@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from lockstep.parallel.buckets import GradSpec, first_plan, plan_buckets
 
 SPECS = st.lists(
-    st.builds(GradSpec, nbytes=st.integers(0, 5000), kind=st.sampled_from(["float32", "float64"]), alone=st.booleans()),
+    st.builds(
+        GradSpec, nbytes=st.integers(0, 5000), kind=st.sampled_from([("float32",), ("float64",)]), alone=st.booleans()
+    ),
     max_size=30,
 )
 CAPS = st.lists(st.integers(0, 6000), min_size=1, max_size=4)
@@ -47,7 +49,7 @@ def test_members_and_buckets_stand_in_order_of_readiness(case: tuple[list[GradSp
 def test_caps_are_exceeded_by_the_last_member_only(case: tuple[list[GradSpec], list[int], list[int]]) -> None:
     specs, order, caps = case
     plan = [members for members in plan_buckets(specs, order, caps) if not specs[members[0]].alone]
-    for kind in ("float32", "float64"):
+    for kind in (("float32",), ("float64",)):
         of_kind = [members for members in plan if specs[members[0]].kind == kind]
         full = []
         for position, members in enumerate(sorted(of_kind, key=lambda m: order.index(m[0]))):
@@ -61,10 +63,9 @@ def test_caps_are_exceeded_by_the_last_member_only(case: tuple[list[GradSpec], l
 @given(plans())
 def test_same_buckets_as_torch(case: tuple[list[GradSpec], list[int], list[int]]) -> None:
     specs, order, caps = case
-    dtypes = {"float32": torch.float32, "float64": torch.float64}
+    dtypes = {("float32",): torch.float32, ("float64",): torch.float64}
     tensors = [
-        torch.empty(spec.nbytes // 8 * 8 // dtypes[str(spec.kind)].itemsize, dtype=dtypes[str(spec.kind)])
-        for spec in specs
+        torch.empty(spec.nbytes // 8 * 8 // dtypes[spec.kind].itemsize, dtype=dtypes[spec.kind]) for spec in specs
     ]
     specs = [spec._replace(nbytes=tensor.nbytes) for spec, tensor in zip(specs, tensors, strict=True)]
     if not specs:
@@ -77,12 +78,12 @@ def test_same_buckets_as_torch(case: tuple[list[GradSpec], list[int], list[int]]
 
 
 def test_first_plan_is_backwards_and_sorted_inside() -> None:
-    specs = [GradSpec(nbytes=4, kind="float32") for _ in range(6)]
+    specs = [GradSpec(nbytes=4, kind=("float32",)) for _ in range(6)]
     assert first_plan(specs, [8, 12]) == [(4, 5), (1, 2, 3), (0,)]
 
 
 def test_small_first_bucket() -> None:
-    specs = [GradSpec(nbytes=10, kind="float32") for _ in range(5)]
+    specs = [GradSpec(nbytes=10, kind=("float32",)) for _ in range(5)]
     assert plan_buckets(specs, [4, 3, 2, 1, 0], [10, 30]) == [(4,), (3, 2, 1), (0,)]
 
 
@@ -92,4 +93,4 @@ def test_nothing_to_plan() -> None:
 
 def test_order_must_be_a_permutation() -> None:
     with pytest.raises(AssertionError, match="permutation"):
-        plan_buckets([GradSpec(1, "float32")], [0, 0], [1])
+        plan_buckets([GradSpec(1, ("float32",))], [0, 0], [1])

@@ -118,11 +118,17 @@ class GradReducer:
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Let the first gradient of any of `outputs`, which require one, begin the backward pass."""
         self._refuse_moved()
-        sync = self.forward_sync = self.sync
+        forward_sync = self.forward_sync = self.sync
         if not any(param.requires_grad for param in self.params):
             return
+
+        def begin(_: Tensor) -> None:
+            # Synchronise if the forward or the backward was under `sync`: torch looks at the forward only, and a flag
+            # that is switched between the two then leaves gradients local without a word.
+            self._begin(forward_sync or self.sync, torch._C._current_autograd_node())
+
         for output in outputs:
-            handle = output.register_hook(lambda _, sync=sync: self._begin(sync, torch._C._current_autograd_node()))
+            handle = output.register_hook(begin)
             if output.grad_fn is None:
                 self._leaf_handles.append(handle)  # it outlives this step, its hook must not
 
@@ -177,9 +183,6 @@ class GradReducer:
     # ------------------------------------------------------------------ begin
 
     def _begin(self, sync: bool, root: Any = None) -> None:
-        # Synchronise if the forward or the backward was under `sync`: torch looks at the forward only, and a flag that
-        # is switched between the two then leaves gradients local without a word.
-        sync = sync or self.sync
         current = self._runs.current
         if current is not None and current.is_running():
             current.sync = current.sync or sync
@@ -205,7 +208,7 @@ class GradReducer:
         if current is None or not current.is_running():
             if self.forward_sync is None:
                 self._warn_local()
-            self._begin_from_param()
+            self._begin(self.forward_sync is not None and (self.forward_sync or self.sync))
             current = self._runs.current
             assert current is not None
         self._used[index] = 1
@@ -228,14 +231,6 @@ class GradReducer:
             )
         with torch.no_grad():
             self._place(current, index)
-
-    def _begin_from_param(self) -> None:
-        if self.forward_sync is None:
-            local, self.sync = self.sync, False
-            self._begin(False)
-            self.sync = local
-        else:
-            self._begin(self.forward_sync)
 
     def _leave_to_other(self, current: BackwardPass, index: int) -> None:
         """Another wrapper averages this gradient in the same backward; `.grad` is its bucket by now, and stays that."""

@@ -34,6 +34,7 @@ from lockstep.train.config import RunConfig, check, flatten
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {"gpt2-tiny": gpt2.tiny, "gpt2-124m": gpt2.gpt2_124m}
 _USER_ERROR = 2
+_PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
 
 HELP = """usage: lockstep [-h] [--version] COMMAND ...
 
@@ -92,6 +93,10 @@ def train(words: Sequence[str]) -> int:
         return run_rank(command, place)
     if command.processes is not None and command.processes < 1:
         raise ConfigError(f"-n {command.processes}: at least one process has to train")
+    if command.processes is not None and command.processes > _PROCESSES_PER_CORE * (os.cpu_count() or 1):
+        raise ConfigError(
+            f"-n {command.processes}: this machine has {os.cpu_count()} cores, so many would only kill it"
+        )
     check(command.run, command.processes or 1)
     print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
     processes = command.processes

@@ -18,8 +18,7 @@
     ├── CheckpointError (RuntimeError)        a checkpoint is missing, damaged or does not fit
     ├── TrainingError (RuntimeError)          training itself cannot go on
     │   └── NonFiniteLoss                     the loss is NaN or infinite
-    └── LaunchError (RuntimeError)            processes could not be started or ended badly
-        └── WorkerFailed                      a worker process failed; says which and how
+    └── LaunchError (RuntimeError)            processes could not be started or ended
 
 A message says what happened, on which rank, what was expected and what to do next. `assert` is for our own bugs.
 This module imports nothing, so that the command line can report an error without loading torch.
@@ -132,8 +131,4 @@ class NonFiniteLoss(TrainingError):
 
 
 class LaunchError(LockstepError, RuntimeError):
-    """Processes could not be started, or ended badly."""
-
-
-class WorkerFailed(LaunchError):
-    """A worker process failed; says which rank, how it ended, and the end of its output."""
+    """Processes could not be started or ended."""

@@ -233,16 +233,16 @@ def _meet(settings: _Settings, spoilt: set[str], problems: list[str]) -> _Meetin
         folder = Path(place.file).resolve().parent
         if not os.access(folder, os.W_OK):
             problems.append(f"file={place.file!r}: the folder {str(folder)!r} does not exist or cannot be written")
-    elif place.address and not spoilt & {"address", "port"}:
+    elif place.address and "address" not in spoilt:
         try:
-            addresses = preflight.resolve(place.address, place.port)
+            addresses = preflight.resolve(place.address, 0 if "port" in spoilt else place.port)
         except (OSError, UnicodeError, preflight.Deadline) as error:
             problems.append(preflight.unresolved(place, error))
         else:
-            if place.hosts_store and "rank" not in spoilt:
+            if place.hosts_store and not spoilt & {"rank", "port"}:
                 listening = preflight.listen(place, addresses, _everywhere(place, addresses))
                 problems += [listening.problem] * bool(listening.problem)
-            elif problems:
+            elif problems and "port" not in spoilt:
                 found = preflight.knock(addresses, place.port)
                 if found.result not in ("open", "refused"):
                     problems.append(preflight.unmet(place, found, 3.0))

@@ -15,6 +15,8 @@ SUM_LIKE = ("sum", "mean")
 
 def dense(tensor: Tensor) -> Tensor:
     """`tensor` itself where its memory holds its elements in order, else a copy that does."""
+    if not isinstance(tensor, Tensor):
+        raise ConfigError(f"a {type(tensor).__name__} cannot be sent: make it a tensor, or use the object operations")
     if tensor.layout is not torch.strided:
         raise ConfigError(f"a tensor of layout {tensor.layout} cannot be sent: send its values and its indices")
     flat = tensor.detach().contiguous()

@@ -21,8 +21,8 @@ from lockstep.errors import EnvironmentProblems
 Launcher = Literal["arguments", "torchrun", "environment", "slurm", "one process", "process group"]
 
 HINT = (
-    "Start the processes with `torchrun --standalone --nproc-per-node=2 train.py`, `lockstep run -n 2 train.py` or, "
-    "under Slurm, `srun python train.py`. LOCKSTEP_ENV=off runs one process whatever the environment says."
+    "Start the processes with `torchrun --standalone --nproc-per-node=2 train.py` or, under Slurm, "
+    "`srun python train.py`. LOCKSTEP_ENV=off runs one process whatever the environment says."
 )
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 

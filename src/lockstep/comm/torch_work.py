@@ -54,14 +54,16 @@ def failure(transport: Owner, op: CommOp, error: RuntimeError, limit_s: float) -
         peer = 1 - transport.rank if transport.world_size == 2 else None
         who = "another rank" if peer is None else f"rank {peer}"
         return PeerLost(
-            f"{place}: lost the connection to {who}. Its process ended, or it gave up after an error or a timeout. "
+            f"{place}: lost the connection to {who}. Its process ended, or it gave up: after an error, a timeout, or "
+            f"because the ranks gave different sizes. "
             f"Next: read that rank's own error or exit code (signal 9 is often the out-of-memory killer)",
             peer,
         )
     if any(words in text for words in _LATE):
         return CollectiveTimeout(
             f"{place}: not every rank came within {limit_s:g} s. Next: look where the other ranks are (log, stack): "
-            f"one that ended, raised or skipped this call leaves the others here. If it is only slow, raise timeout_s"
+            f"one that ended, raised, skipped this call or gave other sizes leaves the others here. If it is only "
+            f"slow, raise timeout_s"
         )
     return CommError(f"{place}: {text.splitlines()[0] if text else type(error).__name__}")
 

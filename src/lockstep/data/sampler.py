@@ -40,6 +40,9 @@ class DistributedSampler(TorchDistributedSampler[int]):
     Resume: `state_dict()` is a few numbers that hold for any number of ranks; save rank 0's and load it on every rank.
     `len()` stays that of a whole epoch.
 
+    Fewer samples than ranks: some are repeated, as in torch; with pad="none" some ranks get nothing; with drop_last,
+    which would drop all, it is an error.
+
     Raises: ConfigError for arguments, DataError for a dataset that cannot be dealt; both are ValueErrors.
     """
 

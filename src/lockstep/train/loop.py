@@ -240,6 +240,8 @@ def introduce(job: Job) -> None:
         f"{job.loader.microbatch} sequences"
     )
     say(f"out    {run.out}")
+    if job.start.step >= run.train.steps:
+        say(f"already at step {job.start.step}, asked for {run.train.steps}: nothing left to train, see --train.steps")
 
 
 def conclude(job: Job, result: TrainResult) -> None:

@@ -36,7 +36,7 @@ check: $(STAMP) ## format, lint, types, layers, sizes
 	@$(BIN)/ruff format --check --quiet . || { echo 'make: not formatted, see above: make format' >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/pyright
-	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/lint-imports --no-logo --no-cache
 	@$(BIN)/python -m pytest --quiet tests/unit/test_tidy.py
 
 format: $(STAMP) ## write the house format and sort imports

@@ -41,7 +41,10 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
-    value = getattr(importlib.import_module(home), name)
+    try:
+        value = getattr(importlib.import_module(home), name)
+    except AttributeError as error:  # Python would take it for "no such name" and hide what is wrong inside
+        raise ImportError(f"{home} cannot be loaded: {error}") from error
     globals()[name] = value
     return value
 

@@ -11,7 +11,6 @@
     │   └── TransportClosed                   this communicator was closed
     ├── ReplicaError (RuntimeError)           the ranks of a data-parallel group do not form one model
     │   ├── ModelMismatch                     parameters or buffers differ between ranks at construction
-    │   ├── StepMismatch                      ranks are at different backward passes
     │   └── PeerFailed                        another rank raised in the middle of a step
     ├── DataError (ValueError)                a dataset, sampler or corpus cannot be used as asked
     │   └── UnsizedDataset (TypeError)        a dataset without a length, where one is needed
@@ -100,10 +99,6 @@ class ReplicaError(LockstepError, RuntimeError):
 
 class ModelMismatch(ReplicaError):
     """Parameters or buffers differ between ranks at construction."""
-
-
-class StepMismatch(ReplicaError):
-    """Ranks are at different backward passes; no gradient of this step was handed out."""
 
 
 class PeerFailed(ReplicaError):

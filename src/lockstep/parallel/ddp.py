@@ -38,7 +38,7 @@ from lockstep.parallel.replica import broadcast_coalesced, describe_model, verif
 class DistributedDataParallel(Module, Joinable):
     """Trains copies of `module` on every rank as one: gradients are averaged while backward runs.
 
-    The arguments are those of torch's class and mean the same, with these differences, all of them for the better:
+    The arguments are those of torch's class and mean the same, with these differences:
 
     - `process_group` may also be a lockstep Communicator;
     - `find_unused_parameters`, `static_graph`: never needed. Parameters without gradient, on some ranks or on all, and
@@ -56,8 +56,8 @@ class DistributedDataParallel(Module, Joinable):
 
     Collective: construction, and equally many synchronised backward passes, on every rank of the group.
     Memory: one bucket element per parameter element; gradients are views of the buckets.
-    Raises: ModelMismatch if ranks built different modules; PeerFailed from backward if another rank raised in the
-    middle of its own; CommError.
+    Raises: ModelMismatch if ranks built different modules; PeerFailed from backward if another rank's forward or
+    backward raised in this step, which then has gradients on no rank; CommError.
     """
 
     def __init__(

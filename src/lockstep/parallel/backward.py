@@ -18,6 +18,7 @@ class BackwardPass:
         self.hook_raised = False  # nothing more can be launched
         self.arrivals = [0] * num_params  # gradients per parameter; re-entrant checkpoints can bring several
         self.placed = bytearray(num_params)
+        self.elsewhere: set[int] = set()  # placed here as zeros: another reducer averages these
         self.order: dict[int, None] = {}  # parameters as their last gradient arrived
         self.launched = 0  # buckets 0 .. launched-1 belong to the transport
         self.callback: weakref.ref[Any] = weakref.ref(type(self))

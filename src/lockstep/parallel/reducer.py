@@ -151,8 +151,10 @@ class GradReducer:
         self._finish(shadow, shadow=True)
 
     def reset_plan(self, comm: Communicator) -> None:
-        """Start again from the first plan, over another group."""
+        """Start again from the first plan, over another group, in step with reducers that are new there."""
         self.before_forward()
+        self._expected = None
+        self.stats.order = []
         self.comm = comm
         self.divide_by = comm.world_size
         self.rebuilt = False
@@ -236,6 +238,7 @@ class GradReducer:
         """Another wrapper averages this gradient in the same backward; `.grad` is its bucket by now, and stays that."""
         bucket, slot = self._home[index]
         bucket.leave_out(slot)
+        current.elsewhere.add(index)
         self._count_in(current, index)
 
     def _place(self, current: BackwardPass, index: int) -> None:
@@ -314,7 +317,7 @@ class GradReducer:
             future.wait()
         used_by = control.used_by() if absent or self._expected is None else []
         if not shadow:
-            self._hand_out(absent, untouched, {i for i in absent if used_by[i] == 0})
+            self._hand_out(current, untouched, {i for i in absent if used_by[i] == 0})
         self._learn_arrivals(current)
         if not self.stats.order:
             self._learn_order(current, used_by)
@@ -331,19 +334,19 @@ class GradReducer:
             return None
         return bucket.fill(slot, grad, self._scale())
 
-    def _hand_out(self, absent: list[int], untouched: dict[int, Tensor | None], lacking: set[int]) -> None:
-        """A parameter used on some rank gets the mean as `.grad`; one used nowhere (`lacking`) keeps what it had."""
-        for i in absent:
+    def _hand_out(self, current: BackwardPass, untouched: dict[int, Tensor | None], lacking: set[int]) -> None:
+        """A parameter used on some rank gets the mean as `.grad`; one used nowhere (`lacking`) keeps what it had.
+
+        A dense gradient that was placed lies in its `.grad` already; a sparse mean is always a new tensor.
+        """
+        placed_sparse = [i for i in self._sparse if current.placed[i] and i not in current.elsewhere]
+        for i in [*untouched, *placed_sparse]:
             bucket, slot = self._home[i]
-            kept = untouched[i]
+            kept = untouched.get(i)
             if i not in lacking:
                 bucket.hand_out(slot)
             elif kept is not None:
                 bucket.views[slot].copy_(kept)
-        for bucket in self.buckets:
-            if bucket.sparse and bucket.members[0] not in lacking:
-                bucket.hand_out(0)
-        self.stats.unused = [self.names[i] for i in sorted(lacking)]
 
     def _check_peers(self, failed: list[int]) -> None:
         if failed:

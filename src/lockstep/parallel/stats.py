@@ -22,7 +22,6 @@ class ReducerStats:
 
     steps: int = 0
     order: list[int] = field(default_factory=list)  # order in which gradients became ready, agreed between ranks
-    unused: list[str] = field(default_factory=list)  # parameters that no rank used in the last step
     forward_start_ns: int = 0
     backward_start_ns: int = 0
     backward_end_ns: int = 0

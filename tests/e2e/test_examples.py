@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -14,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def printed(*words: str) -> list[str]:
     """Standard output of a Python that is given `words`; its errors go into the failure."""
-    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    # Unbuffered, Python writes a line and its end apart: another rank's line may come between them.
+    environ = {**os.environ, "PYTHONUNBUFFERED": ""}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -8,6 +8,7 @@
     │   ├── CollectiveTimeout                 a rank did not arrive in time
     │   ├── CollectiveMismatch                ranks called different things at the same point
     │   ├── PeerLost                          another rank's process or connection is gone
+    │   ├── SharedMemoryUnavailable           the ranks of this host cannot share memory
     │   └── TransportClosed                   this communicator was closed
     ├── ReplicaError (RuntimeError)           the ranks of a data-parallel group do not form one model
     │   ├── ModelMismatch                     parameters or buffers differ between ranks at construction
@@ -87,6 +88,10 @@ class PeerLost(CommError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class SharedMemoryUnavailable(CommError):
+    """The ranks of this host cannot share memory: too little of it, no right to it, or not one host after all."""
 
 
 class TransportClosed(CommError):

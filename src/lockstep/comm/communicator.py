@@ -56,6 +56,14 @@ class Communicator:
         """Rank in this group -> rank in the job."""
         return self.transport.global_ranks
 
+    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        """A tensor [numel] where this group's operations need the fewest copies, with whatever values were there.
+
+        Between ranks of one host it lies in memory that all of them see. A tensor like any other, also for other groups.
+        Not collective. Memory: given back with the last reference to its storage.
+        """
+        return self.transport.empty(numel, dtype)
+
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.world_size}"
         return f"<Communicator {self.name!r}: {place}, {self.transport.name}, {self.device}>"
@@ -305,7 +313,8 @@ class Communicator:
     ) -> Work:
         if self._closed:
             raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
-        work = self.transport.submit(CommOp(self._collectives, kind, inputs, outputs, peer, reduce, 0, label))
+        op = CommOp(self._collectives, kind, inputs, outputs, peer, reduce, 0, label, (), async_op)
+        work = self.transport.submit(op)
         self._collectives += 1
         if copy_back is not None:
             work = ThenWork(work, copy_back)

@@ -61,6 +61,7 @@ class CommOp(NamedTuple):
     tag: int = 0  # matches a send with its recv
     label: str = ""  # what it is for, in the caller's words: "bucket3", "init.weights"
     parts: tuple[CommOp, ...] = ()
+    async_op: bool = True  # False: the caller waits at once, so a transport may do the work in `wait`
 
     @property
     def nbytes(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import final
 
 import torch
+from torch import Tensor
 
 from lockstep.comm.op import CommOp, Work
 
@@ -40,6 +41,13 @@ class Transport(abc.ABC):
         `groups` are disjoint lists of ranks of this group. Collective: every rank of it, with the same `groups`.
         """
 
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A tensor [numel] that this transport moves with the fewest copies; its values are whatever was there.
+
+        Not collective. Memory: as long as the tensor, or anything that shares its storage, is referred to.
+        """
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give back threads, sockets and memory. A second call does nothing. Not collective."""
@@ -59,6 +67,10 @@ class TransportLayer(Transport):
 
     def submit(self, op: CommOp) -> Work:
         return self.inner.submit(op)
+
+    @final
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        return self.inner.empty(numel, dtype)
 
     @abc.abstractmethod
     def over(self, inner: Transport) -> TransportLayer:

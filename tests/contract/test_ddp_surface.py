@@ -162,7 +162,6 @@ def test_logging_data_has_torchs_names(found: dict[str, Any]) -> None:
         "world_size",
         "rank",
         "module_name",
-        "backend_name",
         "num_parameter_tensors",
         "total_parameter_size_bytes",
         "bucket_cap_bytes",

@@ -63,6 +63,7 @@ def attempt(rank: int, arguments: list[dict[str, Any]] | None = None, **shared: 
             "place": comm.place,
             "threads": torch.get_num_threads(),
             "said": heard.getvalue(),
+            "transport": comm.transport.name,
             "timeout_s": (comm.timeout_s, torch_timeout(comm)),
             "listens": listening_addresses(),
         }
@@ -72,8 +73,9 @@ def attempt(rank: int, arguments: list[dict[str, Any]] | None = None, **shared: 
     return {**found, "open_after": dist.is_initialized()}
 
 
-def torch_timeout(comm: lockstep.Communicator) -> timedelta:
-    return process_group_of(comm)._get_backend(comm.device).options._timeout
+def torch_timeout(comm: lockstep.Communicator) -> timedelta | None:
+    group = process_group_of(comm)
+    return None if group is None else group._get_backend(comm.device).options._timeout
 
 
 def listening_addresses() -> set[str]:
@@ -103,14 +105,18 @@ def errors_of(results: list[dict[str, Any]], kind: type[BaseException]) -> list[
 # ---------------------------------------------------------------------- ways in
 
 
-def test_plain_environment(port: int) -> None:
-    results = run_processes(2, attempt, env=[plain(rank, 2, port) for rank in range(2)], connect=False)
+@pytest.mark.parametrize(("switch", "transport"), [("on", "shm"), ("off", "gloo")])
+def test_plain_environment(port: int, switch: str, transport: str) -> None:
+    env = [{**plain(rank, 2, port), "LOCKSTEP_SHM": switch} for rank in range(2)]
+    results = run_processes(2, attempt, env=env, connect=False)
     for rank, result in enumerate(results):
         assert result["total"] == 11
         assert result["rank"] == (rank, 2, rank, 2)
         place = result["place"]
         assert (place.launcher, place.local_rank, place.local_world_size, place.port) == ("environment", rank, 2, port)
-        assert result["timeout_s"] == result["split_timeout_s"] == (20.0, timedelta(seconds=20))
+        assert result["transport"] == transport
+        assert result["timeout_s"] == (20.0, timedelta(seconds=20))
+        assert result["split_timeout_s"] == (20.0, None if transport == "shm" else timedelta(seconds=20))
         assert result["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
         assert result["listens"] <= LOOPBACK, "nothing listens beyond this machine"
         assert not result["open_after"]

@@ -59,7 +59,7 @@ class Communicator:
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor [numel] where this group's operations need the fewest copies, with whatever values were there.
 
-        Between ranks of one host it lies in memory that all of them see. A tensor like any other, also for other groups.
+        Between ranks of one host it lies in memory that all see. A tensor like any other, also for other groups.
         Not collective. Memory: given back with the last reference to its storage.
         """
         return self.transport.empty(numel, dtype)

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d
 
 import lockstep
 from lockstep.comm import preflight
+from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.devices import choose_device, set_threads, use_gpu
 from lockstep.comm.handshake import Record, shake_hands
@@ -54,7 +55,8 @@ def init(
     rank, world_size, address, port: None takes torchrun's variables, else Slurm's, else one process; rank 0 says which
     (`verbose`), and `comm.place` holds what was found. LOCKSTEP_ENV=off ignores the environment.
     file: meet in this file, which must not exist yet and which all ranks see, and not at an address.
-    device: "cuda" where there is a GPU, else "cpu"; each rank takes the GPU of its local rank. backend: torch's name.
+    device: "cuda" where there is a GPU, else "cpu"; each rank takes the GPU of its local rank.
+    backend: torch's name; None also lets CPU ranks of one host share memory, unless LOCKSTEP_SHM=off.
     threads: CPU threads of this rank. None shares the machine's cores among its ranks, unless OMP_NUM_THREADS is set; a
     1 under torchrun counts as not set, because torchrun itself puts it there.
     timeout_s: limit of every operation, also in sub-groups; 600 unless given. start_timeout_s: for all ranks to come.
@@ -171,13 +173,14 @@ def _make_group(settings: _Settings, place: Place, device: torch.device, store: 
     group = dist.group.WORLD
     assert group is not None
     distributed_c10d._set_pg_timeout(timedelta(seconds=settings.timeout_s), group)
-    comm = Communicator(TorchTransport(group, device, settings.timeout_s, owned=True))
-    comm.place = place
+    plain = TorchTransport(group, device, settings.timeout_s, owned=True)
     try:
-        comm.barrier(label="init")  # after it no rank needs the store to finish, so any rank may leave at once
+        Communicator(plain).barrier(label="init")  # after it no rank needs the store, so any rank may leave at once
+        comm = Communicator(plain if settings.backend else fastest(plain))
     except BaseException:
-        comm.close()
+        plain.close()
         raise
+    comm.place = place
     return comm
 
 
@@ -338,10 +341,10 @@ def _adopt(
         raise EnvironmentProblems(problems, "Leave these arguments out, or let lockstep.init() make the group.")
     if threads is not None:
         torch.set_num_threads(threads)
-    transport = TorchTransport.over()
+    plain = TorchTransport.over()
     if timeout_s is not None:
-        transport = TorchTransport(transport.process_group, transport.device, timeout_s)
-    comm = Communicator(transport)
+        plain = TorchTransport(plain.process_group, plain.device, timeout_s)
+    comm = Communicator(fastest(plain))
     found, _ = read_place(os.environ, rank=here, world_size=size, file="-")
     source = "torch.distributed.init_process_group"
     sources = {**dict(found.sources), "rank": source, "world_size": source}

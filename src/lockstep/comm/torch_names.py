@@ -12,8 +12,8 @@ from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_
 from torch.nn import Module
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistributedDataParallel
 
+from lockstep.comm.choose import over_group
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.torch_transport import TorchTransport
 
 __all__ = [
     "GradBucket",
@@ -45,16 +45,17 @@ def default_rank_and_world() -> tuple[int, int] | None:
 def communicator_over(process_group: Any = None) -> Communicator:
     """A communicator over a torch process group that exists already; None means torch's default group.
 
+    Collective: every rank of the group.
     Raises: ValueError, as torch does, where there is no default group.
     """
-    return Communicator(TorchTransport.over(_get_default_group() if process_group is None else process_group))
+    return Communicator(over_group(_get_default_group() if process_group is None else process_group))
 
 
 def process_group_of(comm: Communicator) -> Any:
     """The torch process group under `comm`; None where it has none (ranks as threads)."""
     transport: Any = comm.transport
-    while hasattr(transport, "inner"):
-        transport = transport.inner
+    while not hasattr(transport, "process_group") and transport is not None:
+        transport = getattr(transport, "inner", None) or getattr(transport, "beneath", None)
     return getattr(transport, "process_group", None)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,7 +29,13 @@ class Bucket:
     """
 
     def __init__(
-        self, index: int, members: Sequence[int], params: Sequence[Parameter], sparse: bool, last: bool
+        self,
+        index: int,
+        members: Sequence[int],
+        params: Sequence[Parameter],
+        sparse: bool,
+        last: bool,
+        empty: Callable[[int, torch.dtype], Tensor] | None = None,
     ) -> None:
         self.members = tuple(members)  # indices of the reducer's parameters
         self.params = [params[member] for member in members]
@@ -41,6 +47,7 @@ class Bucket:
         self._stand_in: Tensor | None = None
         self._index = index
         self._last = last
+        self._empty = empty  # memory that the communicator moves best; None where parameters are elsewhere
         self._checked = False
         if not sparse:
             self._allocate()
@@ -48,7 +55,10 @@ class Bucket:
     def _allocate(self) -> None:
         first = self.params[0]
         numel = sum(param.numel() for param in self.params)
-        self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        if self._empty is None or numel == 0:
+            self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
+        else:
+            self.flat = self._empty(numel, first.dtype).zero_()
         starts = itertools.accumulate((param.numel() for param in self.params), initial=0)
         self._starts = list(starts)[:-1]
         self.views = [self._alias(slot) for slot in range(len(self.params))]

@@ -20,7 +20,7 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -415,10 +415,13 @@ class GradReducer:
         self.plan = plan
         last = len(plan) - 1
         self.buckets = [
-            Bucket(k, members, self.params, sparse=members[0] in self._sparse, last=k == last)
+            Bucket(k, members, self.params, members[0] in self._sparse, k == last, self._memory_for(members[0]))
             for k, members in enumerate(plan)
         ]
         self._home = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.members)}
+
+    def _memory_for(self, member: int) -> Callable[[int, torch.dtype], Tensor] | None:
+        return self.comm.empty if self.params[member].device == self.comm.device else None
 
     def _learn_arrivals(self, current: BackwardPass) -> None:
         before = self._expected or [1] * len(self.params)

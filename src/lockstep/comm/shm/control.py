@@ -1,0 +1,360 @@
+"""What the ranks of one group tell each other about an operation: who has come, what it is, where the bytes lie.
+
+Every word has one writer, so nothing needs to be locked. A rank says `tick` when it has done its part of a phase; its
+number of ticks is its place in the protocol, which is the same for all ranks:
+
+    operation      announce, tick | wait for all ticks | ... more phases, each with a tick ...
+
+Announcements lie in two rows, used in turn: a rank can be one operation ahead of another, never two, because every
+operation waits for all ranks at least once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, final
+
+import torch
+
+from lockstep.comm.engine import Patience
+from lockstep.comm.op import REDUCTIONS, CommOp, describe
+from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.segment import Segment
+from lockstep.comm.shm.waiting import ORDERED, Parking, fence
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost, TransportClosed
+
+# Words of 8 bytes. A rank's first cache line is what the others look at while they wait for it.
+_TICK, _ASLEEP, _ANNOUNCED = 0, 1, (2, 5)
+_STATE, _SLOT, BELL, BELL_ASLEEP = 8, 9, 10, 11
+_LINE = 16
+_FAILED, _LEFT = 1, 2  # bits of the state; above them 1 + the rank whose fault a failure was
+
+_SPINS = 2000  # looks before sleeping: about 60 us, what it costs to sleep and be woken
+_SLICE_S = 0.2  # sleepers look this often whether the one they wait for still lives
+
+_KINDS = ("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
+_CODES = {kind: number for number, kind in enumerate((*_KINDS, "barrier"))}
+_NAMES = {number: kind for kind, number in _CODES.items()}
+_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: number for number, dtype in enumerate(_DTYPES)}
+_SAME_SIZE = {"broadcast", "reduce", "all_reduce"}
+
+
+def control_bytes(world_size: int) -> int:
+    """How much memory a group of this size needs for its words."""
+    return 8 * (_LINE * world_size + 3 * world_size * world_size)
+
+
+class Announcement(NamedTuple):
+    """What a rank said about its current operation."""
+
+    code: int
+    numel: int  # of its tensor, where that must be equal everywhere, or where others must know it
+    place: int  # 1 + offset of its tensor in the segment; 0 where it lies elsewhere
+
+
+@final
+class Control:
+    """One rank's view of its group's words."""
+
+    def __init__(
+        self,
+        segment: Segment,
+        offset: int,
+        members: Sequence[int],
+        rank: int,
+        peers: Peers,
+        parking: Parking,
+    ) -> None:
+        size = len(members)
+        self.rank = rank
+        self.world_size = size
+        self.words = memoryview(segment.map)[offset : offset + control_bytes(size)].cast("Q")
+        self.address = segment.base + offset
+        self.patience = Patience()
+        self.parking = parking
+        self._members = tuple(members)  # rank in this group -> rank in the segment
+        self._peers = peers
+        self._others = tuple((_LINE * peer, peer) for peer in range(size) if peer != rank)
+        self._mine = _LINE * rank
+        self.own_slot = 0
+        self._ticks = 0
+        self._row = 0
+        self._failure: CommError | None = None
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._spins = _SPINS if len(peers.pids) <= cores else 0
+
+    # ------------------------------------------------------------------ tables
+
+    def put_slot(self, offset: int) -> None:
+        """Say where this rank's staging memory lies. Before its first tick."""
+        self.own_slot = offset
+        self.words[self._mine + _SLOT] = offset
+
+    def slots(self) -> list[int]:
+        """Where every rank's staging memory lies. After a first wait."""
+        return [self.words[_LINE * rank + _SLOT] for rank in range(self.world_size)]
+
+    def put_sizes(self, sizes: Sequence[int]) -> None:
+        """Publish this rank's row of sizes with the coming announcement."""
+        start = self._sizes(1 - self._row, self.rank)
+        for index, size in enumerate(sizes):
+            self.words[start + index] = size
+
+    def sizes(self, rank: int) -> list[int]:
+        """What `rank` published with the current announcement."""
+        start = self._sizes(self._row, rank)
+        return list(self.words[start : start + self.world_size])
+
+    def _sizes(self, row: int, rank: int) -> int:
+        return _LINE * self.world_size + (row * self.world_size + rank) * self.world_size
+
+    def channel_word(self, source: int, target: int) -> int:
+        """Index of the word that says where the channel between two ranks lies."""
+        return _LINE * self.world_size + (2 * self.world_size + source) * self.world_size + target
+
+    # ------------------------------------------------------------------ phases
+
+    def announce(self, op: CommOp, numel: int = 0, place: int = 0) -> None:
+        """Begin an operation. Others may read it after this rank's next tick."""
+        refusal = self.refusal(op)
+        if refusal is not None:
+            raise refusal
+        row = self._row = 1 - self._row
+        start = self._mine + _ANNOUNCED[row]
+        words = self.words
+        words[start] = code_of(op)
+        words[start + 1] = numel
+        words[start + 2] = place
+
+    def tick(self) -> None:
+        """This rank has done its part of the phase; whoever sleeps until then is woken."""
+        words = self.words
+        if not ORDERED:
+            fence()
+        self._ticks += 1
+        words[self._mine] = self._ticks
+        fence()  # the sleepers' words are read after the tick can be seen, so none is missed
+        asleep = self.rank + 1
+        for start, _ in self._others:
+            if words[start + _ASLEEP] == asleep:
+                self.parking.wake(self.address + 8 * self._mine)
+                return
+
+    def wait(self, op: CommOp) -> None:
+        """Return when every rank has ticked as often as this one."""
+        words, ticks = self.words, self._ticks
+        for start, peer in self._others:
+            if words[start] < ticks:
+                self._wait_for(start, peer, op)
+        if not ORDERED:
+            fence()
+
+    def meet(self, op: CommOp) -> None:
+        """Tick, and wait for everybody's."""
+        self.tick()
+        self.wait(op)
+
+    def announced(self, rank: int) -> Announcement:
+        """What `rank` said. After the wait that follows the announcement."""
+        start = _LINE * rank + _ANNOUNCED[self._row]
+        return Announcement(*self.words[start : start + 3])
+
+    def places(self) -> list[int] | None:
+        """The offset of every rank's tensor in the segment; None unless all lie there."""
+        found = [self.words[_LINE * rank + _ANNOUNCED[self._row] + 2] for rank in range(self.world_size)]
+        return [place - 1 for place in found] if all(found) else None
+
+    def check(self, op: CommOp) -> None:
+        """Raises: CollectiveMismatch where another rank is in a different operation, on every rank alike."""
+        words = self.words
+        row = _ANNOUNCED[self._row]
+        sized = op.kind in _SAME_SIZE
+        code, numel = words[row], words[row + 1]
+        for start in range(_LINE + row, _LINE * self.world_size, _LINE):
+            if words[start] != code or (sized and words[start + 1] != numel):
+                self._raise_mismatch(op, start // _LINE)
+
+    def _raise_mismatch(self, op: CommOp, other: int) -> None:
+        lines = "".join(f"\n  rank {rank}: {_words_for(self.announced(rank))}" for rank in (0, other))
+        raise CollectiveMismatch(
+            f"{describe(op)} on rank {self.rank}: ranks called different operations at the same point:{lines}\n"
+            f"Next: find the branch or loop that runs differently on these ranks; every rank must call the same "
+            f"operations in the same order"
+        )
+
+    # ------------------------------------------------------------------ bells, for messages
+
+    def ring(self, peer: int) -> None:
+        """Let `peer` look at its messages again. Anybody may ring: all write the same 1, and only the owner a 0."""
+        start = _LINE * peer
+        self.words[start + BELL] = 1
+        fence()
+        if self.words[start + BELL_ASLEEP]:
+            self.parking.wake(self.address + 8 * (start + BELL))
+
+    def sleep_until_rung(self, look: Callable[[], bool], enough: Callable[[], bool], seconds: float) -> bool:
+        """Call `look` after every ring until it returns True; False where `seconds` pass without."""
+        words, mine = self.words, self._mine
+        end = time.monotonic() + seconds
+        words[mine + BELL_ASLEEP] = 1
+        try:
+            while True:
+                words[mine + BELL] = 0
+                fence()  # what was done before a ring that this 0 erased can be seen now
+                if look() or enough():
+                    return True
+                left = end - time.monotonic()
+                if left <= 0:
+                    return False
+                self.parking.sleep(self.address + 8 * (mine + BELL), 0, left)
+        finally:
+            words[mine + BELL_ASLEEP] = 0
+
+    # ------------------------------------------------------------------ sleeping
+
+    def _wait_for(self, start: int, peer: int, op: CommOp) -> None:
+        words, ticks = self.words, self._ticks
+        if self.patience.spins:
+            for _ in range(self._spins):
+                if words[start] >= ticks:
+                    return
+        address = self.address + 8 * start
+        words[self._mine + _ASLEEP] = peer + 1
+        try:
+            while True:
+                fence()  # the tick is read after the others can see that this rank sleeps
+                seen = words[start]
+                if seen >= ticks:
+                    return
+                self.parking.sleep(address, seen, _SLICE_S)
+                if words[start] < ticks:
+                    self._look_around(op)
+        finally:
+            words[self._mine + _ASLEEP] = 0
+
+    def _behind(self) -> Iterator[int]:
+        for start, peer in self._others:
+            if self.words[start] < self._ticks:
+                yield peer
+
+    def _look_around(self, op: CommOp) -> None:
+        """Raises: PeerLost, CollectiveTimeout, TransportClosed where waiting on makes no sense."""
+        gone = [(peer, self.end_of(peer)) for peer in self._behind()]
+        still = set(self._behind())  # whoever ticked first and left afterwards has done its part
+        for peer, end in sorted(gone, key=lambda pair: pair[1] != "ended"):  # the dead first: others follow from them
+            if end is not None and peer in still:
+                raise self.lost(op, peer, end)
+        self.check_patience(op, sorted(still))
+
+    def check_patience(self, op: CommOp, missing: Sequence[int]) -> None:
+        """Raises: TransportClosed where this rank closed meanwhile, CollectiveTimeout after the deadline."""
+        where = f"{describe(op)} on rank {self.rank} of {self.world_size} (shm)"
+        if self.patience.closing:
+            raise TransportClosed(f"{where}: this communicator was closed on this rank")
+        if missing and time.monotonic() > self.patience.deadline:
+            late = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
+            raise CollectiveTimeout(
+                f"{where}: {late} did not come within {self.patience.seconds:g} s. Next: look where {late} "
+                f"{'is' if len(missing) == 1 else 'are'} (log, stack): skipped this call, or waits elsewhere. "
+                f"If only slow, raise timeout_s",
+                missing,
+            )
+
+    def end_of(self, peer: int) -> str | None:
+        """How `peer` left this group: "ended", "failed" or "closed"; None while it is here."""
+        if self._peers.has_ended(self._members[peer]):
+            return "ended"
+        state = self.words[_LINE * peer + _STATE]
+        return "failed" if state & _FAILED else "closed" if state else None
+
+    def lost(self, op: CommOp, peer: int, end: str) -> PeerLost:
+        """The error for an operation that needs a rank which has left."""
+        culprit = peer
+        if end == "failed":
+            culprit = (self.words[_LINE * peer + _STATE] >> 2) - 1
+            culprit = peer if culprit in (-1, self.rank) else culprit
+        what = {
+            "ended": f"the process of rank {peer} (pid {self._peers.pids[self._members[peer]]}) has ended",
+            "closed": f"rank {peer} has closed this communicator",
+            "failed": f"rank {peer} gave up"
+            + (f" because of rank {culprit}" if culprit != peer else ": it was interrupted, or waited too long"),
+        }[end]
+        return PeerLost(
+            f"{describe(op)} on rank {self.rank} of {self.world_size} (shm): {what}. "
+            f"Next: read that rank's own error or exit code (signal 9 is often the out-of-memory killer)",
+            culprit,
+        )
+
+    # ------------------------------------------------------------------ leaving
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing can be agreed on any more: say so to the others, and whose fault it is where that is known."""
+        if self._failure is None:
+            culprit = error.rank if isinstance(error, PeerLost) else None
+            self._failure = error if isinstance(error, CommError) else CommError(f"interrupted: {error!r}")
+            self._set_state(_FAILED | (0 if culprit is None else culprit + 1) << 2)
+
+    def leave(self) -> None:
+        """This rank will never touch the group's memory again."""
+        self._set_state(self.words[self._mine + _STATE] | _LEFT)
+
+    def _set_state(self, state: int) -> None:
+        self.words[self._mine + _STATE] = state
+        fence()
+        self.parking.wake(self.address + 8 * self._mine)
+        for _, peer in self._others:
+            self.ring(peer)
+
+    def wake_own_threads(self) -> None:
+        """Let this rank's threads look around; the others look in vain, once."""
+        self.ring(self.rank)
+        for start, _ in self._others:
+            self.parking.wake(self.address + 8 * start)
+
+    def all_left(self) -> bool:
+        """Whether nobody uses this group's memory any more."""
+        return all(
+            self.words[_LINE * peer + _STATE] & _LEFT or self._peers.has_ended(self._members[peer])
+            for peer in range(self.world_size)
+        )
+
+    def refusal(self, op: CommOp) -> CommError | None:
+        """Why nothing can be begun any more; None while all is well."""
+        if self._failure is None:
+            return None
+        error = CommError(
+            f"{describe(op)} on rank {self.rank} of {self.world_size} (shm): an earlier operation failed on this rank. "
+            f"Next: the cause is in the first error; end this run, or make a new communicator"
+        )
+        error.__cause__ = self._failure
+        return error
+
+
+def code_of(op: CommOp) -> int:
+    """What must be equal on every rank, as one number."""
+    tensors = op.inputs or op.outputs
+    code = _CODES[op.kind]
+    if tensors:
+        code |= (DTYPE_CODES[tensors[0].dtype] + 1) << 8
+    if op.reduce is not None:
+        code |= (REDUCTIONS.index(op.reduce) + 1) << 16
+    if op.peer is not None:
+        code |= (op.peer + 1) << 24
+    return code
+
+
+def _words_for(announced: Announcement) -> str:
+    code = announced.code
+    words = [_NAMES[code & 0xFF]]
+    if dtype := code >> 8 & 0xFF:
+        words.append(str(_DTYPES[dtype - 1]).removeprefix("torch."))
+    if words[0] in _SAME_SIZE:
+        words.append(f"{announced.numel} elements")
+    if reduce := code >> 16 & 0xFF:
+        words.append(REDUCTIONS[reduce - 1])
+    if root := code >> 24:
+        words.append(f"root={root - 1}")
+    return " ".join(words)

@@ -84,11 +84,15 @@ class Communicator:
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
         """Send `tensor` to rank `dst`; returns when the tensor may be changed again."""
-        return self._finish(self.isend(tensor, dst, tag, label=label), async_op=False)
+        work = self.transport.submit(self.send_op(tensor, dst, tag, label=label)._replace(async_op=False))
+        work.wait()
+        return work
 
     def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0, *, label: str = "") -> Work:
         """Receive into `tensor` from rank `src`, or from any rank (`Work.source_rank()` then tells which)."""
-        return self._finish(self.irecv(tensor, src, tag, label=label), async_op=False)
+        work = self._receive(tensor, src, tag, label, async_op=False)
+        work.wait()
+        return work
 
     def isend(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
         """`send` without waiting. `tensor` must not change before `Work.wait()` has returned."""
@@ -96,9 +100,7 @@ class Communicator:
 
     def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, *, label: str = "") -> Work:
         """`recv` without waiting."""
-        op, copy_back = self._recv_op(tensor, src, tag, label)
-        work = self.transport.submit(op)
-        return work if copy_back is None else ThenWork(work, copy_back)
+        return self._receive(tensor, src, tag, label, async_op=True)
 
     def send_op(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> CommOp:
         """A send for `batch_send_recv`."""
@@ -119,8 +121,11 @@ class Communicator:
         for op in ops:
             if op.kind not in ("send", "recv"):
                 raise ConfigError(f"batch_send_recv takes what send_op and recv_op return, not {op.kind}")
-        work = self.transport.submit(self._message("batch_send_recv", parts=tuple(ops)))
-        return self._finish(work, async_op)
+        parts = tuple(op._replace(async_op=async_op) for op in ops)
+        work = self.transport.submit(self._message("batch_send_recv", parts=parts, async_op=async_op))
+        if not async_op:
+            work.wait()
+        return work
 
     # ------------------------------------------------------------------ one to all, all to one
 
@@ -340,11 +345,10 @@ class Communicator:
         flat, copy_back = in_place(tensor)
         return self._message("recv", outputs=(flat,), peer=src, tag=tag, label=label), copy_back
 
-    @staticmethod
-    def _finish(work: Work, async_op: bool) -> Work:
-        if not async_op:
-            work.wait()
-        return work
+    def _receive(self, tensor: Tensor, src: int | None, tag: int, label: str, async_op: bool) -> Work:
+        op, copy_back = self._recv_op(tensor, src, tag, label)
+        work = self.transport.submit(op._replace(async_op=async_op))
+        return work if copy_back is None else ThenWork(work, copy_back)
 
     def _check_peer(self, argument: str, rank: int, other: bool = False) -> None:
         if not 0 <= rank < self.world_size:

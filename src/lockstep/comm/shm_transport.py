@@ -22,10 +22,12 @@ from torch import Tensor
 from lockstep.comm.engine import Engine
 from lockstep.comm.local_exchange import exchange as exchange_alone
 from lockstep.comm.op import DONE, AllWork, CommOp, Work, describe
-from lockstep.comm.shm.collectives import SLOT_BYTES, Collectives
+from lockstep.comm.reduction import is_reducible
+from lockstep.comm.shm.collectives import Collectives
 from lockstep.comm.shm.control import Control, control_bytes
 from lockstep.comm.shm.messages import Mail
 from lockstep.comm.shm.peers import Peers
+from lockstep.comm.shm.post import Post
 from lockstep.comm.shm.segment import (
     PAGE,
     Heap,
@@ -36,7 +38,7 @@ from lockstep.comm.shm.segment import (
     reserve,
     shortage,
 )
-from lockstep.comm.shm.summing import is_reducible
+from lockstep.comm.shm.staging import SLOT_BYTES, Staging
 from lockstep.comm.shm.waiting import Parking, best_parking
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, SharedMemoryUnavailable, TransportClosed
@@ -76,12 +78,15 @@ class ShmTransport(Transport):
         self._control = Control(host.segment, control_at, members, self.rank, host.peers, host.parking)
         slot = host.heap.allocate(SLOT_BYTES)
         self._control.put_slot(slot)
-        self._collectives = Collectives(host.segment, self._control)
+        collectives = Collectives(Staging(host.segment, self._control))
         name = f"lockstep-shm-{self.rank}"
-        self._engine = Engine(self._collectives.execute, self._control.patience, self.timeout_s, name)
-        self._mail = Mail(host.segment, host.heap, self._control, self.timeout_s, f"{name}-messages")
+        self._engine = Engine(collectives.execute, self._control.patience, self.timeout_s, name)
+        post = Post(host.segment, host.heap, self._control)
+        self._mail = Mail(post, self._control, self.timeout_s, f"{name}-messages")
         owned = [slot, control_at] if self.rank == 0 and control_at >= host.segment.header_bytes else [slot]
-        self._end = weakref.finalize(self, _end, host, self._control, self._engine, self._mail, owned, os.getpid())
+        self._end = weakref.finalize(
+            self, _end, host, self._control, self._engine, self._mail, post, owned, os.getpid()
+        )
 
     @classmethod
     def meet(
@@ -228,7 +233,7 @@ class _Host:
         self._retired = still
 
 
-def _end(host: _Host, control: Control, engine: Engine, mail: Mail, owned: list[int], owner: int) -> None:
+def _end(host: _Host, control: Control, engine: Engine, mail: Mail, post: Post, owned: list[int], owner: int) -> None:
     """Close a transport; also one that nobody holds any more, and at exit those that were forgotten."""
     if os.getpid() != owner:
         return  # a forked child has the object, but is not the rank
@@ -237,7 +242,7 @@ def _end(host: _Host, control: Control, engine: Engine, mail: Mail, owned: list[
     engine.close()
     mail.close()
     control.leave()
-    host.retire(control, owned + mail.offsets)
+    host.retire(control, owned + post.offsets)
 
 
 def _offer(directory: Path, rank: int, world_size: int) -> tuple[SegmentFile | None, dict[str, Any]]:
@@ -248,7 +253,7 @@ def _offer(directory: Path, rank: int, world_size: int) -> tuple[SegmentFile | N
     header = -(-(_TOKEN_BYTES + control_bytes(world_size)) // PAGE) * PAGE
     need = header + world_size * SLOT_BYTES
     try:
-        heap = capacity_of(directory)
+        heap = capacity_of(directory, world_size)
         file = SegmentFile.create(directory, header + world_size * heap)
     except OSError as error:
         return None, {**offer, "problem": f"no file for shared memory can be made in {directory}: {error.strerror}"}

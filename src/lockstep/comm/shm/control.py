@@ -14,12 +14,11 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, final
-
-import torch
+from typing import final
 
 from lockstep.comm.engine import Patience
-from lockstep.comm.op import REDUCTIONS, CommOp, describe
+from lockstep.comm.op import CommOp, describe
+from lockstep.comm.shm.announcement import SAME_SIZE, Announcement, code_of, words_for
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.waiting import ORDERED, Parking, fence
@@ -34,25 +33,10 @@ _FAILED, _LEFT = 1, 2  # bits of the state; above them 1 + the rank whose fault 
 _SPINS = 2000  # looks before sleeping: about 60 us, what it costs to sleep and be woken
 _SLICE_S = 0.2  # sleepers look this often whether the one they wait for still lives
 
-_KINDS = ("broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all")
-_CODES = {kind: number for number, kind in enumerate((*_KINDS, "barrier"))}
-_NAMES = {number: kind for kind, number in _CODES.items()}
-_DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
-DTYPE_CODES = {dtype: number for number, dtype in enumerate(_DTYPES)}
-_SAME_SIZE = {"broadcast", "reduce", "all_reduce"}
-
 
 def control_bytes(world_size: int) -> int:
     """How much memory a group of this size needs for its words."""
     return 8 * (_LINE * world_size + 3 * world_size * world_size)
-
-
-class Announcement(NamedTuple):
-    """What a rank said about its current operation."""
-
-    code: int
-    numel: int  # of its tensor, where that must be equal everywhere, or where others must know it
-    place: int  # 1 + offset of its tensor in the segment; 0 where it lies elsewhere
 
 
 @final
@@ -162,23 +146,23 @@ class Control:
         start = _LINE * rank + _ANNOUNCED[self._row]
         return Announcement(*self.words[start : start + 3])
 
-    def places(self) -> list[int] | None:
-        """The offset of every rank's tensor in the segment; None unless all lie there."""
-        found = [self.words[_LINE * rank + _ANNOUNCED[self._row] + 2] for rank in range(self.world_size)]
-        return [place - 1 for place in found] if all(found) else None
+    def places(self) -> list[int]:
+        """Of every rank's tensor 1 + its offset in the segment, or 0 where it lies elsewhere."""
+        row = _ANNOUNCED[self._row] + 2
+        return [self.words[_LINE * rank + row] for rank in range(self.world_size)]
 
     def check(self, op: CommOp) -> None:
         """Raises: CollectiveMismatch where another rank is in a different operation, on every rank alike."""
         words = self.words
         row = _ANNOUNCED[self._row]
-        sized = op.kind in _SAME_SIZE
+        sized = op.kind in SAME_SIZE
         code, numel = words[row], words[row + 1]
         for start in range(_LINE + row, _LINE * self.world_size, _LINE):
             if words[start] != code or (sized and words[start + 1] != numel):
                 self._raise_mismatch(op, start // _LINE)
 
     def _raise_mismatch(self, op: CommOp, other: int) -> None:
-        lines = "".join(f"\n  rank {rank}: {_words_for(self.announced(rank))}" for rank in (0, other))
+        lines = "".join(f"\n  rank {rank}: {words_for(self.announced(rank))}" for rank in (0, other))
         raise CollectiveMismatch(
             f"{describe(op)} on rank {self.rank}: ranks called different operations at the same point:{lines}\n"
             f"Next: find the branch or loop that runs differently on these ranks; every rank must call the same "
@@ -331,30 +315,3 @@ class Control:
         )
         error.__cause__ = self._failure
         return error
-
-
-def code_of(op: CommOp) -> int:
-    """What must be equal on every rank, as one number."""
-    tensors = op.inputs or op.outputs
-    code = _CODES[op.kind]
-    if tensors:
-        code |= (DTYPE_CODES[tensors[0].dtype] + 1) << 8
-    if op.reduce is not None:
-        code |= (REDUCTIONS.index(op.reduce) + 1) << 16
-    if op.peer is not None:
-        code |= (op.peer + 1) << 24
-    return code
-
-
-def _words_for(announced: Announcement) -> str:
-    code = announced.code
-    words = [_NAMES[code & 0xFF]]
-    if dtype := code >> 8 & 0xFF:
-        words.append(str(_DTYPES[dtype - 1]).removeprefix("torch."))
-    if words[0] in _SAME_SIZE:
-        words.append(f"{announced.numel} elements")
-    if reduce := code >> 16 & 0xFF:
-        words.append(REDUCTIONS[reduce - 1])
-    if root := code >> 24:
-        words.append(f"root={root - 1}")
-    return " ".join(words)

@@ -13,6 +13,7 @@ import errno
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from collections import deque
 from pathlib import Path
@@ -26,6 +27,7 @@ from lockstep.errors import SharedMemoryUnavailable
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 _SHM = Path("/dev/shm")
+_ADDRESSES = 2**45  # a process has four times as many
 
 
 def default_directory() -> Path:
@@ -115,7 +117,8 @@ class Heap:
         weakref.finalize(self, os.close, self._fd)
         self._start = segment.header_bytes + index * segment.heap_bytes
         self._free = FreeList(segment.heap_bytes, PAGE)
-        self._returned: deque[int] = deque()  # by finalizers, which may run at any moment, in any thread
+        self._lock = threading.Lock()
+        self._returned: deque[int] = deque()  # by finalizers, which may run at any moment, also under the lock
         self._where = where
 
     def allocate(self, nbytes: int) -> int:
@@ -123,17 +126,18 @@ class Heap:
 
         Raises: SharedMemoryUnavailable, with the number of bytes needed.
         """
-        while self._returned:
-            self._free.give_back(self._returned.popleft())
-        place = self._free.take(max(nbytes, 1))
-        if place is None:
-            raise SharedMemoryUnavailable(f"{nbytes} bytes of shared memory are needed, but this rank's part is full")
-        try:
-            reserve(self._fd, self._start + place, nbytes)
-        except OSError as error:
-            self._free.give_back(place)
-            raise SharedMemoryUnavailable(shortage(self._where, self._fd, nbytes, error)) from error
-        return self._start + place
+        with self._lock:
+            while self._returned:
+                self._free.give_back(self._returned.popleft())
+            place = self._free.take(max(nbytes, 1))
+            if place is None:
+                raise SharedMemoryUnavailable(f"{nbytes} bytes are needed, but all of {self._where} is given out")
+            try:
+                reserve(self._fd, self._start + place, nbytes)
+            except OSError as error:
+                self._free.give_back(place)
+                raise SharedMemoryUnavailable(shortage(self._where, self._fd, nbytes, error)) from error
+            return self._start + place
 
     def give_back(self, offset: int) -> None:
         """Return what `allocate` gave; the memory goes back to the system now."""
@@ -176,8 +180,8 @@ def shortage(where: str, fd: int, nbytes: int, error: OSError) -> str:
     )
 
 
-def capacity_of(directory: Path) -> int:
-    """Bytes that can lie there at most, whole pages: how large a heap may grow."""
+def capacity_of(directory: Path, ranks: int) -> int:
+    """How large each rank's heap may grow: to all that can lie there, in whole pages, if there are addresses for it."""
     found = os.statvfs(directory)
     limit = found.f_blocks * found.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return max(limit, PAGE) // PAGE * PAGE
+    return max(min(limit, _ADDRESSES // ranks), PAGE) // PAGE * PAGE

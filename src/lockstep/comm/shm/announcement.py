@@ -1,0 +1,52 @@
+"""An operation as a number that ranks can compare, and back as words."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from lockstep.comm.op import REDUCTIONS, CommOp
+
+SAME_SIZE = frozenset({"broadcast", "reduce", "all_reduce"})  # the sizes of all ranks' tensors must be equal
+
+_KINDS = (*sorted(SAME_SIZE), "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all", "barrier")
+_KIND_CODES = {kind: number for number, kind in enumerate(_KINDS)}
+_DTYPES = sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str)
+DTYPE_CODES = {dtype: number for number, dtype in enumerate(_DTYPES)}
+
+
+class Announcement(NamedTuple):
+    """What a rank said about its current operation."""
+
+    code: int
+    numel: int  # of its tensor, where that must be equal everywhere; its bytes, where others must know them
+    place: int  # 1 + offset of its tensor in the segment; 0 where it lies elsewhere
+
+
+def code_of(op: CommOp) -> int:
+    """Kind, dtype, reduction and root: what must be equal on every rank."""
+    tensors = op.inputs or op.outputs
+    code = _KIND_CODES[op.kind]
+    if tensors:
+        code |= (DTYPE_CODES[tensors[0].dtype] + 1) << 8
+    if op.reduce is not None:
+        code |= (REDUCTIONS.index(op.reduce) + 1) << 16
+    if op.peer is not None:
+        code |= (op.peer + 1) << 24
+    return code
+
+
+def words_for(announced: Announcement) -> str:
+    """What another rank is doing, for a message."""
+    code = announced.code
+    words = [_KINDS[code & 0xFF]]
+    if dtype := code >> 8 & 0xFF:
+        words.append(str(_DTYPES[dtype - 1]).removeprefix("torch."))
+    if words[0] in SAME_SIZE:
+        words.append(f"{announced.numel} elements")
+    if reduce := code >> 16 & 0xFF:
+        words.append(REDUCTIONS[reduce - 1])
+    if root := code >> 24:
+        words.append(f"root={root - 1}")
+    return " ".join(words)

@@ -15,7 +15,9 @@ from collections.abc import Callable
 from typing import final
 
 from lockstep.comm.op import CommOp, Work, describe
-from lockstep.errors import CommError
+from lockstep.errors import CommError, TransportClosed
+
+_SLICE_S = 0.2  # who waits for the turn looks this often whether it needs it still
 
 
 @final
@@ -31,9 +33,15 @@ class Patience:
         self.closing = False
 
     def begin(self, seconds: float, spins: bool) -> None:
+        """An operation begins and may take this long."""
         self.spins = spins
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
+
+    def end(self, seconds: float) -> None:
+        """Let the operation under way give up at its next look at the clock: somebody's `seconds` are over."""
+        self.seconds = seconds
+        self.deadline = 0.0
 
 
 @final
@@ -68,12 +76,12 @@ class Engine:
     def finish(self, work: EngineWork, timeout_s: float | None) -> None:
         """Return when `work` has ended: run what stands before it and itself, unless the thread does already."""
         seconds = self.timeout_s if timeout_s is None else timeout_s
-        if not self._turn.acquire(timeout=min(max(seconds, 0.0), threading.TIMEOUT_MAX)):
+        deadline = time.monotonic() + seconds
+        while not self._turn.acquire(timeout=min(max(deadline - time.monotonic(), 0.0), _SLICE_S)):
             if work.done:
                 return
-            self.patience.seconds = seconds
-            self.patience.deadline = 0.0  # the operation under way gives up at its next look at the clock
-            self._turn.acquire()
+            if time.monotonic() > deadline:
+                self.patience.end(seconds)
         try:
             while not work.done:
                 self._run_next(seconds, spins=True)
@@ -90,7 +98,10 @@ class Engine:
                 thread.join()
         with self._turn:
             while self._queue:
-                self._run_next(0.0, spins=False)
+                work = self._queue.popleft()
+                assert work.op is not None
+                work.error = TransportClosed(f"{describe(work.op)}: this communicator was closed on this rank")
+                work.end()
 
     def _run_next(self, seconds: float, spins: bool) -> None:
         work = self._queue.popleft()

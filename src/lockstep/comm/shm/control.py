@@ -264,7 +264,7 @@ class Control:
             "ended": f"the process of rank {peer} (pid {self._peers.pids[self._members[peer]]}) has ended",
             "closed": f"rank {peer} has closed this communicator",
             "failed": f"rank {peer} gave up"
-            + (f" because of rank {culprit}" if culprit != peer else ": it was interrupted, or waited too long"),
+            + (f" because of rank {culprit}" if culprit != peer else ": it waited too long, was interrupted or closed"),
         }[end]
         return PeerLost(
             f"{describe(op)} on rank {self.rank} of {self.world_size} (shm): {what}. "

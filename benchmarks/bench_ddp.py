@@ -1,17 +1,22 @@
-"""Step time of lockstep's DistributedDataParallel against torch's: the same GPT-2, the same Gloo, the same processes.
+"""Step time of DistributedDataParallel, lockstep's and torch's, over shared memory and Gloo: one GPT-2, one run.
 
-    python benchmarks/bench_ddp.py [--ranks 2] [--shape compute|communication] [--floor] [--record]
+    python benchmarks/bench_ddp.py [--ranks 2] [--shape compute] [--shape gpt-30m] [--wide] [--floor] [--record]
 
 Every variant owns a copy of the model and its AdamW. A round runs each of them once on the same batch, so what the
 machine does meanwhile falls on all alike. Two figures per step: forward + backward (ends with averaged gradients), and
-the whole step with the optimizer. `--floor` adds a second torch copy: how far from 1.00 two equal things come out.
+the whole step with the optimizer. "torch" is torch's class on Gloo, "alone" the bare model: no communication at all.
+What a variant adds to that step is its price, and `gone` is the share of torch's price that it does without:
+(torch - ours) / (torch - alone). `--wide` adds what tells the class from the transport (naive averaging, no_sync, torch
+with bucket views), `--floor` a second torch copy: how far from 1.00 two equal things come out.
 """
 
 from __future__ import annotations
 
 import contextlib
+import statistics
 import time
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -21,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lockstep
+from comm_variants import over_gloo, over_shared_memory
 from harness import (
     Rank,
     Result,
@@ -28,20 +34,28 @@ from harness import (
     arguments,
     compare,
     interleaved,
+    interval_95,
     report,
     run_ranks,
     slowest_rank,
     threads_per_rank,
 )
-from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.process_group import register_backend, transport_of
 
 # Two ends of what a rank does in a step: many tokens through few weights, few tokens through many weights.
 SHAPES: dict[str, dict[str, int]] = {
     "compute": {"n_layer": 4, "n_embd": 192, "n_head": 6, "vocab_size": 512, "B": 4, "T": 128},
     "communication": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 4096, "B": 1, "T": 16},
+    "gpt-30m": {"n_layer": 9, "n_embd": 512, "n_head": 8, "vocab_size": 4096, "B": 1, "T": 32},
 }
-ROUNDS = {"compute": 80, "communication": 60}
-GOAL = "at most 1.00"
+ROUNDS = {"compute": 80, "communication": 60, "gpt-30m": 60}
+SHARED, GLOO = "lockstep on shared memory", "lockstep on gloo"
+REFERENCES = ("alone", "torch")  # always measured
+VARIANTS = (GLOO, "torch on lockstep", SHARED)
+WIDE = ("naive", "lockstep no_sync", "torch views", "torch no_sync")
+GOAL_ADDED = 1.02  # of the step alone, where there is much to compute
+GOAL_GONE = 75.0  # percent of what torch on Gloo adds, where there is much to communicate
 
 
 def model_of(shape: dict[str, int]) -> nn.Module:
@@ -70,24 +84,53 @@ def batch_of(shape: dict[str, int], rank: int, number: int) -> Tensor:
     return torch.randint(shape["vocab_size"], (shape["B"], shape["T"]), generator=generator)
 
 
+class Groups:
+    """The same ranks as groups of several kinds, each made when a variant first asks. Collective: in equal order."""
+
+    @cached_property
+    def gloo(self) -> Communicator:
+        """torch's default group."""
+        return over_gloo()
+
+    @cached_property
+    def shared(self) -> Communicator:
+        """Shared memory, met over Gloo."""
+        return over_shared_memory(self.gloo)
+
+    @cached_property
+    def backend(self) -> Any:
+        """A torch group of the backend "lockstep"."""
+        register_backend()
+        return dist.new_group(backend="lockstep")
+
+
 class Variant:
     """One copy of the model, wrapped in its own way, with its optimizer."""
 
-    def __init__(self, name: str, shape: dict[str, int], rank: int) -> None:
+    def __init__(self, name: str, shape: dict[str, int], rank: int, groups: Groups) -> None:
         self.shape, self.rank = shape, rank
+        self.over: str | None = None  # the transport's name
         self.average: Callable[[], None] = lambda: None
         self.context: Callable[[], Any] = contextlib.nullcontext
         self.inner = model_of(shape)
-        self.model: Any = self._wrap(name)
+        self.model: Any = self._wrap(name, groups)
         self.optimizer = torch.optim.AdamW(self.inner.parameters(), lr=1e-4)
 
-    def _wrap(self, name: str) -> Any:
-        if name == "naive":
-            comm = lockstep.Communicator(TorchTransport.over())
-            self.average = lambda: lockstep.average_gradients(self.inner, comm)
+    def _wrap(self, name: str, groups: Groups) -> Any:
+        if name == "alone":
             return self.inner
-        wrapper: Any = lockstep.DistributedDataParallel if name.startswith("lockstep") else TorchDDP
-        wrapped = wrapper(self.inner, gradient_as_bucket_view=name == "torch views")
+        if name == "naive":
+            self.average = lambda: lockstep.average_gradients(self.inner, groups.gloo)
+            return self.inner
+        if name.startswith("lockstep"):
+            comm = groups.shared if name == SHARED else groups.gloo
+            self.over = comm.transport.name
+            wrapped: Any = lockstep.DistributedDataParallel(self.inner, process_group=comm)
+        else:
+            group = groups.backend if name == "torch on lockstep" else None
+            transport = transport_of(group)
+            self.over = "gloo" if transport is None else transport.name
+            wrapped = TorchDDP(self.inner, process_group=group, gradient_as_bucket_view=name == "torch views")
         if name.endswith("no_sync"):
             self.context = wrapped.no_sync
         return wrapped
@@ -109,11 +152,13 @@ def measure(rank: Rank) -> dict[str, Any]:
     """One rank: all variants of one shape."""
     torch.set_num_threads(threads_per_rank(rank.world_size))
     dist.init_process_group("gloo", init_method=rank.rendezvous, rank=rank.rank, world_size=rank.world_size)
-    variants = {name: Variant(name, rank.settings["shape"], rank.rank) for name in rank.settings["variants"]}
+    groups = Groups()
+    variants = {name: Variant(name, rank.settings["shape"], rank.rank, groups) for name in rank.settings["variants"]}
     steps = {name: variant.step for name, variant in variants.items()}
     figures = interleaved(steps, rank.settings["rounds"], warmup=5, together=dist.barrier)
     gradient_bytes = sum(p.nbytes for p in variants["torch"].inner.parameters())
     report = {"figures": figures, "gradient_bytes": gradient_bytes, "distance": distances(variants)}
+    report["over"] = {name: variant.over for name, variant in variants.items()}
     dist.destroy_process_group()
     return report
 
@@ -123,48 +168,92 @@ def distances(variants: dict[str, Variant]) -> dict[str, float]:
     reference = list(variants["torch"].inner.parameters())
     found = {}
     for name, variant in variants.items():
-        if not name.endswith("no_sync"):  # those train alone
+        if name != "alone" and not name.endswith("no_sync"):  # those train by themselves
             pairs = zip(variant.inner.parameters(), reference, strict=True)
             found[name] = max(float((a - b).detach().abs().max()) for a, b in pairs)
     return found
 
 
 def results(shape: str, by_rank: list[dict[str, Any]], world_size: int) -> list[Result]:
-    """Every variant against torch's default, in both metrics; beside the goal also against torch with bucket views."""
+    """Every variant against torch's default in both metrics; what each whole step adds to the step alone."""
     figures: dict[str, Samples] = slowest_rank([rank["figures"] for rank in by_rank])
-    found = []
-    for metric, samples in figures.items():
-        milliseconds = {name: [second * 1e3 for second in seconds] for name, seconds in samples.items()}
-        pairs = [(name, "torch") for name in milliseconds if name != "torch"]
-        pairs += [("lockstep", "torch views")] if {"lockstep", "torch views"} <= milliseconds.keys() else []
-        for ours, theirs in pairs:
-            found.append(
-                compare(
-                    f"{shape}, {metric}: {ours} / {theirs}",
-                    milliseconds[ours],
-                    milliseconds[theirs],
-                    unit="ms",
-                    world_size=world_size,
-                    goal=GOAL if ours == "lockstep" else "",
-                    gradient_mib=round(by_rank[0]["gradient_bytes"] / 2**20, 1),
-                    weights_differ_by=by_rank[0]["distance"].get(ours),
-                )
-            )
+    figures = {
+        metric: {name: [second * 1e3 for second in seconds] for name, seconds in samples.items()}
+        for metric, samples in figures.items()
+    }
+    found = [result for metric in figures for result in against_torch(shape, metric, figures[metric], by_rank)]
+    whole = figures["whole step"]
+    for name in (name for name in whole if name != "alone" and not name.endswith("no_sync")):
+        found.append(against_alone(shape, name, whole, world_size))
+        if not name.startswith("torch") or name == "torch on lockstep":
+            found.append(gone(shape, name, whole, world_size))
     return found
+
+
+def against_torch(shape: str, metric: str, samples: Samples, by_rank: list[dict[str, Any]]) -> list[Result]:
+    """Step times beside torch's, also beside torch's with bucket views. On the same Gloo, ours has the goal."""
+    pairs = [(name, "torch") for name in samples if name not in ("torch", "alone")]
+    pairs += [(GLOO, "torch views")] if "torch views" in samples and GLOO in samples else []
+    return [
+        compare(
+            f"{shape}, {metric}: {ours} / {theirs}",
+            samples[ours],
+            samples[theirs],
+            unit="ms",
+            world_size=len(by_rank),
+            goal="at most 1.00" if ours == GLOO else "",
+            gradient_mib=round(by_rank[0]["gradient_bytes"] / 2**20, 1),
+            weights_differ_by=by_rank[0]["distance"].get(ours),
+            over=by_rank[0]["over"][ours],
+        )
+        for ours, theirs in pairs
+    ]
+
+
+def against_alone(shape: str, name: str, samples: Samples, world_size: int) -> Result:
+    """A whole step beside the step without communication, and what it adds, from differences within rounds."""
+    pairs = zip(samples[name], samples["alone"], strict=True)
+    added = statistics.median(with_others - alone for with_others, alone in pairs)
+    result = f"{shape}, whole step: {name} / alone"
+    goal = f"at most {GOAL_ADDED}" if shape == "compute" and name == SHARED else ""
+    return compare(
+        result, samples[name], samples["alone"], unit="ms", world_size=world_size, goal=goal, added_ms=round(added, 2)
+    )
+
+
+def gone(shape: str, name: str, samples: Samples, world_size: int) -> Result:
+    """How much of what torch on Gloo adds to the step alone `name` does without; 100 % would be all."""
+
+    def percent(torch_ms: float, ours_ms: float, alone_ms: float) -> float:
+        return 100 * (torch_ms - ours_ms) / (torch_ms - alone_ms)
+
+    three = (samples["torch"], samples[name], samples["alone"])
+    return Result.of_value(
+        f"{shape}, whole step: of what torch adds is gone with {name}",
+        percent(*(statistics.median(figures) for figures in three)),
+        unit="%",
+        better="more",
+        world_size=world_size,
+        rounds=len(samples[name]),
+        goal=f"at least {GOAL_GONE:.0f}" if shape != "compute" and name == SHARED else "",
+        interval_95=interval_95(percent, *three),
+    )
 
 
 def main() -> None:
     """Measure the chosen shapes and print."""
-    parser = arguments("DistributedDataParallel: step time against torch's")
+    parser = arguments("DistributedDataParallel: step time over shared memory and Gloo, ours and torch's")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--shape", choices=list(SHAPES), action="append", help="default: all")
     parser.add_argument("--rounds", type=int, help="default: enough for a quartile width of a few percent")
+    parser.add_argument("--variant", choices=[*VARIANTS, *WIDE], action="append", help=f"default: {VARIANTS}")
+    parser.add_argument("--wide", action="store_true", help=f"the default and {WIDE}")
     parser.add_argument("--floor", action="store_true", help="torch against torch: the noise of this run")
     parser.add_argument("--only-torch", action="store_true", help="leave lockstep out (tries the harness itself)")
     options = parser.parse_args()
-    variants = [] if options.only_torch else ["naive", "lockstep no_sync", "lockstep"]
-    variants += ["torch", "torch again"] if options.floor else ["torch"]
-    variants += ["torch views", "torch no_sync"]
+    chosen = ["torch views", "torch no_sync"] if options.only_torch else options.variant or [*VARIANTS]
+    chosen += [name for name in WIDE if options.wide and name not in chosen]
+    variants = [*REFERENCES, *chosen, *(["torch again"] if options.floor else [])]
     found: list[Result] = []
     for shape in options.shape or SHAPES:
         rounds = options.rounds or (4 if options.quick else ROUNDS[shape])

@@ -11,6 +11,7 @@ import argparse
 import datetime
 import importlib.util
 import json
+import operator
 import os
 import random
 import statistics
@@ -18,15 +19,18 @@ import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from machine import ROOT, command, commit, hardware, versions
+from mpi_world import mpi_environment, mpi_rank, mpiexec
 
 RESULTS = ROOT / "benchmarks" / "results"
 WORLD_TIMEOUT_S = 1800.0
+_FAREWELL_S = 10.0
 _RESAMPLES = 1000
 
 Samples = dict[str, list[float]]  # variant -> one figure per round
@@ -55,40 +59,61 @@ def threads_per_rank(world_size: int) -> int:
     return max(1, len(os.sched_getaffinity(0)) // world_size)
 
 
-def run_ranks(worker: Callable[[Rank], Any], world_size: int, settings: Mapping[str, Any]) -> list[Any]:
-    """What `worker` returns (JSON) on each of `world_size` processes, in rank order. Raises if one of them fails."""
+def run_ranks(
+    worker: Callable[[Rank], Any], world_size: int, settings: Mapping[str, Any], *, mpi: bool = False
+) -> list[Any]:
+    """What `worker` returns (JSON) on each of `world_size` processes, in rank order. Raises if one of them fails.
+
+    mpi: mpiexec starts them, so that they can also be an MPI world.
+    """
     script = Path(worker.__code__.co_filename).resolve()
     env = os.environ | {"OMP_NUM_THREADS": str(threads_per_rank(world_size)), "TOKENIZERS_PARALLELISM": "false"}
+    env |= mpi_environment() if mpi else {}
     if sys.platform == "linux":
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the same for every variant, and no name service in the way
     with tempfile.TemporaryDirectory(prefix="lockstep-bench-") as name:
         folder = Path(name)
         (folder / "settings.json").write_text(json.dumps(dict(settings)))
-        command = [sys.executable, __file__, str(script), worker.__name__, name, str(world_size)]
-        ranks = [subprocess.Popen([*command, str(rank)], env=env) for rank in range(world_size)]
+        start = [sys.executable, __file__, str(script), worker.__name__, name, str(world_size)]
+        if mpi:
+            commands = [[*mpiexec(world_size), *start]]
+        else:
+            commands = [[*start, str(rank)] for rank in range(world_size)]
+        processes = [subprocess.Popen(each, env=env) for each in commands]
         try:
-            _wait_for_all(ranks)
+            _wait_for_all(processes)
         finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+            _end(processes)
         return [json.loads((folder / f"result{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def _wait_for_all(ranks: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait_for_all(processes: Sequence[subprocess.Popen[bytes]]) -> None:
     deadline = time.monotonic() + WORLD_TIMEOUT_S
-    while any(process.poll() is None for process in ranks):
+    while any(process.poll() is None for process in processes):
         if time.monotonic() > deadline:
             raise TimeoutError(f"the ranks did not end within {WORLD_TIMEOUT_S:.0f} s")
-        if any(process.poll() for process in ranks):
+        if any(process.poll() for process in processes):
             break  # the others would wait for it for ever
         time.sleep(0.05)
-    failed = {rank: process.poll() for rank, process in enumerate(ranks) if process.poll()}
+    failed = {rank: process.poll() for rank, process in enumerate(processes) if process.poll()}
     if failed:
         raise RuntimeError(f"benchmark failed: exit code by rank {failed}, see above")
 
 
-def _be_a_rank(script: str, worker: str, folder: str, world_size: str, rank: str) -> None:
+def _end(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """End what still runs. Asked, not killed, at first: mpiexec then ends its ranks too."""
+    for process in processes:
+        process.terminate()
+    for process in processes:
+        try:
+            process.wait(_FAREWELL_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _be_a_rank(script: str, worker: str, folder: str, world_size: str, rank: str = "") -> None:
+    """The whole life of one rank. Without `rank`, mpiexec has started it and given it one."""
     spec = importlib.util.spec_from_file_location("benchmark", script)
     assert spec is not None
     assert spec.loader is not None
@@ -96,10 +121,17 @@ def _be_a_rank(script: str, worker: str, folder: str, world_size: str, rank: str
     sys.modules["benchmark"] = module
     spec.loader.exec_module(module)
     settings = json.loads((Path(folder) / "settings.json").read_text())
-    result = getattr(module, worker)(Rank(int(rank), int(world_size), Path(folder), settings))
-    (Path(folder) / f"result{rank}.json").write_text(json.dumps(result))
+    place = Rank(int(rank) if rank else mpi_rank(), int(world_size), Path(folder), settings)
+    try:
+        result = getattr(module, worker)(place)
+        (place.folder / f"result{place.rank}.json").write_text(json.dumps(result))
+        code = 0
+    except Exception:  # noqa: BLE001 (printed, and the exit code tells)
+        traceback.print_exc()
+        code = 1
     sys.stdout.flush()
-    os._exit(0)  # Gloo aborts now and then when Python is taken down under a group that something still refers to
+    sys.stderr.flush()
+    os._exit(code)  # Gloo aborts, and MPI waits for the others, when Python is taken down under an open group
 
 
 # ------------------------------------------------------------------ measuring
@@ -170,6 +202,14 @@ class Result:
     command: str = field(default_factory=command)
     extra: dict[str, Any] = field(default_factory=dict)
 
+    @classmethod
+    def of_value(
+        cls, name: str, value: float, *, unit: str, better: str, world_size: int, rounds: int, goal: str, **extra: Any
+    ) -> Result:
+        """A value that has no baseline."""
+        none = (None, None, None, None, None)
+        return cls(name, round(value, 4), unit, *none, better, goal, world_size, rounds, extra=extra)
+
 
 def compare(
     name: str,
@@ -184,8 +224,10 @@ def compare(
     """`ours` against `baseline`, from the same rounds; less is better. Without a baseline: the median alone."""
     value = statistics.median(ours)
     if baseline is None:
-        none = (None, None, None, None, None)
-        return Result(name, round(value, 4), unit, *none, "less", goal, world_size, len(ours), extra=extra)
+        rounds = len(ours)
+        return Result.of_value(
+            name, value, unit=unit, better="less", world_size=world_size, rounds=rounds, goal=goal, **extra
+        )
     low, _, high = statistics.quantiles([a / b for a, b in zip(ours, baseline, strict=True)], n=4)
     return Result(
         name=name,
@@ -193,7 +235,7 @@ def compare(
         unit=unit,
         baseline=round(statistics.median(baseline), 4),
         ratio=round(value / statistics.median(baseline), 4),
-        ratio_interval_95=_interval(ours, baseline),
+        ratio_interval_95=interval_95(operator.truediv, ours, baseline),
         ratio_quartiles=(round(low, 4), round(high, 4)),
         ratio_undisturbed=round(statistics.quantiles(ours, n=4)[0] / statistics.quantiles(baseline, n=4)[0], 4),
         better="less",
@@ -204,15 +246,15 @@ def compare(
     )
 
 
-def _interval(ours: Sequence[float], baseline: Sequence[float]) -> tuple[float, float]:
-    """95 % of the ratios of medians that the same rounds, drawn anew with repetition, would have given."""
+def interval_95(statistic: Callable[..., float], *samples: Sequence[float]) -> tuple[float, float]:
+    """95 % of what `statistic` of the samples' medians would have been, had the same rounds been drawn anew."""
     draw = random.Random(0)
-    ratios = []
+    found = []
     for _ in range(_RESAMPLES):
-        rounds = [draw.randrange(len(ours)) for _ in ours]
-        ratios.append(statistics.median(ours[i] for i in rounds) / statistics.median(baseline[i] for i in rounds))
-    ratios.sort()
-    return round(ratios[int(0.025 * _RESAMPLES)], 4), round(ratios[int(0.975 * _RESAMPLES)], 4)
+        rounds = [draw.randrange(len(samples[0])) for _ in samples[0]]
+        found.append(statistic(*(statistics.median(figures[i] for i in rounds) for figures in samples)))
+    found.sort()
+    return round(found[int(0.025 * _RESAMPLES)], 4), round(found[int(0.975 * _RESAMPLES)], 4)
 
 
 def report(topic: str, results: Sequence[Result], *, record: bool) -> None:
@@ -239,7 +281,8 @@ def _table(results: Sequence[Result]) -> list[str]:
     heads = ("what", "ranks", "value", "baseline", "ratio", "95 %", "quartiles", "undisturbed", "also", "goal")
     rows = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for r in results:
-        cells = [r.name, str(r.world_size), f"{r.value:.3g} {r.unit}", _number(r.baseline), _number(r.ratio)]
+        value = f"{r.value:.0f}" if r.value >= 1000 else f"{r.value:.3g}"
+        cells = [r.name, str(r.world_size), f"{value} {r.unit}", _number(r.baseline), _number(r.ratio)]
         cells += [_span(r.ratio_interval_95), _span(r.ratio_quartiles), _number(r.ratio_undisturbed)]
         also = ", ".join(f"{key} {value}" for key, value in r.extra.items() if value is not None)
         rows.append("| " + " | ".join([*cells, also, r.goal]) + " |")
@@ -247,7 +290,9 @@ def _table(results: Sequence[Result]) -> list[str]:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}" if value >= 10 else f"{value:.3f}"
 
 
 def _span(pair: tuple[float, float] | None) -> str:

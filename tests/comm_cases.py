@@ -157,7 +157,7 @@ def broadcast_every_dtype_shape_and_root(comm: Communicator) -> None:
 def all_gather_lists(comm: Communicator) -> None:
     world = range(comm.world_size)
     for dtype in MOVED:
-        for sizes in ([3 for _ in world], [2 * r for r in world], [5 - r for r in world], [0 for _ in world]):
+        for sizes in ([3 for _ in world], [2 * r for r in world], [abs(5 - r) for r in world], [0 for _ in world]):
             outputs = [torch.zeros(size, dtype=dtype) for size in sizes]
             comm.all_gather(outputs, value(comm.rank, (sizes[comm.rank],), dtype))
             for r, output in enumerate(outputs):

@@ -15,38 +15,51 @@ from collections.abc import Callable
 from typing import final
 
 from lockstep.comm.op import CommOp, Work, describe
+from lockstep.comm.turn import Turn
 from lockstep.errors import CommError, TransportClosed
 
-_SLICE_S = 0.2  # who waits for the turn looks this often whether it needs it still
+_LONGEST_S = threading.TIMEOUT_MAX
+_AGAIN_S = 0.1  # an operation that was asked to give up and has not is asked again
 
 
 @final
 class Patience:
     """How the operation that runs now may wait. Another thread may shorten it."""
 
-    __slots__ = ("closing", "deadline", "seconds", "spins")
+    __slots__ = ("_given_up", "_op", "closing", "deadline", "seconds", "spins")
 
     def __init__(self) -> None:
         self.spins = False  # worth looking again and again before sleeping: nobody else wants this core
         self.seconds = 0.0  # the limit, for messages
         self.deadline = 0.0  # on the monotonic clock
         self.closing = False
+        self._op: CommOp | None = None  # what runs now
+        self._given_up: CommOp | None = None
 
-    def begin(self, seconds: float, spins: bool) -> None:
+    def begin(self, op: CommOp, seconds: float, spins: bool) -> None:
         """An operation begins and may take this long."""
+        self._op = op
         self.spins = spins
         self.seconds = seconds
         self.deadline = time.monotonic() + seconds
 
-    def end(self, seconds: float) -> None:
-        """Let the operation under way give up at its next look at the clock: somebody's `seconds` are over."""
+    def end(self) -> None:
+        """It has ended."""
+        self._op = self._given_up = None
+
+    def give_up(self, seconds: float) -> None:
+        """Somebody's `seconds` are over: let the operation under way end at its next look, and no later one."""
         self.seconds = seconds
-        self.deadline = 0.0
+        self._given_up = self._op
+
+    def is_over(self) -> bool:
+        """Whether the operation under way must give up."""
+        return time.monotonic() > self.deadline or (self._given_up is not None and self._given_up is self._op)
 
 
 @final
 class Engine:
-    """A queue of operations and the turn to run the next one.
+    """A queue of operations, and the turn to run the next one.
 
     `execute(op)` carries out one operation and blocks; it obeys `patience` and raises CommError. It must not refer to
     whatever owns the engine, so that an owner nobody holds any more can end the thread.
@@ -58,13 +71,13 @@ class Engine:
         self._execute = execute
         self._name = name
         self._queue: deque[EngineWork] = deque()
-        self._turn = threading.Lock()  # whoever holds it runs operations
+        self._turn = Turn()
         self._for_thread: queue.SimpleQueue[EngineWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, op: CommOp) -> EngineWork:
-        """Put `op` behind all that was submitted before."""
-        work = EngineWork(self, op)
+    def submit(self, op: CommOp, owner: object = None) -> EngineWork:
+        """Put `op` behind all that was submitted before. `owner` is kept alive until it has ended."""
+        work = EngineWork(self, op, owner)
         self._queue.append(work)
         if op.async_op:
             if self._thread is None:
@@ -73,20 +86,24 @@ class Engine:
             self._for_thread.put(work)
         return work
 
-    def finish(self, work: EngineWork, timeout_s: float | None) -> None:
-        """Return when `work` has ended: run what stands before it and itself, unless the thread does already."""
+    def finish(self, work: EngineWork, timeout_s: float | None, spins: bool = True) -> None:
+        """Return when `work` has ended: run what stands before it and itself, unless another thread does already.
+
+        After `timeout_s` the operation under way gives up, which may be an earlier one: nothing overtakes it.
+        """
         seconds = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + seconds
-        while not self._turn.acquire(timeout=min(max(deadline - time.monotonic(), 0.0), _SLICE_S)):
-            if work.done:
-                return
-            if time.monotonic() > deadline:
-                self.patience.end(seconds)
-        try:
-            while not work.done:
-                self._run_next(seconds, spins=True)
-        finally:
-            self._turn.release()
+        while not work.done:
+            try:
+                left_s = min(max(deadline - time.monotonic(), 0.0), _LONGEST_S)
+                if self._turn.take(work.is_done, left_s):
+                    while not work.done:
+                        self._run_next(seconds, spins)
+                elif not work.done:
+                    self.patience.give_up(seconds)
+                    deadline = time.monotonic() + _AGAIN_S
+            finally:
+                self._turn.give()
 
     def close(self) -> None:
         """End the thread. What has not begun fails; what is under way gives up at its next look."""
@@ -96,19 +113,17 @@ class Engine:
             self._for_thread.put(None)
             if thread is not threading.current_thread():
                 thread.join()
-        with self._turn:
-            while self._queue:
-                work = self._queue.popleft()
-                assert work.op is not None
-                work.error = TransportClosed(f"{describe(work.op)}: this communicator was closed on this rank")
-                work.end()
+        for work in tuple(self._queue):
+            self.finish(work, 0.0, spins=False)
 
     def _run_next(self, seconds: float, spins: bool) -> None:
-        work = self._queue.popleft()
+        work = self._queue[0]
         op = work.op
         assert op is not None
-        self.patience.begin(seconds, spins)
         try:
+            self.patience.begin(op, seconds, spins)
+            if self.patience.closing:
+                raise TransportClosed(f"{describe(op)}: this communicator was closed on this rank")
             self._execute(op)
         except CommError as error:
             work.error = error
@@ -119,12 +134,10 @@ class Engine:
             work.error = CommError(f"{describe(op)}: interrupted by {type(error).__name__}")
             raise
         finally:
+            self.patience.end()
+            self._queue.popleft()
             work.end()
-
-    def _serve_one(self, work: EngineWork) -> None:
-        with self._turn:
-            while not work.done:
-                self._run_next(self.timeout_s, spins=False)
+            self._turn.tell()
 
 
 def _serve(ref: weakref.ref[Engine]) -> None:
@@ -136,7 +149,7 @@ def _serve(ref: weakref.ref[Engine]) -> None:
         engine = ref()
         if engine is None:
             return
-        engine._serve_one(work)
+        engine.finish(work, None, spins=False)
         del engine, work
 
 
@@ -144,13 +157,14 @@ def _serve(ref: weakref.ref[Engine]) -> None:
 class EngineWork(Work):
     """One operation in the queue."""
 
-    __slots__ = ("_engine", "done", "error", "op")
+    __slots__ = ("_engine", "_owner", "done", "error", "op")
 
-    def __init__(self, engine: Engine, op: CommOp) -> None:
+    def __init__(self, engine: Engine, op: CommOp, owner: object) -> None:
         self.op: CommOp | None = op  # None once it has ended: the tensors are the caller's again
         self.done = False
         self.error: CommError | None = None
         self._engine = engine
+        self._owner = owner
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.done:
@@ -164,4 +178,5 @@ class EngineWork(Work):
     def end(self) -> None:
         """The operation has ended, well or badly. Called by whoever ran it."""
         self.op = None
+        self._owner = None
         self.done = True

@@ -47,7 +47,7 @@ def tree_reduce(parts: Sequence[Tensor], reduce: Reduction) -> Tensor:
 def tree_reduce_into(target: Tensor, parts: Sequence[Tensor], reduce: Reduction, scratch: Sequence[Tensor]) -> None:
     """`tree_reduce` of two or more `parts` into `target`, which may be one of them; no new memory.
 
-    scratch: half as many tensors as parts, rounded up, each of their size; not needed for two parts.
+    scratch: half as many tensors as parts, each of their size; not needed for two parts.
     """
     combine = _COMBINE[reduce]
     level = list(parts)
@@ -65,7 +65,7 @@ def tree_reduce_into(target: Tensor, parts: Sequence[Tensor], reduce: Reduction,
 def is_reducible(dtype: torch.dtype, reduce: Reduction) -> bool:
     """Whether torch can compute this reduction of this dtype on a CPU."""
     try:
-        _COMBINE[reduce](torch.empty(1, dtype=dtype), torch.empty(1, dtype=dtype))
+        _COMBINE[reduce](*torch.empty(2, 1, dtype=dtype, device="cpu"))
     except (RuntimeError, NotImplementedError):
         return False
     return True

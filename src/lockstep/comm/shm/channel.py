@@ -1,102 +1,154 @@
-"""The way from one rank to one other: a few letters that lie open, and a belt for what does not fit into a letter.
+"""The way from one rank to one other: letters that lie open, and a belt for what does not fit into a letter.
 
-    free -> OPEN            the sender has a message: tag, dtype, size; small ones lie in the letter itself
-    OPEN -> free            the receiver took a small one
-    OPEN -> WANTED -> free  the receiver takes a large one from the belt, piece by piece
-    OPEN -> TAKEN -> free   the receiver copied it from where it lies in the segment; the sender clears the letter
-    OPEN -> REFUSED -> free the receiver wanted another dtype or size; the sender clears the letter and raises
+    free -> OPEN              the sender has a message: tag, dtype, size; small ones lie in the letter itself
+    OPEN -> free              the receiver took a small one
+    OPEN -> WANTED -> free    the receiver takes a large one from the belt, piece by piece
+    OPEN -> TAKING -> TAKEN   the receiver copies it from where it lies in the segment; the sender frees the letter
+    OPEN -> REFUSED           the receiver wanted another dtype or size; the sender frees the letter and raises
 
-A letter is matched by its tag, in order of its number among equal tags, so a message nobody waits for yet blocks only
-the letter it lies in. Every word has one writer at a time.
+A letter is matched by its tag, in order of its number among equal tags. Letters come in sheets: where all are taken by
+messages that nobody waits for yet, the sender adds a sheet. Every word has one writer at a time; a sender that takes
+its tensor back marks the letter as withdrawn, in a word of its own.
 """
 
 from __future__ import annotations
 
-import itertools
 from typing import final
 
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.waiting import ORDERED, fence
 
-FREE, OPEN, WANTED, TAKEN, REFUSED = range(5)
-LETTERS = 16
+FREE, OPEN, WANTED, TAKING, TAKEN, REFUSED = range(6)
 INLINE_BYTES = 4096  # what a letter itself can hold
 PIECE_BYTES = 256 * 1024
-_PIECES = 2  # on the belt: one is filled while the other is emptied
 
-# words of a letter: state, number, tag, dtype, nbytes, 1 + place in the segment
-STATE, NUMBER, TAG, DTYPE, NBYTES, PLACE = range(6)
+STATE, NUMBER, TAG, DTYPE, NBYTES, PLACE, WITHDRAWN = range(7)  # words of a letter; the place is 1 + its offset
+_LETTERS = 16  # on a sheet
 _LETTER = 8
+_NEXT = _LETTERS * _LETTER  # 1 + offset of the next sheet; 0: there is none yet
+_SHEET_WORDS = _NEXT + 8
+SHEET_BYTES = 8 * _SHEET_WORDS + _LETTERS * INLINE_BYTES
+
 # the sender's counts (pieces on the belt, letters written) and the receiver's, on cache lines of their own
-_FILLED, _WRITTEN, _EMPTIED = LETTERS * _LETTER, LETTERS * _LETTER + 1, LETTERS * _LETTER + 8
-_WORDS = LETTERS * _LETTER + 16
-_INLINE_AT = 8 * _WORDS
-_BELT_AT = _INLINE_AT + LETTERS * INLINE_BYTES
+_FILLED, _WRITTEN, _EMPTIED = 0, 1, 8
+_HEAD_WORDS = 16
+_PIECES = 2  # on the belt: one is filled while the other is emptied
+_BELT_AT = 8 * _HEAD_WORDS + SHEET_BYTES
 CHANNEL_BYTES = _BELT_AT + _PIECES * PIECE_BYTES
 
 
 @final
+class Letter:
+    """One letter as both sides see it."""
+
+    __slots__ = ("address", "words")
+
+    def __init__(self, words: memoryview, address: int) -> None:
+        self.words = words
+        self.address = address  # of a small message
+
+
+@final
+class _Sheet:
+    def __init__(self, segment: Segment, offset: int) -> None:
+        self.words = memoryview(segment.map)[offset : offset + 8 * _SHEET_WORDS].cast("Q")
+        inline = segment.base + offset + 8 * _SHEET_WORDS
+        self.letters = [
+            Letter(self.words[_LETTER * index : _LETTER * (index + 1)], inline + index * INLINE_BYTES)
+            for index in range(_LETTERS)
+        ]
+
+    def clear(self) -> None:
+        for index in range(_SHEET_WORDS):
+            self.words[index] = 0
+
+
+@final
 class Channel:
-    """One side's view of the channel at `offset`. `words` is indexed by `letter + STATE` and so on."""
+    """One side's view of the channel at `offset`."""
 
     def __init__(self, segment: Segment, offset: int) -> None:
-        self.words = memoryview(segment.map)[offset : offset + 8 * _WORDS].cast("Q")
-        self._address = segment.base + offset
         self.streaming = False  # receiver: a message of this channel is on the belt
+        self._segment = segment
+        self._head = memoryview(segment.map)[offset : offset + 8 * _HEAD_WORDS].cast("Q")
+        self._belt = segment.base + offset + _BELT_AT
+        self._sheets = [_Sheet(segment, offset + 8 * _HEAD_WORDS)]
+        self._opened = 0  # receiver: letters that are not its concern any more
 
     def clear(self) -> None:
         """Make the memory of a new channel ready; its sender does it before anybody else can see it."""
-        for index in range(_WORDS):
-            self.words[index] = 0
+        for index in range(_HEAD_WORDS):
+            self._head[index] = 0
+        self._sheets[0].clear()
 
-    def free_letter(self) -> int | None:
-        """A letter the sender may use."""
-        return next((place for place in _PLACES if self.words[place + STATE] == FREE), None)
+    # ------------------------------------------------------------------ letters
+
+    def free_letter(self) -> Letter | None:
+        """A letter the sender may use; None where all are in use."""
+        for sheet in self._sheets:
+            for letter in sheet.letters:
+                if letter.words[STATE] == FREE:
+                    return letter
+        return None
+
+    def add_sheet(self, offset: int) -> None:
+        """The sender has found SHEET_BYTES for more letters."""
+        sheet = _Sheet(self._segment, offset)
+        sheet.clear()
+        if not ORDERED:
+            fence()
+        self._sheets[-1].words[_NEXT] = offset + 1
+        self._sheets.append(sheet)
 
     def next_number(self) -> int:
         """The number of the sender's next letter."""
-        return self.words[_WRITTEN] + 1
+        return self._head[_WRITTEN] + 1
 
-    def letter_written(self, letter: int) -> None:
+    def letter_written(self, letter: Letter) -> None:
         """The sender has filled a letter."""
-        self.words[letter + STATE] = OPEN
-        self.words[_WRITTEN] += 1
+        letter.words[WITHDRAWN] = 0
+        letter.words[STATE] = OPEN
+        self._head[_WRITTEN] += 1
 
-    def open_letters(self) -> list[int]:
+    def open_letters(self) -> list[Letter]:
         """The letters nobody has matched yet, oldest first.
 
         Those written while we look are left out: a later one could be seen and an earlier one not.
         """
-        written = self.words[_WRITTEN]
+        written = self._head[_WRITTEN]
+        if written == self._opened:
+            return []
         if not ORDERED:
             fence()
-        found = [(self.words[place + NUMBER], place) for place in _PLACES if self.words[place + STATE] == OPEN]
-        return [place for number, place in sorted(found) if number <= written]
+        while following := self._sheets[-1].words[_NEXT]:
+            self._sheets.append(_Sheet(self._segment, following - 1))
+        found = [letter for sheet in self._sheets for letter in sheet.letters if letter.words[STATE] == OPEN]
+        found.sort(key=lambda letter: letter.words[NUMBER])
+        return [letter for letter in found if letter.words[NUMBER] <= written]
 
-    def inline_address(self, letter: int) -> int:
-        """Where a small message lies."""
-        return self._address + _INLINE_AT + letter // _LETTER * INLINE_BYTES
+    def letter_opened(self) -> None:
+        """The receiver has matched a letter, or found it withdrawn."""
+        self._opened += 1
+
+    # ------------------------------------------------------------------ the belt
 
     def free_piece(self) -> int | None:
         """The address of a piece of the belt that may be filled; None while all are full."""
-        filled = self.words[_FILLED]
-        return self._piece(filled) if filled - self.words[_EMPTIED] < _PIECES else None
+        filled = self._head[_FILLED]
+        return self._piece(filled) if filled - self._head[_EMPTIED] < _PIECES else None
 
     def full_piece(self) -> int | None:
         """The address of the next piece to take; None while there is none."""
-        emptied = self.words[_EMPTIED]
-        return self._piece(emptied) if emptied < self.words[_FILLED] else None
+        emptied = self._head[_EMPTIED]
+        return self._piece(emptied) if emptied < self._head[_FILLED] else None
 
     def piece_filled(self) -> None:
         """The sender has written a piece."""
-        self.words[_FILLED] += 1
+        self._head[_FILLED] += 1
 
     def piece_emptied(self) -> None:
         """The receiver has read a piece."""
-        self.words[_EMPTIED] += 1
+        self._head[_EMPTIED] += 1
 
     def _piece(self, number: int) -> int:
-        return self._address + _BELT_AT + number % _PIECES * PIECE_BYTES
-
-
-_PLACES = tuple(itertools.islice(itertools.count(0, _LETTER), LETTERS))
+        return self._belt + number % _PIECES * PIECE_BYTES

@@ -44,5 +44,5 @@ class Collectives:
         except CollectiveMismatch:  # raised where all ranks are in step: the group goes on
             raise
         except BaseException as error:
-            self._control.fail(error)
+            self._control.fail(error, op)
             raise

@@ -28,7 +28,11 @@ from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, Pe
 _TICK, _ASLEEP, _ANNOUNCED = 0, 1, (2, 5)
 _STATE, _SLOT, BELL, BELL_ASLEEP = 8, 9, 10, 11
 _LINE = 16
-_FAILED, _LEFT = 1, 2  # bits of the state; above them 1 + the rank whose fault a failure was
+# bits of the state; above them 1 + the rank whose fault a failure was
+_FAILED, _LEFT = 1, 2
+GONE = 4  # never touches the group's memory again, but to look at these words
+SWEPT = 8  # never looks at these words again
+_FAULT_SHIFT = 4
 
 _SPINS = 2000  # looks before sleeping: about 60 us, what it costs to sleep and be woken
 _SLICE_S = 0.2  # sleepers look this often whether the one they wait for still lives
@@ -67,6 +71,7 @@ class Control:
         self._ticks = 0
         self._row = 0
         self._failure: CommError | None = None
+        self._pinned: list[CommOp] = []
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._spins = _SPINS if len(peers.pids) <= cores else 0
 
@@ -238,7 +243,7 @@ class Control:
         where = f"{describe(op)} on rank {self.rank} of {self.world_size} (shm)"
         if self.patience.closing:
             raise TransportClosed(f"{where}: this communicator was closed on this rank")
-        if missing and time.monotonic() > self.patience.deadline:
+        if missing and self.patience.is_over():
             late = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
             raise CollectiveTimeout(
                 f"{where}: {late} did not come within {self.patience.seconds:g} s. Next: look where {late} "
@@ -258,7 +263,7 @@ class Control:
         """The error for an operation that needs a rank which has left."""
         culprit = peer
         if end == "failed":
-            culprit = (self.words[_LINE * peer + _STATE] >> 2) - 1
+            culprit = (self.words[_LINE * peer + _STATE] >> _FAULT_SHIFT) - 1
             culprit = peer if culprit in (-1, self.rank) else culprit
         what = {
             "ended": f"the process of rank {peer} (pid {self._peers.pids[self._members[peer]]}) has ended",
@@ -274,19 +279,35 @@ class Control:
 
     # ------------------------------------------------------------------ leaving
 
-    def fail(self, error: BaseException) -> None:
-        """Nothing can be agreed on any more: say so to the others, and whose fault it is where that is known."""
+    def fail(self, error: BaseException, op: CommOp) -> None:
+        """Nothing can be agreed on any more: say so to the others, and whose fault it is where that is known.
+
+        `op`: what failed. Its tensors are kept until all have left: a slow rank may still write into them.
+        """
+        self._pinned.append(op)
         if self._failure is None:
             culprit = error.rank if isinstance(error, PeerLost) else None
             self._failure = error if isinstance(error, CommError) else CommError(f"interrupted: {error!r}")
-            self._set_state(_FAILED | (0 if culprit is None else culprit + 1) << 2)
+            self._set_state(_FAILED | (0 if culprit is None else culprit + 1) << _FAULT_SHIFT)
 
     def leave(self) -> None:
-        """This rank will never touch the group's memory again."""
-        self._set_state(self.words[self._mine + _STATE] | _LEFT)
+        """This rank will not come any more, and touches nothing of the group's from here on."""
+        self._set_state(_LEFT)
+        self.words[self._mine + _STATE] |= GONE  # the very last store: the memory may be another's after it
 
-    def _set_state(self, state: int) -> None:
-        self.words[self._mine + _STATE] = state
+    def swept(self) -> None:
+        """This rank never looks at the group's words again."""
+        self.words[self._mine + _STATE] |= SWEPT
+
+    def have_all(self, bit: int) -> bool:
+        """Whether every rank of the group is GONE, or has SWEPT, or has no process any more."""
+        return all(
+            self.words[_LINE * peer + _STATE] & bit or self._peers.has_ended(self._members[peer])
+            for peer in range(self.world_size)
+        )
+
+    def _set_state(self, bits: int) -> None:
+        self.words[self._mine + _STATE] |= bits
         fence()
         self.parking.wake(self.address + 8 * self._mine)
         for _, peer in self._others:
@@ -297,13 +318,6 @@ class Control:
         self.ring(self.rank)
         for start, _ in self._others:
             self.parking.wake(self.address + 8 * start)
-
-    def all_left(self) -> bool:
-        """Whether nobody uses this group's memory any more."""
-        return all(
-            self.words[_LINE * peer + _STATE] & _LEFT or self._peers.has_ended(self._members[peer])
-            for peer in range(self.world_size)
-        )
 
     def refusal(self, op: CommOp) -> CommError | None:
         """Why nothing can be begun any more; None while all is well."""

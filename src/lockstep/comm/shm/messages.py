@@ -16,7 +16,8 @@ from typing import final
 from lockstep.comm.op import CommOp, Work
 from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.post import Delivery, Post
-from lockstep.errors import CollectiveTimeout, TransportClosed
+from lockstep.comm.turn import Turn
+from lockstep.errors import CollectiveTimeout, CommError, TransportClosed
 
 _SLICE_S = 0.2  # sleepers look this often whether their partners still live
 _SPINS = 300  # passes without success before sleeping
@@ -55,26 +56,28 @@ class Mail:
         self._control = control
         self._name = name
         self._pending: list[Delivery] = []  # in order of submission; changed by whoever has the turn, grown by `submit`
-        self._turn = threading.Lock()
+        self._turn = Turn()
         self._waiters = 0
         self._count = threading.Lock()  # of the waiters
         self._for_thread: queue.SimpleQueue[bool] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def submit(self, op: CommOp) -> Message:
-        """Begin a send or a receive."""
-        message = Delivery(op)
+    def submit(self, op: CommOp, owner: object) -> Message:
+        """Begin a send or a receive. `owner` is kept alive until it has ended."""
+        message = Delivery(op, owner)
         refusal = self._control.refusal(op)
         if refusal is not None:
             message.end(refusal)
             return Message(self, message)
         self._pending.append(message)
         if op.async_op:
-            if self._turn.acquire(blocking=False):  # what can go now goes now
-                try:
+            try:
+                if self._turn.take(message.is_done, 0.0):  # what can go now goes now
                     self._pass()
-                finally:
-                    self._turn.release()
+                else:
+                    self._control.ring(self._control.rank)  # whoever has the turn looks again
+            finally:
+                self._turn.give()
             if not message.done:
                 self._call_thread()
         return Message(self, message)
@@ -88,11 +91,11 @@ class Mail:
         try:
             self._control.ring(self._control.rank)  # the thread, if it sleeps, leaves the turn to this one
             while not message.done:
-                with self._turn:
-                    if not message.done:
-                        self._advance(lambda: message.done, _SPINS)
-                if not message.done and time.monotonic() > deadline:
-                    self._give_up(message, seconds)
+                try:
+                    if self._turn.take(message.is_done, min(max(deadline - time.monotonic(), 0.0), _SLICE_S)):
+                        self._wait_with_turn(message, deadline, seconds)
+                finally:
+                    self._turn.give()
         finally:
             with self._count:
                 self._waiters -= 1
@@ -108,14 +111,18 @@ class Mail:
             self._for_thread.put(False)
             if thread is not threading.current_thread():
                 thread.join()
-        with self._turn:
-            for message in self._pending:
-                message.end(
-                    TransportClosed(f"{self._post.where(message.op)}: this communicator was closed on this rank")
-                )
-            self._pending.clear()
+        try:
+            while not self._turn.is_mine() and not self._turn.take(lambda: False, _SLICE_S):
+                self._control.ring(self._control.rank)
+            for message in tuple(self._pending):
+                self._abandon(message, self._closed(message.op))
+            self._forget_ended()
+        finally:
+            self._turn.give()
 
     def _call_thread(self) -> None:
+        if self._closing:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True)
             self._thread.start()
@@ -123,30 +130,43 @@ class Mail:
 
     def serve(self) -> None:
         """The thread's work: pass until nothing is pending or somebody waits and does it himself."""
-        while self._pending and not self._waiters and not self._closing:
-            with self._turn:
-                self._advance(lambda: self._waiters > 0, spins=0)
+        try:
+            if self._turn.take(lambda: self._waiters > 0, 0.0):
+                while self._pending and not self._waiters and not self._closing:
+                    self._advance(lambda: self._waiters > 0 or self._closing, spins=0)
+        finally:
+            self._turn.give()
 
     # ------------------------------------------------------------------ with the turn
 
-    def _advance(self, enough: Callable[[], bool], spins: int) -> None:
+    def _wait_with_turn(self, message: Delivery, deadline: float, seconds: float) -> None:
+        while not message.done:
+            if self._closing:
+                self._abandon(message, self._closed(message.op))
+            elif time.monotonic() > deadline:
+                self._abandon(message, self._late(message.op, seconds))
+            else:
+                self._advance(lambda: message.done or self._closing, _SPINS, deadline - time.monotonic())
+        self._forget_ended()
+
+    def _advance(self, enough: Callable[[], bool], spins: int, longest_s: float = _SLICE_S) -> None:
         """Pass until something ended, at most one slice long; then look whether the awaited still live."""
         for _ in range(spins):
             if self._pass() or enough():
                 return
-        if self._control.sleep_until_rung(self._pass, enough, _SLICE_S) or enough():
+        if self._control.sleep_until_rung(self._pass, enough, min(longest_s, _SLICE_S)):
             return
-        for message in list(self._pending):
+        for message in tuple(self._pending):
             end = self._post.end_of_peer(message)
             if end is not None:
                 self._pass()  # what it said before it left counts
                 if not message.done:
-                    message.end(self._control.lost(message.op, *end))
+                    self._abandon(message, self._control.lost(message.op, *end))
         self._forget_ended()
 
     def _pass(self) -> bool:
         """Move what can be moved; True where something ended."""
-        self._post.advance(list(self._pending))
+        self._post.advance(tuple(self._pending))
         return self._forget_ended()
 
     def _forget_ended(self) -> bool:
@@ -154,19 +174,17 @@ class Mail:
         ended = [message for message in self._pending if message.done]
         for message in ended:
             self._pending.remove(message)
+        if ended:
+            self._turn.tell()
         return bool(ended)
 
-    def _give_up(self, message: Delivery, seconds: float) -> None:
-        with self._turn:
-            if message.done:
-                return
-            error = self._timeout(message.op, seconds)
-            message.end(error)
-            self._forget_ended()
-            if message.channel is not None or message.op.kind == "send":
-                self._control.fail(error)  # the other side may be in the middle of it
+    def _abandon(self, message: Delivery, error: CommError) -> None:
+        """End a message that will not arrive. The tensor is the caller's again, so nobody may touch it after this."""
+        if not self._post.withdraw(message):
+            self._control.fail(error, message.op)  # the other side is in the middle of it
+        message.end(error)
 
-    def _timeout(self, op: CommOp, seconds: float) -> CollectiveTimeout:
+    def _late(self, op: CommOp, seconds: float) -> CollectiveTimeout:
         who = "any rank" if op.peer is None else f"rank {op.peer}"
         did, do = ("nothing came from", "send") if op.kind == "recv" else ("it was not taken by", "receive")
         return CollectiveTimeout(
@@ -174,6 +192,9 @@ class Mail:
             f"Next: find why {who} did not {do} with tag {op.tag}; if it is only slow, raise timeout_s",
             () if op.peer is None else (op.peer,),
         )
+
+    def _closed(self, op: CommOp) -> TransportClosed:
+        return TransportClosed(f"{self._post.where(op)}: this communicator was closed on this rank")
 
 
 def _serve(ref: weakref.ref[Mail]) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Set
+import time
+from collections.abc import Iterable, Set
 from typing import final
 
 from lockstep.comm.op import CommOp, describe
@@ -17,11 +18,15 @@ from lockstep.comm.shm.channel import (
     PIECE_BYTES,
     PLACE,
     REFUSED,
+    SHEET_BYTES,
     STATE,
     TAG,
     TAKEN,
+    TAKING,
     WANTED,
+    WITHDRAWN,
     Channel,
+    Letter,
 )
 from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.segment import Heap, Segment
@@ -29,28 +34,36 @@ from lockstep.comm.shm.staging import move
 from lockstep.comm.shm.waiting import ORDERED, fence
 from lockstep.errors import CollectiveMismatch, CommError, SharedMemoryUnavailable
 
+_LOOK_S = 50e-6
+
 
 @final
 class Delivery:
     """One send or receive, and how far it has come."""
 
-    def __init__(self, op: CommOp) -> None:
-        tensor = (op.inputs or op.outputs)[0]
+    def __init__(self, op: CommOp, owner: object) -> None:
         self.op = op
-        self.address = tensor.data_ptr()
-        self.nbytes = tensor.nbytes
-        self.dtype = DTYPE_CODES[tensor.dtype]
+        self.tensor = (op.inputs or op.outputs)[0]
+        self.address = self.tensor.data_ptr()
+        self.nbytes = self.tensor.nbytes
+        self.dtype = DTYPE_CODES[self.tensor.dtype]
         self.moved = 0  # bytes that went over the belt
-        self.channel: Channel | None = None  # set once it has a letter
-        self.letter = 0
+        self.letter: Letter | None = None  # the one it has written or opened
+        self.channel: Channel | None = None  # with the letter
         self.source: int | None = None  # of a receive: the rank whose letter it opened
         self.done = False
         self.error: CommError | None = None
+        self._owner = owner  # alive until it has ended
 
     def end(self, error: CommError | None = None) -> None:
         """It is over, well or badly."""
         self.error = error
         self.done = True
+        self._owner = None
+
+    def is_done(self) -> bool:
+        """Whether it is over."""
+        return self.done
 
 
 @final
@@ -58,7 +71,7 @@ class Post:
     """The channels of one rank of one group. One thread at a time."""
 
     def __init__(self, segment: Segment, heap: Heap, control: Control) -> None:
-        self.offsets: list[int] = []  # of the channels this rank has made
+        self.offsets: list[int] = []  # of the memory that this rank has made channels of
         self._segment = segment
         self._heap = heap
         self._control = control
@@ -72,33 +85,61 @@ class Post:
         Among deliveries that could take each other's place the older goes first, also where the younger one's partner
         comes while we look.
         """
-        full: set[int | None] = set()  # targets without a free letter
         waiting: set[tuple[int | None, int]] = set()  # (source, tag) that an older receive still waits for
         for message in pending:
             op = message.op
-            if message.channel is not None:
-                (self._take_pieces if op.kind == "recv" else self._give_pieces)(message)
-            elif op.kind == "send" and op.peer not in full:
+            if message.letter is not None:
+                (self._take_pieces if op.kind == "recv" else self._give_pieces)(message, message.letter)
+            elif op.kind == "send":
                 self._write_letter(message)
-                if message.channel is None and not message.done:
-                    full.add(op.peer)
-            elif op.kind == "recv":
+            else:
                 self._match(message, waiting)
-                if message.channel is None and not message.done:
+                if message.letter is None and not message.done:
                     waiting.add((op.peer, op.tag))
 
-    def _give_pieces(self, message: Delivery) -> None:
-        """Go on with a message whose letter is written."""
+    # ------------------------------------------------------------------ the sender's side
+
+    def _write_letter(self, message: Delivery) -> None:
         peer = message.op.peer
         assert peer is not None
-        assert message.channel is not None
-        channel, words, letter = message.channel, message.channel.words, message.letter
-        state = words[letter + STATE]
+        try:
+            channel = self._channel_to(peer)
+            letter = channel.free_letter()
+            if letter is None:
+                channel.add_sheet(self._allocate(SHEET_BYTES))
+                letter = channel.free_letter()
+        except SharedMemoryUnavailable as error:
+            message.end(error)
+            return
+        assert letter is not None
+        place = self._segment.place_of(message.tensor)
+        words = letter.words
+        words[NUMBER] = channel.next_number()
+        words[TAG] = message.op.tag
+        words[DTYPE] = message.dtype
+        words[NBYTES] = message.nbytes
+        words[PLACE] = 0 if place is None else place + 1
+        is_small = message.nbytes <= INLINE_BYTES
+        if is_small:
+            move(letter.address, message.address, message.nbytes)
+        message.channel, message.letter = channel, letter
+        if not ORDERED:
+            fence()
+        channel.letter_written(letter)
+        self._control.ring(peer)
+        if is_small:
+            message.end()
+
+    def _give_pieces(self, message: Delivery, letter: Letter) -> None:
+        peer, channel = message.op.peer, message.channel
+        assert peer is not None
+        assert channel is not None
+        state = letter.words[STATE]
         if state == TAKEN:
-            words[letter + STATE] = FREE
+            letter.words[STATE] = FREE
             message.end()
         elif state == REFUSED:
-            words[letter + STATE] = FREE
+            letter.words[STATE] = FREE
             message.end(
                 CollectiveMismatch(
                     f"{self.where(message.op)}: rank {peer} expects another dtype or size. Next: its error has both"
@@ -109,35 +150,29 @@ class Post:
                 count = min(PIECE_BYTES, message.nbytes - message.moved)
                 move(piece, message.address + message.moved, count)
                 message.moved += count
-                self._publish(peer, channel.piece_filled)
+                if not ORDERED:
+                    fence()
+                channel.piece_filled()
+                self._control.ring(peer)
             if message.moved == message.nbytes:
                 message.end()
 
-    def _write_letter(self, message: Delivery) -> None:
-        peer = message.op.peer
+    def withdraw(self, message: Delivery) -> bool:
+        """Take the tensor of an unfinished send back: nobody reads it after this.
+
+        False where half of it has gone over already, so that the receiver cannot be left alone.
+        """
+        letter, peer = message.letter, message.op.peer
+        if message.op.kind == "recv" or letter is None:
+            return letter is None
         assert peer is not None
-        try:
-            channel = self._channel_to(peer)
-        except SharedMemoryUnavailable as error:
-            message.end(error)
-            return
-        letter = channel.free_letter()
-        if letter is None:
-            return
-        words = channel.words
-        words[letter + NUMBER] = channel.next_number()
-        words[letter + TAG] = message.op.tag
-        words[letter + DTYPE] = message.dtype
-        words[letter + NBYTES] = message.nbytes
-        place = self._segment.offset_of(message.address, message.nbytes)
-        words[letter + PLACE] = 0 if place is None else place + 1
-        is_small = message.nbytes <= INLINE_BYTES
-        if is_small:
-            move(channel.inline_address(letter), message.address, message.nbytes)
-        message.channel, message.letter = channel, letter
-        self._publish(peer, lambda: channel.letter_written(letter))
-        if is_small:
-            message.end()
+        letter.words[WITHDRAWN] = 1
+        fence()  # whoever has not said that it is taking it sees that it must not
+        while letter.words[STATE] == TAKING and self._control.end_of(peer) != "ended":
+            time.sleep(_LOOK_S)
+        return letter.words[STATE] != WANTED
+
+    # ------------------------------------------------------------------ the receiver's side
 
     def _match(self, message: Delivery, waiting: Set[tuple[int | None, int]]) -> None:
         """Find the letter for a receive, unless an older receive has a right to it."""
@@ -147,77 +182,91 @@ class Post:
             return
         for source in sources:
             channel = None if (source, op.tag) in waiting else self._channel_from(source)
-            if channel is None:
-                continue
-            letter = next((place for place in channel.open_letters() if channel.words[place + TAG] == op.tag), None)
-            if letter is None:
-                continue
-            if not channel.streaming or channel.words[letter + NBYTES] <= INLINE_BYTES:  # the belt is free
-                self._open_letter(message, source, channel, letter)
-                return
+            for letter in channel.open_letters() if channel is not None else ():
+                if letter.words[TAG] != op.tag:
+                    continue
+                if self._open_letter(message, source, letter):
+                    return
+                if not letter.words[WITHDRAWN]:  # it must wait for the belt, and what came later behind it
+                    break
 
-    def _open_letter(self, message: Delivery, source: int, channel: Channel, letter: int) -> None:
-        if not ORDERED:
-            fence()
-        words = channel.words
-        nbytes, place = words[letter + NBYTES], words[letter + PLACE]
+    def _open_letter(self, message: Delivery, source: int, letter: Letter) -> bool:
+        """Take what the letter is about; False where that cannot be now, or never."""
+        channel, words = self._incoming[source], letter.words
+        assert channel is not None
+        nbytes, place = words[NBYTES], words[PLACE]
         is_small = nbytes <= INLINE_BYTES
+        if not is_small and not place and channel.streaming:
+            return False
+        if not is_small:
+            words[STATE] = TAKING
+            fence()
+            if words[WITHDRAWN]:
+                channel.letter_opened()
+                self._answer(source, letter, FREE)
+                return False
+        channel.letter_opened()
         message.source = source
-        if nbytes != message.nbytes or words[letter + DTYPE] != message.dtype:
-            self._publish(source, lambda: words.__setitem__(letter + STATE, FREE if is_small else REFUSED))
-            message.end(
-                CollectiveMismatch(
-                    f"{self.where(message.op)}: there is room for {message.nbytes} bytes, but rank {source} sent "
-                    f"{nbytes}"
-                    + (", of another dtype" if words[letter + DTYPE] != message.dtype else "")
-                    + ". Next: receive into a tensor of the size and dtype that is sent"
-                )
-            )
+        if nbytes != message.nbytes or words[DTYPE] != message.dtype:
+            message.end(self._refusal(message, source, words))
+            self._answer(source, letter, FREE if is_small else REFUSED)
         elif is_small:
-            move(message.address, channel.inline_address(letter), nbytes)
-            self._publish(source, lambda: words.__setitem__(letter + STATE, FREE))
+            move(message.address, letter.address, nbytes)
+            self._answer(source, letter, FREE)
             message.end()
         elif place:
             move(message.address, self._segment.base + place - 1, nbytes)
-            self._publish(source, lambda: words.__setitem__(letter + STATE, TAKEN))
+            self._answer(source, letter, TAKEN)
             message.end()
         else:
             message.channel, message.letter = channel, letter
             channel.streaming = True
-            self._publish(source, lambda: words.__setitem__(letter + STATE, WANTED))
+            self._answer(source, letter, WANTED)
+        return True
 
-    def _take_pieces(self, message: Delivery) -> None:
-        channel = message.channel
+    def _take_pieces(self, message: Delivery, letter: Letter) -> None:
+        channel, source = message.channel, message.source
         assert channel is not None
-        assert message.source is not None
+        assert source is not None
         while message.moved < message.nbytes and (piece := channel.full_piece()) is not None:
             if not ORDERED:
                 fence()
             count = min(PIECE_BYTES, message.nbytes - message.moved)
             move(message.address + message.moved, piece, count)
             message.moved += count
-            self._publish(message.source, channel.piece_emptied)
+            if not ORDERED:
+                fence()
+            channel.piece_emptied()
+            self._control.ring(source)
         if message.moved == message.nbytes:
             channel.streaming = False
-            self._publish(message.source, lambda: channel.words.__setitem__(message.letter + STATE, FREE))
+            self._answer(source, letter, FREE)
             message.end()
 
-    def _publish(self, peer: int, store: Callable[[], object]) -> None:
-        """Let `peer` see one store, after everything that was written before it."""
+    def _answer(self, source: int, letter: Letter, state: int) -> None:
         if not ORDERED:
             fence()
-        store()
-        self._control.ring(peer)
+        letter.words[STATE] = state
+        self._control.ring(source)
+
+    def _refusal(self, message: Delivery, source: int, words: memoryview) -> CollectiveMismatch:
+        other = ", of another dtype" if words[DTYPE] != message.dtype else ""
+        return CollectiveMismatch(
+            f"{self.where(message.op)}: there is room for {message.nbytes} bytes, but rank {source} sent "
+            f"{words[NBYTES]}{other}. Next: receive into a tensor of the size and dtype that is sent"
+        )
+
+    # ------------------------------------------------------------------ channels and peers
 
     def _channel_to(self, peer: int) -> Channel:
         channel = self._outgoing[peer]
         if channel is None:
-            offset = self._heap.allocate(CHANNEL_BYTES)
-            self.offsets.append(offset)
+            offset = self._allocate(CHANNEL_BYTES)
             channel = self._outgoing[peer] = Channel(self._segment, offset)
             channel.clear()
-            word = self._control.channel_word(self._rank, peer)
-            self._publish(peer, lambda: self._control.words.__setitem__(word, offset))
+            if not ORDERED:
+                fence()
+            self._control.words[self._control.channel_word(self._rank, peer)] = offset
         return channel
 
     def _channel_from(self, peer: int) -> Channel | None:
@@ -227,6 +276,11 @@ class Post:
             if offset:
                 channel = self._incoming[peer] = Channel(self._segment, offset)
         return channel
+
+    def _allocate(self, nbytes: int) -> int:
+        offset = self._heap.allocate(nbytes)
+        self.offsets.append(offset)
+        return offset
 
     def end_of_peer(self, message: Delivery) -> tuple[int, str] | None:
         """The rank whose leaving makes a delivery impossible, and how it left."""

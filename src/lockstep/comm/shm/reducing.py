@@ -177,7 +177,8 @@ class Reducing:
         found = self._scratch.get(target.dtype)
         if found is None:
             count = HALF_BYTES // target.element_size()
-            found = [torch.empty(count, dtype=target.dtype) for _ in range((self._world_size + 1) // 2)]
+            with torch.inference_mode(False):  # also for operations outside of it
+                found = [torch.empty(count, dtype=target.dtype, device="cpu") for _ in range(self._world_size // 2)]
             self._scratch[target.dtype] = found
         return [tensor[: target.numel()] for tensor in found]
 

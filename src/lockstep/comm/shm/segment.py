@@ -27,6 +27,7 @@ from lockstep.errors import SharedMemoryUnavailable
 
 PAGE = mmap.ALLOCATIONGRANULARITY
 _SHM = Path("/dev/shm")
+_LARGE_BYTES = 16 * 2**20
 _ADDRESSES = 2**45  # a process has four times as many
 
 
@@ -47,18 +48,21 @@ class Segment:
         with contextlib.suppress(OSError):  # a core dump need not hold what the peers hold
             self.map.madvise(getattr(mmap, "MADV_DONTDUMP", mmap.MADV_NORMAL))
         self.base = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        self.typed: dict[torch.dtype, Tensor] = {}
+        self._whole: dict[torch.dtype, Tensor] = {}
 
-    def offset_of(self, address: int, nbytes: int) -> int | None:
-        """Where in the segment these bytes lie; None where they do not."""
-        offset = address - self.base
-        return offset if offset >= 0 and offset + nbytes <= self.size else None
+    def place_of(self, tensor: Tensor) -> int | None:
+        """The offset at which `tensor`, contiguous, lies; None where it lies elsewhere, or across its own elements."""
+        offset = tensor.data_ptr() - self.base
+        if offset >= 0 and offset + tensor.nbytes <= self.size and offset % tensor.element_size() == 0:
+            return offset
+        return None
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements at `offset` as a tensor. Memory: none; it keeps the mapping alive and nothing else."""
-        whole = self.typed.get(dtype)
+        whole = self._whole.get(dtype)
         if whole is None:
-            whole = self.typed[dtype] = torch.frombuffer(self.map, dtype=dtype)
+            with torch.inference_mode(False):  # one made in that mode could be written in no other
+                whole = self._whole[dtype] = torch.frombuffer(self.map, dtype=dtype)
         start = offset // dtype.itemsize
         return whole[start : start + numel]
 
@@ -163,13 +167,29 @@ def _return(heap: Heap, offset: int, owner: int) -> None:
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:
-    """Take memory from the system for this part of the file.  Raises: OSError where there is too little."""
+    """Take memory from the system for this part of the file.  Raises: OSError where there is too little.
+
+    A file system in memory may be as large as the memory, and full only when the kernel ends processes: so much is not
+    asked for.
+    """
+    if nbytes > _LARGE_BYTES and nbytes > _free_memory():
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, offset, max(nbytes, 1))
 
 
+def _free_memory() -> float:
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return float("inf")
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), float("inf"))
+
+
 def shortage(where: str, fd: int, nbytes: int, error: OSError) -> str:
     """The sentence for memory that the system does not give."""
+    if error.errno == errno.ENOMEM:
+        return f"{nbytes} bytes of shared memory are needed, but the machine has {_free_memory():.0f} bytes left"
     if error.errno != errno.ENOSPC:
         return f"{where}: {nbytes} bytes of shared memory cannot be had: {error.strerror}"
     found = os.fstatvfs(fd)

@@ -47,7 +47,7 @@ class Staging:
 
     def begin(self, op: CommOp, count: int = 0, tensor: Tensor | None = None) -> bool:
         """Announce an operation; True where `tensor` lies in the segment, so that others may use it there."""
-        place = None if tensor is None else self.segment.offset_of(tensor.data_ptr(), tensor.nbytes)
+        place = None if tensor is None else self.segment.place_of(tensor)
         self.turn()
         self.control.announce(op, count, 0 if place is None else place + 1)
         return place is not None

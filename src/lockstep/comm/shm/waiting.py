@@ -15,7 +15,7 @@ from typing import final
 
 _WAIT, _WAKE = 0, 1  # without the PRIVATE flag: the word is shared between processes
 _EVERYBODY = 2**31 - 1
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}  # the system call's number
+_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221}  # the system call's number; little-endian all
 
 # x86 keeps the order of one core's stores, and of its loads; the others must be told.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
@@ -26,15 +26,15 @@ _gate = threading.local()
 def fence() -> None:
     """Let every store before it be seen by the other cores before any load after it.
 
-    A lock's release and acquire are the full barrier that Python has: both are atomic read-modify-writes.
+    A lock's release and then its acquire are the full barrier that Python has: both are atomic read-modify-writes.
     """
     try:
         lock = _gate.lock
     except AttributeError:
         lock = _gate.lock = threading.Lock()
-        lock.acquire()
-    lock.release()
-    lock.acquire()
+    if lock.locked():  # not so the first time, and after an interrupt between the two
+        lock.release()
+    lock.acquire(blocking=False)
 
 
 class Parking(abc.ABC):

@@ -19,20 +19,16 @@ from typing import final
 from lockstep.comm.engine import Patience
 from lockstep.comm.op import CommOp, describe
 from lockstep.comm.shm.announcement import SAME_SIZE, Announcement, code_of, words_for
+from lockstep.comm.shm.attendance import Attendance
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.waiting import ORDERED, Parking, fence
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost, TransportClosed
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, TransportClosed
 
 # Words of 8 bytes. A rank's first cache line is what the others look at while they wait for it.
 _TICK, _ASLEEP, _ANNOUNCED = 0, 1, (2, 5)
 _STATE, _SLOT, BELL, BELL_ASLEEP = 8, 9, 10, 11
 _LINE = 16
-# bits of the state; above them 1 + the rank whose fault a failure was
-_FAILED, _LEFT = 1, 2
-GONE = 4  # never touches the group's memory again, but to look at these words
-SWEPT = 8  # never looks at these words again
-_FAULT_SHIFT = 4
 
 _SPINS = 2000  # looks before sleeping: about 60 us, what it costs to sleep and be woken
 _SLICE_S = 0.2  # sleepers look this often whether the one they wait for still lives
@@ -63,15 +59,13 @@ class Control:
         self.address = segment.base + offset
         self.patience = Patience()
         self.parking = parking
-        self._members = tuple(members)  # rank in this group -> rank in the segment
-        self._peers = peers
+        states = [self.words[_LINE * peer + _STATE : _LINE * peer + _STATE + 1] for peer in range(size)]
+        self.attendance = Attendance(states, rank, members, peers)
         self._others = tuple((_LINE * peer, peer) for peer in range(size) if peer != rank)
         self._mine = _LINE * rank
         self.own_slot = 0
         self._ticks = 0
         self._row = 0
-        self._failure: CommError | None = None
-        self._pinned: list[CommOp] = []
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._spins = _SPINS if len(peers.pids) <= cores else 0
 
@@ -108,7 +102,7 @@ class Control:
 
     def announce(self, op: CommOp, numel: int = 0, place: int = 0) -> None:
         """Begin an operation. Others may read it after this rank's next tick."""
-        refusal = self.refusal(op)
+        refusal = self.attendance.refusal(op)
         if refusal is not None:
             raise refusal
         row = self._row = 1 - self._row
@@ -231,16 +225,16 @@ class Control:
 
     def _look_around(self, op: CommOp) -> None:
         """Raises: PeerLost, CollectiveTimeout, TransportClosed where waiting on makes no sense."""
-        gone = [(peer, self.end_of(peer)) for peer in self._behind()]
+        gone = [(peer, self.attendance.end_of(peer)) for peer in self._behind()]
         still = set(self._behind())  # whoever ticked first and left afterwards has done its part
         for peer, end in sorted(gone, key=lambda pair: pair[1] != "ended"):  # the dead first: others follow from them
             if end is not None and peer in still:
-                raise self.lost(op, peer, end)
+                raise self.attendance.lost(op, peer, end)
         self.check_patience(op, sorted(still))
 
     def check_patience(self, op: CommOp, missing: Sequence[int]) -> None:
         """Raises: TransportClosed where this rank closed meanwhile, CollectiveTimeout after the deadline."""
-        where = f"{describe(op)} on rank {self.rank} of {self.world_size} (shm)"
+        where = self.attendance.where(op)
         if self.patience.closing:
             raise TransportClosed(f"{where}: this communicator was closed on this rank")
         if missing and self.patience.is_over():
@@ -252,62 +246,20 @@ class Control:
                 missing,
             )
 
-    def end_of(self, peer: int) -> str | None:
-        """How `peer` left this group: "ended", "failed" or "closed"; None while it is here."""
-        if self._peers.has_ended(self._members[peer]):
-            return "ended"
-        state = self.words[_LINE * peer + _STATE]
-        return "failed" if state & _FAILED else "closed" if state else None
-
-    def lost(self, op: CommOp, peer: int, end: str) -> PeerLost:
-        """The error for an operation that needs a rank which has left."""
-        culprit = peer
-        if end == "failed":
-            culprit = (self.words[_LINE * peer + _STATE] >> _FAULT_SHIFT) - 1
-            culprit = peer if culprit in (-1, self.rank) else culprit
-        what = {
-            "ended": f"the process of rank {peer} (pid {self._peers.pids[self._members[peer]]}) has ended",
-            "closed": f"rank {peer} has closed this communicator",
-            "failed": f"rank {peer} gave up"
-            + (f" because of rank {culprit}" if culprit != peer else ": it waited too long, was interrupted or closed"),
-        }[end]
-        return PeerLost(
-            f"{describe(op)} on rank {self.rank} of {self.world_size} (shm): {what}. "
-            f"Next: read that rank's own error or exit code (signal 9 is often the out-of-memory killer)",
-            culprit,
-        )
-
     # ------------------------------------------------------------------ leaving
 
     def fail(self, error: BaseException, op: CommOp) -> None:
-        """Nothing can be agreed on any more: say so to the others, and whose fault it is where that is known.
-
-        `op`: what failed. Its tensors are kept until all have left: a slow rank may still write into them.
-        """
-        self._pinned.append(op)
-        if self._failure is None:
-            culprit = error.rank if isinstance(error, PeerLost) else None
-            self._failure = error if isinstance(error, CommError) else CommError(f"interrupted: {error!r}")
-            self._set_state(_FAILED | (0 if culprit is None else culprit + 1) << _FAULT_SHIFT)
+        """Tell the others that this rank has given up in `op`, and whose fault it is where that is known."""
+        if self.attendance.fail(error, op):
+            self._wake_others()
 
     def leave(self) -> None:
         """This rank will not come any more, and touches nothing of the group's from here on."""
-        self._set_state(_LEFT)
-        self.words[self._mine + _STATE] |= GONE  # the very last store: the memory may be another's after it
+        self.attendance.left()
+        self._wake_others()
+        self.attendance.gone()
 
-    def swept(self) -> None:
-        """This rank never looks at the group's words again."""
-        self.words[self._mine + _STATE] |= SWEPT
-
-    def have_all(self, bit: int) -> bool:
-        """Whether every rank of the group is GONE, or has SWEPT, or has no process any more."""
-        return all(
-            self.words[_LINE * peer + _STATE] & bit or self._peers.has_ended(self._members[peer])
-            for peer in range(self.world_size)
-        )
-
-    def _set_state(self, bits: int) -> None:
-        self.words[self._mine + _STATE] |= bits
+    def _wake_others(self) -> None:
         fence()
         self.parking.wake(self.address + 8 * self._mine)
         for _, peer in self._others:
@@ -318,14 +270,3 @@ class Control:
         self.ring(self.rank)
         for start, _ in self._others:
             self.parking.wake(self.address + 8 * start)
-
-    def refusal(self, op: CommOp) -> CommError | None:
-        """Why nothing can be begun any more; None while all is well."""
-        if self._failure is None:
-            return None
-        error = CommError(
-            f"{describe(op)} on rank {self.rank} of {self.world_size} (shm): an earlier operation failed on this rank. "
-            f"Next: the cause is in the first error; end this run, or make a new communicator"
-        )
-        error.__cause__ = self._failure
-        return error

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from lockstep.comm.shm.control import GONE, SWEPT, Control, control_bytes
+from lockstep.comm.shm.attendance import GONE, SWEPT
+from lockstep.comm.shm.control import Control, control_bytes
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import PAGE, Heap, Segment, SegmentFile, capacity_of, reserve, shortage
 from lockstep.comm.shm.staging import SLOT_BYTES
@@ -97,12 +98,12 @@ class Host:
         """Give back what nobody uses any more: first what is this rank's, then the words, when no rank reads them."""
         with self._sweeping:
             for group in tuple(self._retired):
-                if group.offsets and group.control.have_all(GONE):
+                if group.offsets and group.control.attendance.have_all(GONE):
                     for offset in group.offsets:
                         self.heap.give_back(offset)
                     group.offsets.clear()
-                    group.control.swept()
-                if not group.offsets and (not group.room.owns_control or group.control.have_all(SWEPT)):
+                    group.control.attendance.swept()
+                if not group.offsets and (not group.room.owns_control or group.control.attendance.have_all(SWEPT)):
                     self._retired.remove(group)
                     if group.room.owns_control:
                         self.heap.give_back(group.room.control)

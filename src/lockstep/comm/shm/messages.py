@@ -65,7 +65,7 @@ class Mail:
     def submit(self, op: CommOp, owner: object) -> Message:
         """Begin a send or a receive. `owner` is kept alive until it has ended."""
         message = Delivery(op, owner)
-        refusal = self._control.refusal(op)
+        refusal = self._control.attendance.refusal(op)
         if refusal is not None:
             message.end(refusal)
             return Message(self, message)
@@ -161,7 +161,7 @@ class Mail:
             if end is not None:
                 self._pass()  # what it said before it left counts
                 if not message.done:
-                    self._abandon(message, self._control.lost(message.op, *end))
+                    self._abandon(message, self._control.attendance.lost(message.op, *end))
         self._forget_ended()
 
     def _pass(self) -> bool:
@@ -188,13 +188,13 @@ class Mail:
         who = "any rank" if op.peer is None else f"rank {op.peer}"
         did, do = ("nothing came from", "send") if op.kind == "recv" else ("it was not taken by", "receive")
         return CollectiveTimeout(
-            f"{self._post.where(op)}: {did} {who} within {seconds:g} s. "
+            f"{self._control.attendance.where(op)}: {did} {who} within {seconds:g} s. "
             f"Next: find why {who} did not {do} with tag {op.tag}; if it is only slow, raise timeout_s",
             () if op.peer is None else (op.peer,),
         )
 
     def _closed(self, op: CommOp) -> TransportClosed:
-        return TransportClosed(f"{self._post.where(op)}: this communicator was closed on this rank")
+        return TransportClosed(f"{self._control.attendance.where(op)}: this communicator was closed on this rank")
 
 
 def _serve(ref: weakref.ref[Mail]) -> None:

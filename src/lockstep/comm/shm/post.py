@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterable, Set
 from typing import final
 
-from lockstep.comm.op import CommOp, describe
+from lockstep.comm.op import CommOp
 from lockstep.comm.shm.announcement import DTYPE_CODES
 from lockstep.comm.shm.channel import (
     CHANNEL_BYTES,
@@ -140,11 +140,9 @@ class Post:
             message.end()
         elif state == REFUSED:
             letter.words[STATE] = FREE
-            message.end(
-                CollectiveMismatch(
-                    f"{self.where(message.op)}: rank {peer} expects another dtype or size. Next: its error has both"
-                )
-            )
+            where = self._control.attendance.where(message.op)
+            text = f"{where}: rank {peer} expects another dtype or size. Next: its error has both"
+            message.end(CollectiveMismatch(text))
         elif state == WANTED:
             while message.moved < message.nbytes and (piece := channel.free_piece()) is not None:
                 count = min(PIECE_BYTES, message.nbytes - message.moved)
@@ -168,7 +166,7 @@ class Post:
         assert peer is not None
         letter.words[WITHDRAWN] = 1
         fence()  # whoever has not said that it is taking it sees that it must not
-        while letter.words[STATE] == TAKING and self._control.end_of(peer) != "ended":
+        while letter.words[STATE] == TAKING and self._control.attendance.end_of(peer) != "ended":
             time.sleep(_LOOK_S)
         return letter.words[STATE] != WANTED
 
@@ -250,10 +248,11 @@ class Post:
         self._control.ring(source)
 
     def _refusal(self, message: Delivery, source: int, words: memoryview) -> CollectiveMismatch:
+        where = self._control.attendance.where(message.op)
         other = ", of another dtype" if words[DTYPE] != message.dtype else ""
         return CollectiveMismatch(
-            f"{self.where(message.op)}: there is room for {message.nbytes} bytes, but rank {source} sent "
-            f"{words[NBYTES]}{other}. Next: receive into a tensor of the size and dtype that is sent"
+            f"{where}: there is room for {message.nbytes} bytes, but rank {source} sent {words[NBYTES]}{other}. "
+            f"Next: receive into a tensor of the size and dtype that is sent"
         )
 
     # ------------------------------------------------------------------ channels and peers
@@ -286,10 +285,6 @@ class Post:
         """The rank whose leaving makes a delivery impossible, and how it left."""
         peer = message.op.peer if message.op.peer is not None else message.source
         peers = [rank for rank in range(self._control.world_size) if rank != self._rank] if peer is None else [peer]
-        ends = [(rank, self._control.end_of(rank)) for rank in peers]
+        ends = [(rank, self._control.attendance.end_of(rank)) for rank in peers]
         left = [(rank, end) for rank, end in ends if end is not None]
         return left[0] if len(left) == len(peers) else None
-
-    def where(self, op: CommOp) -> str:
-        """The operation and its rank, for a message."""
-        return f"{describe(op)} on rank {self._rank} of {self._control.world_size} (shm)"

@@ -166,7 +166,10 @@ class ShmTransport(Transport):
         try:
             return self._host.heap.empty(numel, dtype)
         except SharedMemoryUnavailable as error:
-            warnings.warn(f"{error}. This rank goes on with ordinary memory, which costs a copy", stacklevel=2)
+            if not self._host.has_warned:
+                self._host.has_warned = True
+                text = f"rank {self.rank}: {error}. It goes on with ordinary memory, which costs copies"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
             return torch.empty(numel, dtype=dtype, device="cpu")
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ class Host:
         self.timeout_s = timeout_s
         self.parking = parking
         self._retired: list[_Retired] = []
+        self.has_warned = False  # that the heap is full
         self._sweeping = threading.RLock()  # a group may be closed by the garbage collector, while another one is
 
     @classmethod
@@ -99,14 +100,17 @@ class Host:
         with self._sweeping:
             for group in tuple(self._retired):
                 if group.offsets and group.control.attendance.have_all(GONE):
-                    for offset in group.offsets:
-                        self.heap.give_back(offset)
-                    group.offsets.clear()
+                    while group.offsets:
+                        self.heap.give_back(group.offsets.pop())
                     group.control.attendance.swept()
                 if not group.offsets and (not group.room.owns_control or group.control.attendance.have_all(SWEPT)):
-                    self._retired.remove(group)
-                    if group.room.owns_control:
-                        self.heap.give_back(group.room.control)
+                    self._forget(group)
+
+    def _forget(self, group: _Retired) -> None:
+        if group in self._retired:  # the garbage collector may sweep while we do
+            self._retired.remove(group)
+            if group.room.owns_control:
+                self.heap.give_back(group.room.control)
 
 
 def offer_memory(directory: Path, rank: int, world_size: int) -> tuple[SegmentFile | None, dict[str, Any]]:

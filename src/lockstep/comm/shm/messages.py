@@ -84,16 +84,17 @@ class Mail:
 
     def finish(self, message: Delivery, timeout_s: float | None) -> None:
         """Return when `message` has ended, moving whatever can be moved meanwhile."""
-        seconds = self.timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + seconds
+        message.limit_s = self.timeout_s if timeout_s is None else timeout_s
+        message.deadline = time.monotonic() + message.limit_s  # whoever has the turn obeys it
         with self._count:
             self._waiters += 1
         try:
             self._control.ring(self._control.rank)  # the thread, if it sleeps, leaves the turn to this one
             while not message.done:
                 try:
-                    if self._turn.take(message.is_done, min(max(deadline - time.monotonic(), 0.0), _SLICE_S)):
-                        self._wait_with_turn(message, deadline, seconds)
+                    if self._turn.take(message.is_done, _SLICE_S):
+                        while not message.done:
+                            self._advance(lambda: message.done or self._closing, _SPINS)
                 finally:
                     self._turn.give()
         finally:
@@ -130,38 +131,47 @@ class Mail:
 
     def serve(self) -> None:
         """The thread's work: pass until nothing is pending or somebody waits and does it himself."""
-        try:
-            if self._turn.take(lambda: self._waiters > 0, 0.0):
-                while self._pending and not self._waiters and not self._closing:
-                    self._advance(lambda: self._waiters > 0 or self._closing, spins=0)
-        finally:
-            self._turn.give()
+        while not self._is_unneeded():
+            try:
+                if self._turn.take(self._is_unneeded, _SLICE_S):
+                    while not self._is_unneeded():
+                        self._advance(self._is_unneeded, spins=0)
+            finally:
+                self._turn.give()
+
+    def _is_unneeded(self) -> bool:
+        return self._waiters > 0 or self._closing or not self._pending
 
     # ------------------------------------------------------------------ with the turn
 
-    def _wait_with_turn(self, message: Delivery, deadline: float, seconds: float) -> None:
-        while not message.done:
-            if self._closing:
-                self._abandon(message, self._closed(message.op))
-            elif time.monotonic() > deadline:
-                self._abandon(message, self._late(message.op, seconds))
-            else:
-                self._advance(lambda: message.done or self._closing, _SPINS, deadline - time.monotonic())
-        self._forget_ended()
-
-    def _advance(self, enough: Callable[[], bool], spins: int, longest_s: float = _SLICE_S) -> None:
+    def _advance(self, enough: Callable[[], bool], spins: int) -> None:
         """Pass until something ended, at most one slice long; then look whether the awaited still live."""
         for _ in range(spins):
             if self._pass() or enough():
-                return
-        if self._control.sleep_until_rung(self._pass, enough, min(longest_s, _SLICE_S)):
-            return
+                break
+        else:
+            now = time.monotonic()
+            longest_s = min([_SLICE_S, *(message.deadline - now for message in tuple(self._pending))])
+            if not self._control.sleep_until_rung(self._pass, enough, longest_s):
+                self._look_around()
+        self._give_up_the_late()
+
+    def _look_around(self) -> None:
         for message in tuple(self._pending):
             end = self._post.end_of_peer(message)
             if end is not None:
                 self._pass()  # what it said before it left counts
                 if not message.done:
                     self._abandon(message, self._control.attendance.lost(message.op, *end))
+        self._forget_ended()
+
+    def _give_up_the_late(self) -> None:
+        now = time.monotonic()
+        for message in tuple(self._pending):
+            if self._closing:
+                self._abandon(message, self._closed(message.op))
+            elif now > message.deadline:
+                self._abandon(message, self._late(message))
         self._forget_ended()
 
     def _pass(self) -> bool:
@@ -184,11 +194,12 @@ class Mail:
             self._control.fail(error, message.op)  # the other side is in the middle of it
         message.end(error)
 
-    def _late(self, op: CommOp, seconds: float) -> CollectiveTimeout:
+    def _late(self, message: Delivery) -> CollectiveTimeout:
+        op = message.op
         who = "any rank" if op.peer is None else f"rank {op.peer}"
         did, do = ("nothing came from", "send") if op.kind == "recv" else ("it was not taken by", "receive")
         return CollectiveTimeout(
-            f"{self._control.attendance.where(op)}: {did} {who} within {seconds:g} s. "
+            f"{self._control.attendance.where(op)}: {did} {who} within {message.limit_s:g} s. "
             f"Next: find why {who} did not {do} with tag {op.tag}; if it is only slow, raise timeout_s",
             () if op.peer is None else (op.peer,),
         )

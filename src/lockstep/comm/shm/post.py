@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Set
 from typing import final
@@ -35,6 +36,7 @@ from lockstep.comm.shm.waiting import ORDERED, fence
 from lockstep.errors import CollectiveMismatch, CommError, SharedMemoryUnavailable
 
 _LOOK_S = 50e-6
+_COPYING_S = 2.0  # a receiver that takes longer for its copy was stopped
 
 
 @final
@@ -51,6 +53,8 @@ class Delivery:
         self.letter: Letter | None = None  # the one it has written or opened
         self.channel: Channel | None = None  # with the letter
         self.source: int | None = None  # of a receive: the rank whose letter it opened
+        self.deadline = math.inf  # on the monotonic clock, once somebody waits
+        self.limit_s = math.inf
         self.done = False
         self.error: CommError | None = None
         self._owner = owner  # alive until it has ended
@@ -158,7 +162,7 @@ class Post:
     def withdraw(self, message: Delivery) -> bool:
         """Take the tensor of an unfinished send back: nobody reads it after this.
 
-        False where half of it has gone over already, so that the receiver cannot be left alone.
+        False where the receiver is in the middle of it, and cannot be left alone.
         """
         letter, peer = message.letter, message.op.peer
         if message.op.kind == "recv" or letter is None:
@@ -166,9 +170,12 @@ class Post:
         assert peer is not None
         letter.words[WITHDRAWN] = 1
         fence()  # whoever has not said that it is taking it sees that it must not
-        while letter.words[STATE] == TAKING and self._control.attendance.end_of(peer) != "ended":
+        patience = time.monotonic() + _COPYING_S
+        while letter.words[STATE] == TAKING and time.monotonic() < patience:
+            if self._control.attendance.end_of(peer) == "ended":
+                return True
             time.sleep(_LOOK_S)
-        return letter.words[STATE] != WANTED
+        return letter.words[STATE] not in (TAKING, WANTED)
 
     # ------------------------------------------------------------------ the receiver's side
 

@@ -27,6 +27,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.devices import choose_device, set_threads, use_gpu
 from lockstep.comm.handshake import Record, shake_hands
 from lockstep.comm.place import HINT, Place, place_on_machines, read_place
+from lockstep.comm.process_group import transport_of
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import CommError, ConfigError, EnvironmentProblems, PeerLost
 
@@ -336,15 +337,20 @@ def _adopt(
     for name, asked, is_ in (("rank", rank, here), ("world_size", world_size, size)):
         if asked is not None and asked != is_:
             problems.append(f"{name}={asked}, but torch.distributed has been initialised with {name}={is_}")
+    if timeout_s is not None and transport_of(dist.group.WORLD) is not None:
+        problems.append(f"timeout_s={timeout_s}: the group has its own, give timeout= to init_process_group")
     _check_numbers(problems, threads, timeout_s=timeout_s)
     if problems:
         raise EnvironmentProblems(problems, "Leave these arguments out, or let lockstep.init() make the group.")
     if threads is not None:
         torch.set_num_threads(threads)
-    plain = TorchTransport.over()
-    if timeout_s is not None:
-        plain = TorchTransport(plain.process_group, plain.device, timeout_s)
-    comm = Communicator(fastest(plain))
+    own = transport_of(dist.group.WORLD)
+    if own is None:
+        plain = TorchTransport.over()
+        if timeout_s is not None:
+            plain = TorchTransport(plain.process_group, plain.device, timeout_s)
+        own = fastest(plain)
+    comm = Communicator(own)
     found, _ = read_place(os.environ, rank=here, world_size=size, file="-")
     source = "torch.distributed.init_process_group"
     sources = {**dict(found.sources), "rank": source, "world_size": source}

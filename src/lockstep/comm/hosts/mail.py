@@ -1,0 +1,259 @@
+"""What the leaders of the hosts send each other: messages of bytes that begin with a word about how things stand.
+
+While all is well the word says which operation this is, and every leader compares. A leader whose host has failed still
+sends its message, with the failure in its word; so the other hosts learn at once what happened and to which rank, and
+none waits for its limit.
+"""
+
+from __future__ import annotations
+
+import abc
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.op import CommOp, Work, signature
+from lockstep.comm.transport import Transport
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
+
+WORD_BYTES = 1024
+_CALLED_BYTES = 128  # of what an operation is, in a word without a failure
+_TEXT_MAX = 700  # of a failure in its word; the rest of its JSON fits beside it
+_MISSING_MAX = 16
+_ALIGNMENT = 64
+_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)}
+
+Buffer = Callable[[str, int], Tensor]  # (what for, bytes) -> [bytes] of memory that is kept for the next time
+
+
+class Fault(NamedTuple):
+    """A failure as it travels between ranks; all ranks in it are those of the whole group."""
+
+    kind: str  # an error class of ours
+    text: str
+    rank: int | None = None  # of a PeerLost
+    missing: tuple[int, ...] = ()  # of a CollectiveTimeout
+    speaker: int = -1  # the rank that saw it
+
+    @classmethod
+    def of(cls, error: RuntimeError, speaker: int, part: str, speaks_for: Sequence[Sequence[int]]) -> Fault:
+        """What `error` of a part of the group means in the whole: its rank i is the first of `speaks_for[i]`."""
+        ranks = [members[0] for members in speaks_for]
+        rank, missing, who = None, (), ""
+        if isinstance(error, PeerLost):
+            rank = None if error.rank is None else ranks[error.rank]
+            who = "a rank is lost" if rank is None else f"rank {rank} is lost"
+            if error.rank is not None and len(speaks_for[error.rank]) > 1:
+                who += f", or one of those it speaks for on its host ({listed(speaks_for[error.rank][1:])})"
+        elif isinstance(error, CollectiveTimeout):
+            missing = tuple(ranks[late] for late in error.missing)
+            who = f"rank{'s' * (len(missing) > 1)} {listed(missing)} did not come" if missing else "not every rank came"
+        where = f"{part} (ranks {listed(ranks)}, counted from 0 there)"
+        text = f"{who}. In {where}: {error}" if who else f"in {where}: {error}"
+        return cls(type(error).__name__, text, rank, missing, speaker)
+
+    @classmethod
+    def again(cls, error: CommError, speaker: int, place: str) -> Fault:
+        """An error that was raised at `place`, to be told to others."""
+        rank = error.rank if isinstance(error, PeerLost) else None
+        missing = error.missing if isinstance(error, CollectiveTimeout) else ()
+        return cls(type(error).__name__, str(error).removeprefix(f"{place}: "), rank, missing, speaker)
+
+    def error(self, place: str, rank: int) -> CommError:
+        """The error to raise on rank `rank`, at `place`."""
+        told = "" if self.speaker == rank else f"rank {self.speaker} reports: "
+        message = f"{place}: {told}{self.text}"
+        if self.kind == "PeerLost":
+            return PeerLost(message, self.rank)
+        if self.kind == "CollectiveTimeout":
+            return CollectiveTimeout(message, self.missing)
+        return _KINDS.get(self.kind, CommError)(message)
+
+
+def write_word(word: Tensor, fault: Fault | None, op: CommOp) -> None:
+    """Fill `word` [WORD_BYTES]: a zero and what `op` is, or a failure."""
+    if fault is None:
+        content = b"\0" + _called(op).encode().ljust(_CALLED_BYTES - 1)
+    else:
+        text = re.sub(r'[^ -~]|["\\]', " ", fault.text)[:_TEXT_MAX]  # one byte each in JSON
+        short = fault._replace(text=text, missing=fault.missing[:_MISSING_MAX])
+        content = json.dumps(short).encode().ljust(WORD_BYTES)
+    word[: len(content)].copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+
+
+def read_word(word: Tensor) -> Fault | None:
+    """The failure that `write_word` wrote, in any process."""
+    if not word[0]:
+        return None
+    kind, text, rank, missing, speaker = json.loads(bytes(word.tolist()))
+    return Fault(kind, text, rank, tuple(missing), speaker)
+
+
+def _called(op: CommOp) -> str:
+    """What must be equal on every rank; of shapes the number of elements."""
+    inputs, outputs = (tuple(tensor.view(-1) for tensor in tensors[:1]) for tensors in (op.inputs, op.outputs))
+    return signature(op._replace(inputs=inputs, outputs=outputs))[: _CALLED_BYTES - 1]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    flat = tensor.view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element may be anything
+
+
+class Letters(abc.ABC):
+    """One message from each leader to each other one: fill `outgoing`, `send`, `wait`, read `incoming`.
+
+    Messages of one `slot` share their memory, so no two are under way at once.
+    """
+
+    _work: Work
+
+    def __init__(self, leaders: Transport) -> None:
+        self._leaders = leaders
+
+    @abc.abstractmethod
+    def outgoing(self, host: int) -> Tensor:
+        """The bytes for `host`, to be filled."""
+
+    @abc.abstractmethod
+    def incoming(self, host: int) -> Tensor:
+        """The bytes that came from `host`."""
+
+    @abc.abstractmethod
+    def send(self, fault: Fault | None, op: CommOp) -> None:
+        """Start the exchange, with `fault` in its word. `op` is what it is for."""
+
+    @abc.abstractmethod
+    def _words(self) -> dict[int, Tensor]:
+        """The words that have come, by host."""
+
+    def wait(self, limit_s: float, op: CommOp) -> Fault | None:
+        """The first failure that a host reports, in the order of hosts.
+
+        Raises: CommError where the exchange failed; CollectiveMismatch where a host is in another operation than `op`.
+        """
+        self._work.wait(limit_s)
+        words = self._words()
+        for word in words.values():
+            fault = read_word(word)
+            if fault is not None:
+                return fault
+        ours = _called(op)
+        for host, word in words.items():
+            theirs = bytes(word[1:_CALLED_BYTES].tolist()).decode().rstrip()
+            if theirs != ours:
+                lines = f"rank {self._leaders.rank}: {ours}; rank {host}: {theirs}"
+                raise CollectiveMismatch(
+                    f"ranks called different operations at the same point: {lines}. Next: find the branch or loop that "
+                    f"runs differently on these ranks; every rank must call the same operations in the same order"
+                )
+        return None
+
+
+@final
+class Shared(Letters):
+    """Every leader gives all the same, up to `nbytes`."""
+
+    def __init__(self, leaders: Transport, buffer: Buffer, slot: int, nbytes: int) -> None:
+        super().__init__(leaders)
+        self._step = _aligned(WORD_BYTES + nbytes)
+        self._nbytes = nbytes
+        self._box = buffer(f"in {slot}", leaders.world_size * self._step)
+
+    def _message(self, host: int) -> Tensor:
+        return self._box[host * self._step : (host + 1) * self._step]
+
+    def incoming(self, host: int) -> Tensor:
+        return self._message(host)[WORD_BYTES : WORD_BYTES + self._nbytes]
+
+    def outgoing(self, host: int) -> Tensor:
+        return self.incoming(self._leaders.rank)
+
+    def send(self, fault: Fault | None, op: CommOp) -> None:
+        mine = self._message(self._leaders.rank)
+        write_word(mine[:WORD_BYTES], fault, op)
+        self._work = self._leaders.submit(CommOp(op.seq, "all_gather", (mine,), (self._box,), label=op.label))
+
+    def _words(self) -> dict[int, Tensor]:
+        return {host: self._message(host)[:WORD_BYTES] for host in range(self._leaders.world_size)}
+
+
+@final
+class Addressed(Letters):
+    """Every leader has something else for each other one: `sent[host]` bytes go there, `got[host]` come from there."""
+
+    def __init__(self, leaders: Transport, buffer: Buffer, slot: int, sent: Sequence[int], got: Sequence[int]) -> None:
+        super().__init__(leaders)
+        self._out = self._cut(buffer, f"out {slot}", sent)
+        self._in = self._cut(buffer, f"in {slot}", got)
+
+    def _cut(self, buffer: Buffer, name: str, sizes: Sequence[int]) -> list[Tensor]:
+        """One message for each host, none for the leader's own."""
+        lengths = [0 if host == self._leaders.rank else WORD_BYTES + size for host, size in enumerate(sizes)]
+        room = buffer(name, sum(map(_aligned, lengths)))
+        starts = [sum(map(_aligned, lengths[:host])) for host in range(len(lengths))]
+        return [room[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+    def outgoing(self, host: int) -> Tensor:
+        return self._out[host][WORD_BYTES:]
+
+    def incoming(self, host: int) -> Tensor:
+        return self._in[host][WORD_BYTES:]
+
+    def send(self, fault: Fault | None, op: CommOp) -> None:
+        for message in self._out:
+            if message.numel():
+                write_word(message[:WORD_BYTES], fault, op)
+        self._fault = fault
+        ours = CommOp(op.seq, "all_to_all", tuple(self._out), tuple(self._in), label=op.label)
+        self._work = self._leaders.submit(ours)
+
+    def wait(self, limit_s: float, op: CommOp) -> Fault | None:
+        told = super().wait(limit_s, op)
+        return self._fault or told
+
+    def _words(self) -> dict[int, Tensor]:
+        return {host: message[:WORD_BYTES] for host, message in enumerate(self._in) if message.numel()}
+
+
+@final
+class Spread(Letters):
+    """The leader of host `source` gives all the same `nbytes`; the others listen."""
+
+    def __init__(self, leaders: Transport, buffer: Buffer, slot: int, nbytes: int, source: int) -> None:
+        super().__init__(leaders)
+        self._source = source
+        self._box = buffer(f"in {slot}", WORD_BYTES + nbytes)
+
+    def outgoing(self, host: int) -> Tensor:
+        return self._box[WORD_BYTES:]
+
+    def incoming(self, host: int) -> Tensor:
+        return self._box[WORD_BYTES:]
+
+    def send(self, fault: Fault | None, op: CommOp) -> None:
+        sends = self._leaders.rank == self._source
+        if sends:
+            write_word(self._box[:WORD_BYTES], fault, op)
+        inputs = (self._box,) if sends else ()
+        ours = CommOp(op.seq, "broadcast", inputs, (self._box,), self._source, label=op.label)
+        self._work = self._leaders.submit(ours)
+
+    def _words(self) -> dict[int, Tensor]:
+        return {self._source: self._box[:WORD_BYTES]}
+
+
+def _aligned(nbytes: int) -> int:
+    """So many bytes that what follows is aligned for every dtype."""
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for a sentence, the first of them where there are many."""
+    shown = ", ".join(map(str, ranks[:_MISSING_MAX]))
+    return f"{shown} and {len(ranks) - _MISSING_MAX} more" if len(ranks) > _MISSING_MAX else shown

@@ -1,0 +1,170 @@
+"""A lockstep `Work` in the form that torch's callers expect, with a future that is told when it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import queue
+import threading
+from datetime import timedelta
+from typing import Any, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.futures import Future
+
+from lockstep.comm.op import Work
+from lockstep.errors import CollectiveTimeout, CommError, ConfigError
+
+_NO_TIMEOUT = timedelta(0)
+
+
+@final
+class FutureTeller:
+    """Waits for works in the order they came, and tells their futures. Its thread starts with the first of them.
+
+    A thread of its own, because what a user attaches to a future runs in the thread that completes it, and may begin
+    and await another operation: the transport's own thread would then wait for itself.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._works: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
+        self._starting = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def tell(self, work: GroupWork) -> None:
+        """Complete the future of `work` once it has ended; called from within a future's callback, before returning."""
+        if threading.current_thread() is self._thread:
+            work.settle()
+            return
+        with self._starting:
+            if self._thread is None:
+                self._thread = threading.Thread(target=_serve, args=(self._works,), name=self._name, daemon=True)
+                self._thread.start()
+            self._works.put(work)
+
+    def close(self, patience_s: float) -> None:
+        """End the thread when all works have ended: those of a closed transport do so at once."""
+        with self._starting:
+            thread, self._thread = self._thread, None
+            if thread is not None:
+                self._works.put(None)
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(patience_s)
+
+
+def _serve(works: queue.SimpleQueue[GroupWork | None]) -> None:
+    while (work := works.get()) is not None:
+        work.settle()
+        del work  # its tensors are the caller's to free
+
+
+@final
+class GroupWork(dist.Work):
+    """One operation of a `LockstepGroup`. Whichever thread waits first does what is left to do, the others see it."""
+
+    def __init__(
+        self, work: Work, outputs: list[Tensor], limit_s: float, teller: FutureTeller | None, source: int = -1
+    ) -> None:
+        """teller: None for a message, which has no future. source: the rank that a message comes from, where known."""
+        super().__init__()
+        self._work = work
+        self._outputs = outputs
+        self._limit_s = limit_s
+        self._teller = teller
+        self._source = source
+        self._waiting = threading.Lock()
+        self._ended = False
+        self._error: CommError | None = None
+        self._signal: Future[None] | None = None
+        self._future: Any = None
+
+    def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
+        """Return when the outputs may be read. Raises: CommError, the same at each call."""
+        if not self._ended:
+            self._end(timeout.total_seconds() if timeout > _NO_TIMEOUT else self._limit_s)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _end(self, limit_s: float) -> None:
+        if not self._waiting.acquire(timeout=min(limit_s, threading.TIMEOUT_MAX)):
+            raise CollectiveTimeout(f"not ended within {limit_s:g} s; another thread of this rank waits for it too")
+        try:
+            if not self._ended:
+                with _inference(self._outputs):
+                    self._work.wait(limit_s)
+                self._ended = True
+        except CommError as error:
+            self._error = error
+            self._ended = True
+        finally:
+            self._waiting.release()
+
+    def is_completed(self) -> bool:
+        """True once the outputs may be read, or the operation has failed."""
+        if not self._ended and self._work.is_done():
+            self._end(self._limit_s)  # what is left to do here: a copy back into strided memory, a division
+        return self._ended
+
+    def get_future(self) -> Any:
+        """A future of the outputs. Its error is a RuntimeError with the text of ours: torch keeps no more of it."""
+        if self._teller is None:
+            raise ConfigError("a send or a receive has no future: call wait(), or poll is_completed()")
+        if self._future is None:
+            self._signal = Future()
+            self._future = self._signal.then(self._outcome)  # so that an error reaches callers in C++ as an error
+            if self._ended:
+                self.settle()
+            else:
+                self._teller.tell(self)
+        return self._future
+
+    def settle(self) -> None:
+        """Wait, and complete the future."""
+        signal = self._signal
+        assert signal is not None
+        with contextlib.suppress(CommError):  # kept: `_outcome` raises it into the future
+            self.wait()
+        signal.set_result(None)
+
+    def _outcome(self, _: Future[None]) -> list[Tensor]:
+        if self._error is not None:
+            raise copy.copy(self._error)  # a fresh one: torch would put the stack of this one into its text
+        return self._outputs
+
+    def result(self) -> list[Tensor]:
+        """The outputs."""
+        return self._outputs
+
+    def is_success(self) -> bool:
+        """True once the operation has ended well."""
+        return self._ended and self._error is None
+
+    def exception(self) -> CommError | None:
+        """How the operation failed, or None."""
+        return self._error
+
+    def synchronize(self) -> None:
+        """`wait`: on the CPU there is no stream to order."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """`wait`: on the CPU there is no stream to order."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """Of an ended receive: the rank in the group that the message came from."""
+        source = self._work.source_rank()
+        return self._source if source is None else source
+
+    _source_rank = source_rank
+
+
+def _inference(outputs: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
+    """Tensors made in torch.inference_mode may be written in it only, and the thread that waits may be another one."""
+    if any(output.is_inference() for output in outputs):
+        return torch.inference_mode()
+    return contextlib.nullcontext()

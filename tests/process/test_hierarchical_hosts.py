@@ -1,0 +1,268 @@
+"""Two hosts with two ranks each, on one machine: two network namespaces that see each other through a pair of veth.
+
+Ranks of one namespace are one machine to lockstep; loopback does not join them with the other's. Skipped where the
+tools (iproute2, util-linux) or the privilege are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import comm_cases
+import lockstep
+from lockstep.comm import preflight
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.hierarchical import HierarchicalTransport
+from lockstep.comm.reduction import tree_reduce
+from lockstep.comm.shm_transport import ShmTransport
+from lockstep.comm.transport import Transport
+from lockstep.errors import CommError, TransportClosed
+from lockstep.testing.waiting import wait_until
+
+RANKS_PER_HOST = 2
+WORLD_SIZE = 2 * RANKS_PER_HOST
+TIMEOUT_S = 20.0
+_PATIENCE_S = 100.0  # for all processes, most of it for their imports
+_ADDRESSES = ("10.99.0.1", "10.99.0.2")  # nobody else sees them, nor the port
+_PORT = "29500"
+
+
+class Ended(NamedTuple):
+    """How the process of one rank ended."""
+
+    code: int
+    said: dict[str, Any]
+    log: str
+
+
+class Hosts:
+    """Two namespaces without names, each kept alive by one process; so nothing can stay when this process is gone."""
+
+    def __init__(self) -> None:
+        self._keepers = [
+            subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+            for _ in _ADDRESSES
+        ]
+        try:
+            self._join()
+        except BaseException:
+            self.close()
+            raise
+
+    def _join(self) -> None:
+        own = os.readlink("/proc/self/ns/net")
+        for keeper in self._keepers:
+            assert wait_until(lambda pid=keeper.pid: os.readlink(f"/proc/{pid}/ns/net") != own, 10)
+        first, second = (str(keeper.pid) for keeper in self._keepers)
+        _run("ip", "link", "add", "link0", "netns", first, "type", "veth", "peer", "name", "link0", "netns", second)
+        for host, address in enumerate(_ADDRESSES):
+            _run(*self._inside(host), "ip", "address", "add", f"{address}/24", "dev", "link0")
+            for name in ("lo", "link0"):
+                _run(*self._inside(host), "ip", "link", "set", name, "up")
+
+    def _inside(self, host: int) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self._keepers[host].pid}/ns/net"]
+
+    def run(self, *arguments: str, folder: Path) -> list[Ended]:
+        """One process for each rank, as torchrun would start it; how they ended, in rank order."""
+        ranks = [self._start(rank, arguments, folder) for rank in range(WORLD_SIZE)]
+        deadline = time.monotonic() + _PATIENCE_S
+        try:
+            for process in ranks:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.0, deadline - time.monotonic()))
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        return [_ended(process.returncode, rank, folder) for rank, process in enumerate(ranks)]
+
+    def _start(self, rank: int, arguments: tuple[str, ...], folder: Path) -> subprocess.Popen[bytes]:
+        host, local_rank = divmod(rank, RANKS_PER_HOST)
+        environment = {
+            **os.environ,
+            "RANK": str(rank),
+            "WORLD_SIZE": str(WORLD_SIZE),
+            "LOCAL_RANK": str(local_rank),
+            "LOCAL_WORLD_SIZE": str(RANKS_PER_HOST),
+            "MASTER_ADDR": _ADDRESSES[0],
+            "MASTER_PORT": _PORT,
+            "GLOO_SOCKET_IFNAME": "link0",
+            "OMP_NUM_THREADS": "1",
+            "TORCH_CPP_LOG_LEVEL": "ERROR",
+            "PYTHONPATH": str(Path(__file__).parents[1]),
+        }
+        command = [*self._inside(host), sys.executable, __file__, str(folder), *arguments]
+        with (folder / f"rank{rank}.log").open("wb") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+    def close(self) -> None:
+        for keeper in self._keepers:
+            assert keeper.stdin is not None
+            keeper.stdin.close()
+            keeper.wait(10)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
+
+
+def _ended(code: int, rank: int, folder: Path) -> Ended:
+    said = folder / f"rank{rank}.json"
+    return Ended(code, json.loads(said.read_text()) if said.exists() else {}, (folder / f"rank{rank}.log").read_text())
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    for tool, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("nsenter", "util-linux")):
+        if shutil.which(tool) is None:
+            pytest.skip(f"needs the command {tool} (package {package}) to make two hosts of one machine")
+    allowed = subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "veth"], capture_output=True, text=True)
+    if allowed.returncode:
+        pytest.skip(f"needs the right to make network namespaces and veth: {allowed.stderr.strip()}")
+    with contextlib.closing(Hosts()) as made:
+        yield made
+
+
+@pytest.mark.slow
+@pytest.mark.limit_s(120)
+@pytest.mark.parametrize(
+    ("victim", "task"), [(3, "work"), (2, "wait")], ids=["and one is killed", "a leader is killed"]
+)
+def test_two_hosts(hosts: Hosts, tmp_path: Path, victim: int, task: str) -> None:
+    """The table of cases, sums of the tree, a DDP step, over shared memory and a network. Then one rank is killed."""
+    for rank, (code, said, log) in enumerate(hosts.run(task, str(victim), folder=tmp_path)):
+        assert code == (-signal.SIGKILL if rank == victim else 0), f"rank {rank}:\n{log}"
+        assert said["machines"] == 2
+        assert said["cases"] == (list(comm_cases.CASES) if task == "work" else [])
+        if rank != victim:
+            assert said["error"] == "PeerLost", f"rank {rank}: {said}\n{log}"
+            assert said["lost"] in {victim, 2}, f"rank {rank}: {said}"  # 2 speaks for its host
+
+
+# ---------------------------------------------------------------------- what runs on each rank
+
+
+def in_shared_memory(plain: Transport) -> Transport:
+    return ShmTransport.meet(
+        Communicator(plain).all_gather_object,
+        rank=plain.rank,
+        world_size=plain.world_size,
+        global_ranks=plain.global_ranks,
+        timeout_s=plain.timeout_s,
+    )
+
+
+def values(rank: int, count: int) -> Tensor:
+    return torch.randn(count, generator=torch.Generator().manual_seed(rank))
+
+
+def sums_are_the_tree(comm: Communicator) -> None:
+    for count in (1, 1000, 3_000_000):
+        expected = tree_reduce([values(rank, count) for rank in comm.global_ranks], "mean")
+        tensor = values(comm.global_ranks[comm.rank], count)
+        comm.all_reduce(tensor, "mean")
+        assert torch.equal(tensor, expected)
+        tensor = comm.empty(count)
+        tensor.copy_(values(comm.global_ranks[comm.rank], count))
+        comm.all_reduce(tensor, "mean", async_op=True).wait()
+        assert torch.equal(tensor, expected)
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(40, 90), nn.Tanh(), nn.Linear(90, 7))
+
+
+def step_is_the_tree(comm: Communicator) -> None:
+    """The gradient after DDP's backward is the tree's mean of what each rank would have had alone."""
+    alone = []
+    for rank in range(comm.world_size):
+        twin = model()
+        twin(values(rank, 400).view(10, 40)).pow(2).mean().backward()
+        alone.append([param.grad for param in twin.parameters() if param.grad is not None])
+    wrapper = lockstep.DistributedDataParallel(model(), process_group=comm)
+    for _ in range(2):  # the first learns, the second launches while backward runs
+        wrapper.zero_grad()
+        wrapper(values(comm.rank, 400).view(10, 40)).pow(2).mean().backward()
+        for param, *grads in zip(wrapper.parameters(), *alone, strict=True):
+            assert param.grad is not None
+            assert torch.equal(param.grad, tree_reduce(grads, "mean"))
+
+
+def work(comm: Communicator) -> list[str]:
+    sums_are_the_tree(comm)
+    for order in ([0, 2, 1, 3], [3, 0, 1, 2]):  # neighbours on different hosts
+        group = comm.split(0, key=order.index(comm.rank))
+        assert group is not None
+        sums_are_the_tree(group)
+    step_is_the_tree(comm)
+    closing_ends_what_is_under_way(comm)
+    for case in comm_cases.CASES.values():
+        case(comm)
+    return list(comm_cases.CASES)
+
+
+def closing_ends_what_is_under_way(comm: Communicator) -> None:
+    """On a leader and on another rank of its host, while the other host has not come."""
+    group = comm.split(0)
+    assert group is not None
+    if comm.rank < RANKS_PER_HOST:
+        works = [group.all_reduce(torch.ones(10), async_op=True) for _ in range(2)]
+        group.close()
+        for work in works:
+            with pytest.raises(TransportClosed):
+                work.wait()
+    comm.barrier()
+    group.close()
+
+
+def error_of_a_dead_rank(comm: Communicator, victim: int) -> CommError:
+    """What the others raise once `victim` is gone."""
+    comm.barrier()
+    if comm.rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def train() -> None:
+        while True:
+            comm.all_reduce(torch.ones(100_000), label="gradient")
+
+    with pytest.raises(CommError) as raised:
+        train()
+    return raised.value
+
+
+def main(folder: str, task: str, victim: str) -> None:
+    answer = Path(folder) / f"rank{os.environ['RANK']}.json"
+    with lockstep.init(timeout_s=TIMEOUT_S, verbose=False) as world:
+        machines = world.all_gather_object(preflight.machine_id())
+        transport = world.transport
+        if not isinstance(transport, HierarchicalTransport):
+            transport = HierarchicalTransport.over(transport, machines, in_shared_memory)
+        with Communicator(transport) as comm:
+            assert comm.transport.name == "shm+gloo"
+            said: dict[str, Any] = {"machines": len(set(machines)), "cases": work(comm) if task == "work" else []}
+            answer.write_text(json.dumps(said))
+            error = error_of_a_dead_rank(comm, int(victim))
+    said.update(error=type(error).__name__, lost=getattr(error, "rank", None), text=str(error))
+    answer.write_text(json.dumps(said))
+    os._exit(0)  # at exit the process that holds the store waits some seconds for the farewell of the dead rank
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

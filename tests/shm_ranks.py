@@ -1,0 +1,77 @@
+"""The ranks of a job over shared memory, and what of it this process holds."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from torch import Tensor
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.shm.waiting import Parking, PollingParking
+from lockstep.comm.shm_transport import ShmTransport
+
+LIMIT_S = 30.0  # of every operation: a test that gets there has failed
+
+
+def share(
+    comm: Communicator,
+    *,
+    timeout_s: float = LIMIT_S,
+    parking: Parking | None = None,
+    directory: str | os.PathLike[str] | None = None,
+) -> Communicator:
+    """A communicator of the same ranks over shared memory. Collective; close it."""
+    transport = ShmTransport.meet(
+        comm.all_gather_object,
+        rank=comm.rank,
+        world_size=comm.world_size,
+        global_ranks=comm.global_ranks,
+        timeout_s=timeout_s,
+        directory=directory,
+        parking=parking,
+    )
+    return Communicator(transport)
+
+
+@contextlib.contextmanager
+def shared(
+    comm: Communicator, *, timeout_s: float = LIMIT_S, parking: Parking | None = None
+) -> Iterator[Communicator]:
+    """`share`, closed at the end."""
+    ours = share(comm, timeout_s=timeout_s, parking=parking)
+    try:
+        yield ours
+    finally:
+        ours.close()
+
+
+def on_shm(comm: Communicator, case: Callable[[Communicator], object]) -> object:
+    """Run `case` on shared memory between the ranks of `comm`."""
+    with shared(comm) as ours:
+        return case(ours)
+
+
+def on_polling_shm(comm: Communicator, case: Callable[[Communicator], object]) -> object:
+    """The same, where the system has no futex."""
+    with shared(comm, parking=PollingParking()) as ours:
+        return case(ours)
+
+
+def shared_mappings() -> list[tuple[int, int]]:
+    """Where the segments that this process maps begin and end."""
+    found = []
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, access, _, _, inode, *path = line.split(maxsplit=5)
+        if access == "rw-s" and int(inode) and path[0].endswith("(deleted)"):
+            start, end = addresses.split("-")
+            found.append((int(start, 16), int(end, 16)))
+    return found
+
+
+def lies_in_segment(tensor: Tensor) -> bool:
+    """Whether other processes can see this tensor's memory."""
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    return any(first <= begin and end <= last for first, last in shared_mappings())

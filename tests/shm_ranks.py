@@ -37,9 +37,7 @@ def share(
 
 
 @contextlib.contextmanager
-def shared(
-    comm: Communicator, *, timeout_s: float = LIMIT_S, parking: Parking | None = None
-) -> Iterator[Communicator]:
+def shared(comm: Communicator, *, timeout_s: float = LIMIT_S, parking: Parking | None = None) -> Iterator[Communicator]:
     """`share`, closed at the end."""
     ours = share(comm, timeout_s=timeout_s, parking=parking)
     try:

@@ -28,8 +28,6 @@ from lockstep.comm import preflight
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport
 from lockstep.comm.reduction import tree_reduce
-from lockstep.comm.shm_transport import ShmTransport
-from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, TransportClosed
 from lockstep.testing.waiting import wait_until
 
@@ -158,16 +156,6 @@ def test_two_hosts(hosts: Hosts, tmp_path: Path, victim: int, task: str) -> None
 # ---------------------------------------------------------------------- what runs on each rank
 
 
-def in_shared_memory(plain: Transport) -> Transport:
-    return ShmTransport.meet(
-        Communicator(plain).all_gather_object,
-        rank=plain.rank,
-        world_size=plain.world_size,
-        global_ranks=plain.global_ranks,
-        timeout_s=plain.timeout_s,
-    )
-
-
 def values(rank: int, count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(rank))
 
@@ -190,19 +178,19 @@ def model() -> nn.Sequential:
 
 
 def step_is_the_tree(comm: Communicator) -> None:
-    """The gradient after DDP's backward is the tree's mean of what each rank would have had alone."""
-    alone = []
+    """The gradient after DDP's backward is the tree's sum of what each rank would have had alone, its share of it."""
+    alone: list[list[Tensor]] = []
     for rank in range(comm.world_size):
         twin = model()
         twin(values(rank, 400).view(10, 40)).pow(2).mean().backward()
-        alone.append([param.grad for param in twin.parameters() if param.grad is not None])
+        alone.append([param.grad / comm.world_size for param in twin.parameters() if param.grad is not None])
     wrapper = lockstep.DistributedDataParallel(model(), process_group=comm)
     for _ in range(2):  # the first learns, the second launches while backward runs
         wrapper.zero_grad()
         wrapper(values(comm.rank, 400).view(10, 40)).pow(2).mean().backward()
         for param, *grads in zip(wrapper.parameters(), *alone, strict=True):
             assert param.grad is not None
-            assert torch.equal(param.grad, tree_reduce(grads, "mean"))
+            assert torch.equal(param.grad, tree_reduce(grads, "sum"))
 
 
 def work(comm: Communicator) -> list[str]:
@@ -249,16 +237,13 @@ def error_of_a_dead_rank(comm: Communicator, victim: int) -> CommError:
 
 def main(folder: str, task: str, victim: str) -> None:
     answer = Path(folder) / f"rank{os.environ['RANK']}.json"
-    with lockstep.init(timeout_s=TIMEOUT_S, verbose=False) as world:
-        machines = world.all_gather_object(preflight.machine_id())
-        transport = world.transport
-        if not isinstance(transport, HierarchicalTransport):
-            transport = HierarchicalTransport.over(transport, machines, in_shared_memory)
-        with Communicator(transport) as comm:
-            assert comm.transport.name == "shm+gloo"
-            said: dict[str, Any] = {"machines": len(set(machines)), "cases": work(comm) if task == "work" else []}
-            answer.write_text(json.dumps(said))
-            error = error_of_a_dead_rank(comm, int(victim))
+    with lockstep.init(timeout_s=TIMEOUT_S, verbose=False) as comm:
+        machines = comm.all_gather_object(preflight.machine_id())
+        assert isinstance(comm.transport, HierarchicalTransport)
+        assert comm.transport.name == "shm+gloo"
+        said: dict[str, Any] = {"machines": len(set(machines)), "cases": work(comm) if task == "work" else []}
+        answer.write_text(json.dumps(said))
+        error = error_of_a_dead_rank(comm, int(victim))
     said.update(error=type(error).__name__, lost=getattr(error, "rank", None), text=str(error))
     answer.write_text(json.dumps(said))
     os._exit(0)  # at exit the process that holds the store waits some seconds for the farewell of the dead rank

@@ -57,8 +57,6 @@ def fastest(plain: Transport) -> Transport:
 
 def _share(plain: Transport, beneath: Transport | None) -> Transport:
     """Shared memory for the ranks of `plain`, which are on one host.  Raises: SharedMemoryUnavailable."""
-    if plain.world_size == 1:
-        return plain
     return ShmTransport.meet(
         Communicator(plain).all_gather_object,
         rank=plain.rank,

@@ -6,14 +6,13 @@ What was submitted asynchronously is run by a thread of the engine's own, which 
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import final
 
+from lockstep.comm.background import Background
 from lockstep.comm.op import CommOp, Work, describe
 from lockstep.comm.turn import Turn
 from lockstep.errors import CommError, TransportClosed
@@ -69,21 +68,16 @@ class Engine:
         self.patience = patience
         self.timeout_s = timeout_s
         self._execute = execute
-        self._name = name
         self._queue: deque[EngineWork] = deque()
         self._turn = Turn()
-        self._for_thread: queue.SimpleQueue[EngineWork | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._background = Background(self, Engine._run_until, name)
 
     def submit(self, op: CommOp, owner: object = None) -> EngineWork:
         """Put `op` behind all that was submitted before. `owner` is kept alive until it has ended."""
         work = EngineWork(self, op, owner)
         self._queue.append(work)
         if op.async_op:
-            if self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True)
-                self._thread.start()
-            self._for_thread.put(work)
+            self._background.call(work)
         return work
 
     def finish(self, work: EngineWork, timeout_s: float | None, spins: bool = True) -> None:
@@ -91,6 +85,7 @@ class Engine:
 
         After `timeout_s` the operation under way gives up, which may be an earlier one: nothing overtakes it.
         """
+        owner = work.owner  # not let go before the turn is given back: its end may close this engine
         seconds = self.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + seconds
         while not work.done:
@@ -104,17 +99,19 @@ class Engine:
                     deadline = time.monotonic() + _AGAIN_S
             finally:
                 self._turn.give()
+        del owner
 
     def close(self) -> None:
         """End the thread. What has not begun fails; what is under way gives up at its next look."""
         self.patience.closing = True
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._for_thread.put(None)
-            if thread is not threading.current_thread():
-                thread.join()
-        for work in tuple(self._queue):
-            self.finish(work, 0.0, spins=False)
+        self._background.close()
+        if not self._turn.is_mine():  # else whoever called this runs them
+            for work in tuple(self._queue):
+                self.finish(work, 0.0, spins=False)
+
+    def _run_until(self, work: EngineWork) -> None:
+        """What the thread does."""
+        self.finish(work, None, spins=False)
 
     def _run_next(self, seconds: float, spins: bool) -> None:
         work = self._queue[0]
@@ -140,31 +137,18 @@ class Engine:
             self._turn.tell()
 
 
-def _serve(ref: weakref.ref[Engine]) -> None:
-    """The thread: it holds the engine only while there is something to run."""
-    engine = ref()
-    signals = None if engine is None else engine._for_thread
-    del engine
-    while signals is not None and (work := signals.get()) is not None:
-        engine = ref()
-        if engine is None:
-            return
-        engine.finish(work, None, spins=False)
-        del engine, work
-
-
 @final
 class EngineWork(Work):
     """One operation in the queue."""
 
-    __slots__ = ("_engine", "_owner", "done", "error", "op")
+    __slots__ = ("_engine", "done", "error", "op", "owner")
 
     def __init__(self, engine: Engine, op: CommOp, owner: object) -> None:
         self.op: CommOp | None = op  # None once it has ended: the tensors are the caller's again
         self.done = False
         self.error: CommError | None = None
         self._engine = engine
-        self._owner = owner
+        self.owner = owner
 
     def wait(self, timeout_s: float | None = None) -> None:
         if not self.done:
@@ -178,5 +162,5 @@ class EngineWork(Work):
     def end(self) -> None:
         """The operation has ended, well or badly. Called by whoever ran it."""
         self.op = None
-        self._owner = None
+        self.owner = None
         self.done = True

@@ -20,9 +20,9 @@ from lockstep.comm.hosts.collectives import HostCollectives
 from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.moving import halves
 from lockstep.comm.op import AllWork, CommOp, Work, describe
-from lockstep.comm.reduction import is_reducible
+from lockstep.comm.operands import check_on_cpu
 from lockstep.comm.transport import Transport
-from lockstep.errors import CollectiveTimeout, CommError, ConfigError, SharedMemoryUnavailable, TransportClosed
+from lockstep.errors import CollectiveTimeout, CommError, SharedMemoryUnavailable, TransportClosed
 
 T = TypeVar("T")
 
@@ -102,11 +102,7 @@ class HierarchicalTransport(Transport):
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
         if op.kind in ("send", "recv", "batch_send_recv"):
             return self.beneath.submit(op)
-        if op.reduce is not None and not is_reducible(op.inputs[0].dtype, op.reduce):
-            raise ConfigError(
-                f"{op.kind} of {op.inputs[0].dtype}: the {op.reduce} of this dtype cannot be computed; convert it "
-                f"first, to float32 say"
-            )
+        check_on_cpu(op)
         within = HostsWork(self._engine.submit(op, owner=self), self)
         if op.kind not in ("gather", "scatter", "all_to_all"):
             return within

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import REDUCTIONS
+from lockstep.comm.op import REDUCTIONS, CommOp
+from lockstep.comm.reduction import is_reducible
 from lockstep.errors import ConfigError
 
 SUM_LIKE = ("sum", "mean")
@@ -60,3 +61,15 @@ def check_reduction(reduce: str, tensor: Tensor) -> None:
         )
     if tensor.is_complex() and reduce not in SUM_LIKE:
         raise ConfigError(f"reduce={reduce!r} has no meaning for {tensor.dtype}; only sum and mean have")
+
+
+def check_on_cpu(op: CommOp) -> None:
+    """Raises: ConfigError where a tensor is not in this machine's memory, or torch cannot reduce it there."""
+    for tensor in (*op.inputs, *op.outputs):
+        if not tensor.is_cpu:
+            raise ConfigError(f"{op.kind} of a tensor on {tensor.device}: this communicator is for tensors on the CPU")
+    if op.reduce is not None and not is_reducible(op.inputs[0].dtype, op.reduce):
+        raise ConfigError(
+            f"{op.kind} of {op.inputs[0].dtype}: the {op.reduce} of this dtype cannot be computed; convert it first, "
+            f"to float32 say"
+        )

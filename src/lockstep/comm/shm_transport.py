@@ -19,7 +19,7 @@ from torch import Tensor
 from lockstep.comm.engine import Engine
 from lockstep.comm.local_exchange import exchange as exchange_alone
 from lockstep.comm.op import DONE, AllWork, CommOp, Work, describe
-from lockstep.comm.reduction import is_reducible
+from lockstep.comm.operands import check_on_cpu
 from lockstep.comm.shm.collectives import Collectives
 from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.host import TOKEN_BYTES, Host, Room, offer_memory, why_not_shared
@@ -32,7 +32,7 @@ from lockstep.comm.shm.segment import (
 from lockstep.comm.shm.staging import SLOT_BYTES, Staging
 from lockstep.comm.shm.waiting import Parking, best_parking
 from lockstep.comm.transport import Transport
-from lockstep.errors import CommError, ConfigError, SharedMemoryUnavailable, TransportClosed
+from lockstep.errors import CommError, SharedMemoryUnavailable, TransportClosed
 
 Exchange = Callable[[Any], list[Any]]  # gives every rank's JSON value in rank order; collective
 
@@ -126,7 +126,7 @@ class ShmTransport(Transport):
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
         if op.kind == "batch_send_recv":
             return AllWork([self.submit(part) for part in op.parts])
-        _check_tensors(op)
+        check_on_cpu(op)
         if op.kind in ("send", "recv"):
             return self._mail.submit(op, self)
         if self.world_size == 1:
@@ -188,15 +188,3 @@ def _end(host: Host, control: Control, engine: Engine, mail: Mail, post: Post, r
     mail.close()
     control.leave()
     host.retire(control, room, post.offsets)
-
-
-def _check_tensors(op: CommOp) -> None:
-    """Raises: ConfigError where a tensor is not in this machine's memory, or torch cannot reduce it there."""
-    for tensor in (*op.inputs, *op.outputs):
-        if not tensor.is_cpu:
-            raise ConfigError(f"{op.kind} of a tensor on {tensor.device}: this communicator is for tensors on the CPU")
-    if op.reduce is not None and not is_reducible(op.inputs[0].dtype, op.reduce):
-        raise ConfigError(
-            f"{op.kind} of {op.inputs[0].dtype}: the {op.reduce} of this dtype cannot be computed; convert it first, "
-            f"to float32 say"
-        )

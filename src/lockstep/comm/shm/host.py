@@ -138,6 +138,7 @@ def offer_memory(directory: Path, rank: int, world_size: int) -> tuple[SegmentFi
 
 
 def why_not_shared(error: Exception, rank: int, first_pid: int) -> str:
+    """The sentence for a rank that cannot take part."""
     if isinstance(error, SharedMemoryUnavailable):
         return str(error)
     why = error.strerror if isinstance(error, OSError) else str(error)

@@ -6,13 +6,12 @@ makes the passes itself; while nobody waits, a thread does. Between passes it sl
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable
 from typing import final
 
+from lockstep.comm.background import Background
 from lockstep.comm.op import CommOp, Work
 from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.post import Delivery, Post
@@ -54,13 +53,11 @@ class Mail:
         self._closing = False
         self._post = post
         self._control = control
-        self._name = name
         self._pending: list[Delivery] = []  # in order of submission; changed by whoever has the turn, grown by `submit`
         self._turn = Turn()
         self._waiters = 0
         self._count = threading.Lock()  # of the waiters
-        self._for_thread: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._background = Background(self, Mail._serve, name)
 
     def submit(self, op: CommOp, owner: object) -> Message:
         """Begin a send or a receive. `owner` is kept alive until it has ended."""
@@ -79,7 +76,7 @@ class Mail:
             finally:
                 self._turn.give()
             if not message.done:
-                self._call_thread()
+                self._background.call(True)
         return Message(self, message)
 
     def finish(self, message: Delivery, timeout_s: float | None) -> None:
@@ -101,17 +98,13 @@ class Mail:
             with self._count:
                 self._waiters -= 1
             if any(waiting.op.async_op for waiting in self._pending):
-                self._call_thread()
+                self._background.call(True)
 
     def close(self) -> None:
         """End the thread, and what is pending with TransportClosed."""
         self._closing = True
         self._control.ring(self._control.rank)
-        thread, self._thread = self._thread, None
-        if thread is not None:
-            self._for_thread.put(False)
-            if thread is not threading.current_thread():
-                thread.join()
+        self._background.close()
         try:
             while not self._turn.is_mine() and not self._turn.take(lambda: False, _SLICE_S):
                 self._control.ring(self._control.rank)
@@ -121,16 +114,8 @@ class Mail:
         finally:
             self._turn.give()
 
-    def _call_thread(self) -> None:
-        if self._closing:
-            return
-        if self._thread is None:
-            self._thread = threading.Thread(target=_serve, args=(weakref.ref(self),), name=self._name, daemon=True)
-            self._thread.start()
-        self._for_thread.put(True)
-
-    def serve(self) -> None:
-        """The thread's work: pass until nothing is pending or somebody waits and does it himself."""
+    def _serve(self, _: bool) -> None:
+        """What the thread does: pass until nothing is pending or somebody waits and does it himself."""
         while not self._is_unneeded():
             try:
                 if self._turn.take(self._is_unneeded, _SLICE_S):
@@ -206,16 +191,3 @@ class Mail:
 
     def _closed(self, op: CommOp) -> TransportClosed:
         return TransportClosed(f"{self._control.attendance.where(op)}: this communicator was closed on this rank")
-
-
-def _serve(ref: weakref.ref[Mail]) -> None:
-    """The thread: it holds the mail only while something is pending."""
-    mail = ref()
-    signals = None if mail is None else mail._for_thread
-    del mail
-    while signals is not None and signals.get():
-        mail = ref()
-        if mail is None:
-            return
-        mail.serve()
-        del mail

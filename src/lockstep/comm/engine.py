@@ -104,10 +104,10 @@ class Engine:
     def close(self) -> None:
         """End the thread. What has not begun fails; what is under way gives up at its next look."""
         self.patience.closing = True
+        self._turn.give()  # an interrupt may have kept it here, and the thread would wait for it
         self._background.close()
-        if not self._turn.is_mine():  # else whoever called this runs them
-            for work in tuple(self._queue):
-                self.finish(work, 0.0, spins=False)
+        for work in tuple(self._queue):
+            self.finish(work, 0.0, spins=False)
 
     def _run_until(self, work: EngineWork) -> None:
         """What the thread does."""

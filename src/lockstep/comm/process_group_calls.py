@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from typing import Any, final
 from weakref import WeakSet
@@ -90,11 +89,12 @@ class LockstepGroup(ProcessGroup):
         self._others: dict[str, ProcessGroup] = {}  # kind of device -> the group for its tensors
         self._teller = FutureTeller(f"lockstep-futures-{member.name}")
         self._batch: list[Work] | None = None  # what was started since _start_coalescing
-        self._limit_s = member.timeout_s
         self.transport = LentTransport(self._transport, self)
         self.comm = Communicator(self.transport, member.name)
+        backend: Any = self._gloo._get_backend(_CPU)
+        self._options = backend.options  # of both groups: where torch's ways to change a timeout leave it
         self._set_default_backend(ProcessGroup.BackendType.GLOO)
-        self._register_backend(_CPU, ProcessGroup.BackendType.GLOO, self._gloo._get_backend(_CPU))
+        self._register_backend(_CPU, ProcessGroup.BackendType.GLOO, backend)
         _open_groups.add(self)
 
     # ------------------------------------------------------------------ what torch asks of a group
@@ -111,10 +111,6 @@ class LockstepGroup(ProcessGroup):
 
     def _get_backend(self, device: torch.device) -> Any:
         return (self._gloo if device.type == "cpu" else self._on(device.type))._get_backend(device)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """The limit of operations that begin from now on and name no other."""
-        self._limit_s = timeout.total_seconds()
 
     def shutdown(self) -> None:
         """Give back threads, memory and sockets; what is under way fails. Not collective; again does nothing."""
@@ -174,7 +170,7 @@ class LockstepGroup(ProcessGroup):
         """Begin one operation of the communicator, or several as one. One that is waited for at once ends in here."""
         limit_s = opts.timeout.total_seconds()  # negative: not given
         if limit_s <= 0:
-            limit_s = self._limit_s
+            limit_s = self._limit_s()
         if len(starts) == 1 and not opts.asyncOp and limit_s == self.comm.timeout_s and self._batch is None:
             work = starts[0](async_op=False)
         else:
@@ -182,8 +178,11 @@ class LockstepGroup(ProcessGroup):
             work = works[0] if len(works) == 1 else AllWork(works)
         return GroupWork(self._counted(work), outputs, limit_s, self._teller)
 
+    def _limit_s(self) -> float:
+        return self._options._timeout.total_seconds()
+
     def _message(self, work: Work, source: int = -1) -> dist.Work:
-        return GroupWork(self._counted(work), [], self._limit_s, None, source)
+        return GroupWork(self._counted(work), [], self._limit_s(), None, source)
 
     def _counted(self, work: Work) -> Work:
         if self._batch is not None:
@@ -200,7 +199,7 @@ class LockstepGroup(ProcessGroup):
         if device.type != "cpu":
             return self._on(device.type)._end_coalescing(device)
         works, self._batch = self._batch or [], None
-        return GroupWork(AllWork(works), [], self._limit_s, self._teller)
+        return GroupWork(AllWork(works), [], self._limit_s(), self._teller)
 
     # ------------------------------------------------------------------ reductions
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
-import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from lockstep.comm import preflight
+from lockstep.comm.choose import fastest, wants_shared_memory
+from lockstep.comm.op import CommOp, Work
 from lockstep.comm.shm_transport import ShmTransport
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport
@@ -36,29 +38,26 @@ class Member(NamedTuple):
 
 
 def connect(member: Member) -> tuple[Transport, ProcessGroup]:
-    """The transport of a new group, and a plain Gloo group of the same ranks for what the transport cannot do.
+    """The transport of a new group, and the plain Gloo group of the same ranks that lies beneath it.
 
     Collective: every rank of the group.
     Raises: CollectiveTimeout with the ranks that did not come; PeerLost where the store is gone.
     """
     exchange = exchange_over(member)
-    one_machine = len(set(exchange(preflight.machine_id()))) == 1
-    gloo = gloo_group(member, one_machine)
-    if one_machine:
-        try:
-            transport = ShmTransport.meet(
+    said = exchange([wants_shared_memory(os.environ), preflight.machine_id()])
+    plain = PlainTransport(member, [machine for _, machine in said])
+    if plain.world_size > 1 and plain.is_on_one_machine and all(wants for wants, _ in said):
+        with contextlib.suppress(SharedMemoryUnavailable):  # `fastest` fails too, and warns; it needs Gloo to say so
+            shared = ShmTransport.meet(
                 exchange,
                 rank=member.rank,
                 world_size=member.world_size,
                 global_ranks=member.global_ranks,
                 timeout_s=member.timeout_s,
+                beneath=plain,
             )
-        except SharedMemoryUnavailable as error:
-            if member.rank == 0:
-                warnings.warn(f"group {member.name!r} goes through Gloo, which is slower: {error}", stacklevel=2)
-        else:
-            return transport, gloo
-    return transport_over(gloo, member), gloo
+            return shared, plain.process_group
+    return fastest(plain), plain.process_group
 
 
 def numbered(member: Member) -> Member:
@@ -100,27 +99,6 @@ def exchange_over(member: Member) -> Callable[[Any], list[Any]]:
     return exchange
 
 
-def gloo_group(member: Member, one_machine: bool) -> ProcessGroup:
-    """A Gloo group that torch.distributed does not list. Its connections are made when they are first needed.
-
-    So it costs under a millisecond where another transport carries everything. One machine: only loopback listens.
-    """
-    on_loopback = one_machine and not os.environ.get("GLOO_SOCKET_IFNAME")
-    device = (
-        ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
-        if on_loopback
-        else ProcessGroupGloo.create_default_device(lazy_init=True)
-    )
-    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - the stub has other names
-    options._devices = [device]
-    options._timeout = timedelta(seconds=member.timeout_s)
-    options.global_ranks_in_group = list(member.global_ranks)
-    options.group_name = member.name
-    store = dist.PrefixStore("gloo", member.store)
-    backend = ProcessGroupGloo(store, member.rank, member.world_size, options)
-    return _unlisted(member, _CPU, _BACKENDS.GLOO, backend)
-
-
 def nccl_group(member: Member, options: Any) -> ProcessGroup:
     """An NCCL group that torch.distributed does not list. options: ProcessGroupNCCL.Options, or None."""
     if not dist.is_nccl_available():
@@ -146,11 +124,70 @@ def _unlisted(member: Member, device: torch.device, kind: ProcessGroup.BackendTy
     return group
 
 
-def transport_over(group: ProcessGroup, member: Member) -> Transport:
-    """A transport that owns a group which torch.distributed does not list."""
-    ranks = distributed_c10d._world.pg_group_ranks  # where the transport looks up its global ranks, once
-    ranks[group] = {global_rank: rank for rank, global_rank in enumerate(member.global_ranks)}
-    try:
-        return TorchTransport(group, _CPU, member.timeout_s, owned=True)
-    finally:
-        del ranks[group]
+@final
+class PlainTransport(Transport):
+    """Gloo between the ranks of a group that torch.distributed does not list, which need no listed one to split either.
+
+    Its connections are made when they are first needed: it costs under a millisecond where another transport carries
+    everything. With all ranks on one machine only loopback listens.
+    """
+
+    def __init__(self, member: Member, machines: Sequence[str]) -> None:
+        """machines: rank -> machine, equal for ranks that share one."""
+        self._member = member
+        self._machines = machines
+        self._splits = 0
+        self.process_group = _unlisted(member, _CPU, _BACKENDS.GLOO, self._gloo())
+        ranks = distributed_c10d._world.pg_group_ranks  # where the transport looks up its global ranks, once
+        ranks[self.process_group] = {global_rank: rank for rank, global_rank in enumerate(member.global_ranks)}
+        self._torch = TorchTransport(self.process_group, _CPU, member.timeout_s, owned=True)
+        del ranks[self.process_group]
+        self.name = self._torch.name
+        self.rank = member.rank
+        self.world_size = member.world_size
+        self.global_ranks = member.global_ranks
+        self.device = _CPU
+        self.timeout_s = member.timeout_s
+
+    @property
+    def is_on_one_machine(self) -> bool:
+        """Whether loopback joins all ranks."""
+        return len(set(self._machines)) == 1
+
+    def _gloo(self) -> ProcessGroupGloo:
+        member = self._member
+        on_loopback = self.is_on_one_machine and not os.environ.get("GLOO_SOCKET_IFNAME")
+        device = (
+            ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+            if on_loopback
+            else ProcessGroupGloo.create_default_device(lazy_init=True)
+        )
+        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - the stub has other names
+        options._devices = [device]
+        options._timeout = timedelta(seconds=member.timeout_s)
+        options.global_ranks_in_group = list(member.global_ranks)
+        options.group_name = member.name
+        return ProcessGroupGloo(dist.PrefixStore("gloo", member.store), member.rank, member.world_size, options)
+
+    def submit(self, op: CommOp) -> Work:
+        return self._torch.submit(op)
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
+        number = self._splits
+        self._splits += 1
+        for index, group in enumerate(groups):
+            if self.rank in group:
+                name = f"{number}.{index}"
+                part = Member(
+                    store=dist.PrefixStore(name, self._member.store),
+                    rank=list(group).index(self.rank),
+                    world_size=len(group),
+                    global_ranks=tuple(self.global_ranks[rank] for rank in group),
+                    timeout_s=self.timeout_s,
+                    name=f"{self._member.name}/{name}",
+                )
+                return PlainTransport(part, [self._machines[rank] for rank in group])
+        return None
+
+    def close(self) -> None:
+        self._torch.close()

@@ -64,7 +64,7 @@ class ShmTransport(Transport):
         self.beneath = beneath
         self._host = host
         self._members = tuple(members)
-        control = Control(host.segment, room.control, members, self.rank, host.peers, host.parking)
+        control = host.control_of(room, members)
         control.put_slot(room.slot)
         name = f"lockstep-shm-{self.rank}"
         execute = Collectives(Staging(host.segment, control)).execute
@@ -158,7 +158,11 @@ class ShmTransport(Transport):
             return None
         room = room._replace(control=int(places[mine[0]]))
         members = [self._members[rank] for rank in mine]
-        return ShmTransport(self._host, room, members, [self.global_ranks[rank] for rank in mine])
+        try:
+            return ShmTransport(self._host, room, members, [self.global_ranks[rank] for rank in mine])
+        except BaseException:  # an interrupt: the others have the group and would wait in it
+            self._host.control_of(room, members).leave()
+            raise
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if numel == 0:

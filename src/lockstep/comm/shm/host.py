@@ -83,6 +83,11 @@ class Host:
         self.segment.map[place : place + nbytes] = bytes(nbytes)
         return room._replace(control=place)
 
+    def control_of(self, room: Room, members: Sequence[int]) -> Control:
+        """This rank's view of the words of a group. `members`: rank in the group -> rank in the segment."""
+        index = list(members).index(self.rank)
+        return Control(self.segment, room.control, members, index, self.peers, self.parking)
+
     def give_back(self, room: Room) -> None:
         """Return the memory of a group that was never made."""
         self.heap.give_back(room.slot)

@@ -81,6 +81,7 @@ class Mail:
 
     def finish(self, message: Delivery, timeout_s: float | None) -> None:
         """Return when `message` has ended, moving whatever can be moved meanwhile."""
+        owner = message.owner  # not let go before the turn is given back: its end closes this
         message.limit_s = self.timeout_s if timeout_s is None else timeout_s
         message.deadline = time.monotonic() + message.limit_s  # whoever has the turn obeys it
         with self._count:
@@ -99,14 +100,16 @@ class Mail:
                 self._waiters -= 1
             if any(waiting.op.async_op for waiting in self._pending):
                 self._background.call(True)
+        del owner
 
     def close(self) -> None:
         """End the thread, and what is pending with TransportClosed."""
         self._closing = True
         self._control.ring(self._control.rank)
+        self._turn.give()  # an interrupt may have kept it here, and the thread would wait for it
         self._background.close()
         try:
-            while not self._turn.is_mine() and not self._turn.take(lambda: False, _SLICE_S):
+            while not self._turn.take(lambda: False, _SLICE_S):
                 self._control.ring(self._control.rank)
             for message in tuple(self._pending):
                 self._abandon(message, self._closed(message.op))
@@ -116,6 +119,7 @@ class Mail:
 
     def _serve(self, _: bool) -> None:
         """What the thread does: pass until nothing is pending or somebody waits and does it himself."""
+        owner = next((message.owner for message in tuple(self._pending)), None)  # as in `finish`
         while not self._is_unneeded():
             try:
                 if self._turn.take(self._is_unneeded, _SLICE_S):
@@ -123,6 +127,7 @@ class Mail:
                         self._advance(self._is_unneeded, spins=0)
             finally:
                 self._turn.give()
+        del owner
 
     def _is_unneeded(self) -> bool:
         return self._waiters > 0 or self._closing or not self._pending

@@ -57,13 +57,13 @@ class Delivery:
         self.limit_s = math.inf
         self.done = False
         self.error: CommError | None = None
-        self._owner = owner  # alive until it has ended
+        self.owner = owner  # alive until it has ended
 
     def end(self, error: CommError | None = None) -> None:
         """It is over, well or badly."""
         self.error = error
         self.done = True
-        self._owner = None
+        self.owner = None
 
     def is_done(self) -> bool:
         """Whether it is over."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
     from lockstep.comm.init import init
     from lockstep.comm.mesh import Mesh
+    from lockstep.comm.process_group import register_backend
     from lockstep.data.sampler import DistributedSampler
     from lockstep.parallel.ddp import DistributedDataParallel
     from lockstep.parallel.naive import average_gradients
@@ -25,6 +26,7 @@ _HOME = {
     "Mesh": "lockstep.comm.mesh",
     "average_gradients": "lockstep.parallel.naive",
     "init": "lockstep.comm.init",
+    "register_backend": "lockstep.comm.process_group",
 }
 
 __all__ = [
@@ -34,6 +36,7 @@ __all__ = [
     "Mesh",
     "average_gradients",
     "init",
+    "register_backend",
 ]
 
 

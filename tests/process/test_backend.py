@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ from torch.distributed._functional_collectives import (
     reduce_scatter_tensor,
 )
 
+from lockstep.comm import preflight
+from lockstep.comm.process_group import transport_of
 from lockstep.testing.worlds import run_processes
 
 SHAPES = ((), (1,), (7,), (3, 5), (0,), (2, 0, 3), (1001,))
@@ -266,11 +268,27 @@ def every_case() -> list[list[Any]]:
     return [case() for case in CASES.values()]
 
 
-def run_every_case(rank: int, world_size: int, folder: str) -> int:
-    return len(equal_on_both(rank, world_size, folder, every_case))
+def on_two_hosts() -> list[list[Any]]:
+    """Every case, and that the group knew of the hosts."""
+    group = dist.group.WORLD
+    transport = transport_of(group)
+    assert transport is None or transport.name == "shm+gloo"
+    return every_case()
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_every_call_equals_gloo(world_size: int, tmp_path: Path) -> None:
-    counts = run_processes(world_size, run_every_case, world_size, str(tmp_path), connect=False)
+def run_every_case(rank: int, world_size: int, folder: str, hosts: Sequence[int]) -> int:
+    """hosts: rank -> host, where they are several."""
+    if not hosts:
+        return len(equal_on_both(rank, world_size, folder, every_case))
+    machine_id = preflight.machine_id
+    preflight.machine_id = lambda: f"host {hosts[rank]}"
+    try:
+        return len(equal_on_both(rank, world_size, folder, on_two_hosts))
+    finally:
+        preflight.machine_id = machine_id
+
+
+@pytest.mark.parametrize(("world_size", "hosts"), [(2, ()), (3, ()), (3, (0, 1, 0))])
+def test_every_call_equals_gloo(world_size: int, hosts: Sequence[int], tmp_path: Path) -> None:
+    counts = run_processes(world_size, run_every_case, world_size, str(tmp_path), hosts, connect=False)
     assert counts == [len(CASES)] * world_size

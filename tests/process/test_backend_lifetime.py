@@ -120,7 +120,7 @@ def make_use_destroy(rank: int, world_size: int, folder: str) -> None:
         assert [group() for group in groups] == [None, None]
         left.append((threads(), len(os.listdir("/proc/self/fd"))))
     assert left[1] == left[2]
-    assert not [name for name in left[2][0] if "gloo" in name or "lockstep" in name]
+    assert not [name for name in left[2][0] if "gloo" in name or "lockstep" in name], left
 
 
 def test_destroy_leaves_nothing_behind(tmp_path: Path) -> None:
@@ -222,7 +222,11 @@ def with_limits(rank: int, world_size: int, folder: str) -> tuple[str, list[int]
             assert wait_until(lambda: len(list(Path(folder).glob("done*"))) == 2, timeout_s=20)
             return "", []
         absent = error_of(lambda: dist.new_group([0, 1, 2], timeout=limit))
-        late = error_of(lambda: dist.barrier(timeout=limit))
+        if rank == 0:
+            late = error_of(lambda: dist.barrier(timeout=limit))
+        else:
+            dist.distributed_c10d._set_pg_timeout(limit)
+            late = error_of(dist.barrier)
         (Path(folder) / f"done{rank}").touch()
         assert isinstance(absent, CollectiveTimeout), repr(absent)
         assert isinstance(late, CommError)

@@ -12,8 +12,8 @@ from lockstep.comm import preflight
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport
 from lockstep.comm.process_group import transport_of
-from lockstep.comm.shm_transport import ShmTransport
-from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.shm_transport import Exchange, ShmTransport
+from lockstep.comm.torch_transport import TorchTransport, has_gpus
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, SharedMemoryUnavailable
 
@@ -30,24 +30,24 @@ def wants_shared_memory(environ: Mapping[str, str]) -> bool:
     return word not in ("off", "0")
 
 
-def fastest(plain: Transport) -> Transport:
+def fastest(plain: Transport, exchange: Exchange | None = None) -> Transport:
     """The best transport for the ranks of `plain`, which stays beneath it and is closed with it.
 
-    Collective: every rank of `plain`. Where memory cannot be shared rank 0 warns, and it is `plain` itself.
+    exchange: how the ranks tell each other of it; over `plain` unless given.
+    Collective: every rank of `plain`. Where memory cannot be shared rank 0 warns, and it is `plain` itself; so it is
+    with one rank on each host.
     """
     if plain.world_size == 1 or plain.device.type != "cpu":
         return plain
-    talk = Communicator(plain)
-    wanted = talk.all_gather_object([wants_shared_memory(os.environ), preflight.machine_id()], label="shm")
-    if not all(wants for wants, _ in wanted):
-        return plain
+    exchange = exchange or Communicator(plain).all_gather_object
+    wanted = exchange([wants_shared_memory(os.environ), preflight.machine_id()])
     machines = [machine for _, machine in wanted]
-    if len(set(machines)) == len(machines):
+    if not all(wants for wants, _ in wanted) or len(set(machines)) == len(machines):
         return plain
     try:
         if len(set(machines)) > 1:
-            return HierarchicalTransport.over(plain, machines, lambda part: _share(part, beneath=None))
-        return _share(plain, beneath=plain)
+            return HierarchicalTransport.over(plain, machines, _share)
+        return _share(plain, exchange, beneath=plain)
     except SharedMemoryUnavailable as error:
         if plain.rank == 0:
             text = f"the ranks of this host use {plain.name}, which is several times slower than shared memory: {error}"
@@ -55,10 +55,10 @@ def fastest(plain: Transport) -> Transport:
         return plain
 
 
-def _share(plain: Transport, beneath: Transport | None) -> Transport:
+def _share(plain: Transport, exchange: Exchange | None = None, beneath: Transport | None = None) -> Transport:
     """Shared memory for the ranks of `plain`, which are on one host.  Raises: SharedMemoryUnavailable."""
     return ShmTransport.meet(
-        Communicator(plain).all_gather_object,
+        exchange or Communicator(plain).all_gather_object,
         rank=plain.rank,
         world_size=plain.world_size,
         global_ranks=plain.global_ranks,
@@ -70,9 +70,13 @@ def _share(plain: Transport, beneath: Transport | None) -> Transport:
 def over_group(process_group: Any) -> Transport:
     """The best transport for the ranks of a torch process group; of a group of the backend "lockstep" its own.
 
+    Where the group also has a backend for the GPUs of this machine, torch's calls, which choose by the tensor.
     Collective: every rank of the group, the first time for each group; it lives as long as the group.
     """
-    chosen = transport_of(process_group) or _over.get(process_group)
+    own = transport_of(process_group)
+    if own is not None and not has_gpus(process_group):
+        return own
+    chosen = _over.get(process_group)
     if chosen is None:
         chosen = _over[process_group] = fastest(TorchTransport.over(process_group))
     return chosen

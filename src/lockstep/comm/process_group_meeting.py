@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -15,12 +14,11 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from lockstep.comm import preflight
-from lockstep.comm.choose import fastest, wants_shared_memory
+from lockstep.comm.choose import fastest
 from lockstep.comm.op import CommOp, Work
-from lockstep.comm.shm_transport import ShmTransport
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport
-from lockstep.errors import CollectiveTimeout, CommError, PeerLost, SharedMemoryUnavailable
+from lockstep.errors import CollectiveTimeout, CommError, PeerLost
 
 _CPU = torch.device("cpu")
 _BACKENDS = ProcessGroup.BackendType
@@ -44,20 +42,8 @@ def connect(member: Member) -> tuple[Transport, ProcessGroup]:
     Raises: CollectiveTimeout with the ranks that did not come; PeerLost where the store is gone.
     """
     exchange = exchange_over(member)
-    said = exchange([wants_shared_memory(os.environ), preflight.machine_id()])
-    plain = PlainTransport(member, [machine for _, machine in said])
-    if plain.world_size > 1 and plain.is_on_one_machine and all(wants for wants, _ in said):
-        with contextlib.suppress(SharedMemoryUnavailable):  # `fastest` fails too, and warns; it needs Gloo to say so
-            shared = ShmTransport.meet(
-                exchange,
-                rank=member.rank,
-                world_size=member.world_size,
-                global_ranks=member.global_ranks,
-                timeout_s=member.timeout_s,
-                beneath=plain,
-            )
-            return shared, plain.process_group
-    return fastest(plain), plain.process_group
+    plain = PlainTransport(member, exchange(preflight.machine_id()))
+    return fastest(plain, exchange), plain.process_group
 
 
 def numbered(member: Member) -> Member:

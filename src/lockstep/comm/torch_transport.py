@@ -94,7 +94,7 @@ class TorchTransport(Transport):
                 )
             process_group = distributed_c10d._get_default_group()
         device = torch.device("cpu")
-        if torch.cuda.is_available() and any(kind.type == "cuda" for kind in process_group._device_types):
+        if has_gpus(process_group):
             current = torch.device("cuda", torch.cuda.current_device())
             if process_group._get_backend(current).name() == "nccl":
                 device = process_group.bound_device_id or current
@@ -381,6 +381,11 @@ class TorchTransport(Transport):
 
     def _work(self, op: CommOp, work: dist.Work, finish: Callable[[], object] | None = None) -> Work:
         return (NcclWork if self._nccl else GlooWork)(self, op, work, finish)
+
+
+def has_gpus(process_group: ProcessGroup) -> bool:
+    """Whether the group has a backend for GPUs, and this machine has some."""
+    return torch.cuda.is_available() and any(kind.type == "cuda" for kind in process_group._device_types)
 
 
 def has_default_group() -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 import ctypes
+import os
 import platform
 import sys
 import threading
@@ -35,6 +36,12 @@ def fence() -> None:
     if lock.locked():  # not so the first time, and after an interrupt between the two
         lock.release()
     lock.acquire(blocking=False)
+
+
+def yield_core() -> None:
+    """Let another process that waits for this core have it now."""
+    if hasattr(os, "sched_yield"):
+        os.sched_yield()
 
 
 class Parking(abc.ABC):

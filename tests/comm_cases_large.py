@@ -1,4 +1,4 @@
-"""More of what every transport must do: tensors of several chunks, memory of `comm.empty`, many things under way at once.
+"""More of what every transport must do: large tensors, memory of `comm.empty`, many things under way at once.
 
 Sizes lie around the borders of the shared-memory transport: 4 KiB (a letter), 32 KiB (each rank sums for itself), 256
 KiB (a piece of the belt), 512 KiB (half a slot). The numbers are those of `comm_cases`, so any order of a sum is exact.
@@ -381,7 +381,7 @@ def blocking_between_asynchronous(comm: Communicator) -> None:
 
 def several_groups_in_any_order(comm: Communicator) -> None:
     """Ranks use their groups in different order; each group's own order is what counts."""
-    W, rank = comm.world_size, comm.rank
+    rank = comm.rank
     parts = [comm.split(0), comm.split(rank % 2), comm.split(rank // 2), comm.split(0, key=-rank)]
     groups = [group for group in parts if group is not None]
     order = groups[rank % 4 :] + groups[: rank % 4]

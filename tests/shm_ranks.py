@@ -7,8 +7,10 @@ import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
+from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.waiting import Parking, PollingParking
 from lockstep.comm.shm_transport import ShmTransport
@@ -56,6 +58,14 @@ def on_polling_shm(comm: Communicator, case: Callable[[Communicator], object]) -
     """The same, where the system has no futex."""
     with shared(comm, parking=PollingParking()) as ours:
         return case(ours)
+
+
+def goes_on(comm: Communicator) -> None:
+    """The group is in step."""
+    for count in (3, 300_000):
+        tensor = torch.full((count,), float(comm.rank))
+        comm.all_reduce(tensor)
+        same(tensor, torch.full((count,), float(sum(range(comm.world_size)))))
 
 
 def shared_mappings() -> list[tuple[int, int]]:

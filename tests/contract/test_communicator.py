@@ -27,21 +27,23 @@ def run_table_on_shm(comm: Communicator, table: str, polling: bool) -> object:
     return (on_polling_shm if polling else on_shm)(comm, lambda ours: run_table(ours, table))
 
 
-@pytest.mark.parametrize("table", TABLES)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("run", [run_threads, run_processes])
-def test_every_case(run: Callable[..., list[Any]], world_size: int, table: str) -> None:
-    assert run(world_size, run_table, table) == [list(TABLES[table])] * world_size
+def test_every_case(run: Callable[..., list[Any]], world_size: int) -> None:
+    assert run(world_size, run_table, "cases") == [list(comm_cases.CASES)] * world_size
+
+
+@pytest.mark.parametrize(("run", "world_size"), [(run_threads, 3), (run_processes, 2), (run_processes, 3)])
+def test_every_large_case(run: Callable[..., list[Any]], world_size: int) -> None:
+    assert run(world_size, run_table, "large") == [list(comm_cases_large.CASES)] * world_size
 
 
 @pytest.mark.parametrize("table", TABLES)
-@pytest.mark.parametrize(
-    ("world_size", "polling"), [(1, False), (2, False), (3, False), (4, False), (2, True), (3, True)]
-)
+@pytest.mark.parametrize(("world_size", "polling"), [(1, False), (2, False), (3, False), (4, False), (2, True)])
 def test_every_case_on_shared_memory(world_size: int, polling: bool, table: str) -> None:
     assert run_processes(world_size, run_table_on_shm, table, polling) == [list(TABLES[table])] * world_size
 
 
 @pytest.mark.parametrize("world_size", [5, 8])
 def test_many_ranks_on_shared_memory(world_size: int) -> None:
-    assert run_processes(world_size, run_table_on_shm, "cases", False) == [list(comm_cases.CASES)] * world_size
+    assert run_processes(world_size, run_table_on_shm, "cases", polling=False) == [list(comm_cases.CASES)] * world_size

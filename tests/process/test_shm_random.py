@@ -29,7 +29,7 @@ def run_program(comm: Communicator, program: list[Step]) -> int:
     return Run(comm).run(program)
 
 
-@pytest.mark.parametrize(("world_size", "examples"), [(2, 12), (3, 12), (5, 4)])
+@pytest.mark.parametrize(("world_size", "examples"), [(2, 10), (3, 10), (5, 2)])
 def test_programs_on_shared_memory(world_size: int, examples: int) -> None:
     checked = 0
 

@@ -51,6 +51,10 @@ class Patience:
         self.seconds = seconds
         self._given_up = self._op
 
+    def is_busy(self) -> bool:
+        """Whether an operation is under way."""
+        return self._op is not None
+
     def is_over(self) -> bool:
         """Whether the operation under way must give up."""
         return time.monotonic() > self.deadline or (self._given_up is not None and self._given_up is self._op)
@@ -108,6 +112,10 @@ class Engine:
         self._background.close()
         for work in tuple(self._queue):
             self.finish(work, 0.0, spins=False)
+
+    def is_mid_operation(self) -> bool:
+        """Whether this very thread is in the middle of an operation, below the caller."""
+        return self._turn.is_mine() and self.patience.is_busy()
 
     def _run_until(self, work: EngineWork) -> None:
         """What the thread does."""

@@ -52,7 +52,6 @@ class ShmTransport(Transport):
         room: Room,
         members: Sequence[int],
         global_ranks: Sequence[int],
-        beneath: Transport | None = None,
     ) -> None:
         """`members`: rank in this group -> rank in the segment. `room`: where the group's memory lies."""
         self.name = "shm"
@@ -61,7 +60,7 @@ class ShmTransport(Transport):
         self.global_ranks = tuple(global_ranks)
         self.device = torch.device("cpu")
         self.timeout_s = host.timeout_s
-        self.beneath = beneath
+        self.beneath: Transport | None = None  # closed with this one
         self._host = host
         self._members = tuple(members)
         control = host.control_of(room, members)
@@ -97,28 +96,29 @@ class ShmTransport(Transport):
         """
         place = Path(directory) if directory is not None else default_directory()
         file, offer = offer_memory(place, rank, world_size)
-        host: Host | None = None
+        transport: ShmTransport | None = None
         try:
             offers = exchange(offer)
             problem = next((found["problem"] for found in offers if found["problem"]), "")
-            transport: ShmTransport | None = None
             if not problem:
                 try:
                     file = file or SegmentFile.open(offers[0]["path"])
                     host = Host.join(file, offers, rank, timeout_s, str(place), parking or best_parking())
                     room = Room(TOKEN_BYTES, host.heap.allocate(SLOT_BYTES), owns_control=False)
-                    transport = cls(host, room, range(world_size), global_ranks, beneath)
+                    transport = cls(host, room, range(world_size), global_ranks)
                 except (OSError, ValueError, SharedMemoryUnavailable) as error:
                     problem = why_not_shared(error, rank, offers[0]["pid"])
             problem = next((found for found in exchange(problem) if found), "")
+            if problem or transport is None:
+                raise SharedMemoryUnavailable(problem)
+        except BaseException:
+            if transport is not None:
+                transport.close()
+            raise
         finally:
             if file is not None:
                 file.close()
-        if problem or transport is None:
-            if transport is not None:
-                transport.beneath = None
-                transport.close()
-            raise SharedMemoryUnavailable(problem)
+        transport.beneath = beneath
         return transport
 
     def submit(self, op: CommOp) -> Work:
@@ -177,6 +177,9 @@ class ShmTransport(Transport):
             return torch.empty(numel, dtype=dtype, device="cpu")
 
     def close(self) -> None:
+        if self._engine.is_mid_operation():  # a signal handler's: what is under way must end first, and the rest later
+            self._engine.patience.closing = True
+            return
         self._end()
         if self.beneath is not None:
             self.beneath.close()

@@ -4,7 +4,8 @@
 
 Every variant owns a copy of the model and its AdamW. A round runs each of them once on the same batch, so what the
 machine does meanwhile falls on all alike. Two figures per step: forward + backward (ends with averaged gradients), and
-the whole step with the optimizer. "torch" is torch's class on Gloo, "alone" the bare model: no communication at all.
+the whole step with the optimizer. "torch" is torch's class on Gloo, "alone" the bare model: no communication at all,
+and with a barrier what it costs to wait for the slower rank, which no transport can save.
 What a variant adds to that step is its price, and `gone` is the share of torch's price that it does without:
 (torch - ours) / (torch - alone). `--wide` adds what tells the class from the transport (naive averaging, no_sync, torch
 with bucket views), `--floor` a second torch copy: how far from 1.00 two equal things come out.
@@ -46,12 +47,15 @@ from lockstep.comm.process_group import register_backend, transport_of
 # Two ends of what a rank does in a step: many tokens through few weights, few tokens through many weights.
 SHAPES: dict[str, dict[str, int]] = {
     "compute": {"n_layer": 4, "n_embd": 192, "n_head": 6, "vocab_size": 512, "B": 4, "T": 128},
+    "compute-heavy": {"n_layer": 4, "n_embd": 256, "n_head": 8, "vocab_size": 512, "B": 4, "T": 256},
     "communication": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 4096, "B": 1, "T": 16},
     "gpt-30m": {"n_layer": 9, "n_embd": 512, "n_head": 8, "vocab_size": 4096, "B": 1, "T": 32},
 }
-ROUNDS = {"compute": 80, "communication": 60, "gpt-30m": 60}
+ROUNDS = {"compute": 80, "compute-heavy": 40, "communication": 60, "gpt-30m": 60}
 SHARED, GLOO = "lockstep on shared memory", "lockstep on gloo"
-REFERENCES = ("alone", "torch")  # always measured
+MEETING = "alone and a barrier"  # nothing is exchanged, but every backward ends with the slowest rank's
+BY_THEMSELVES = ("alone", MEETING)
+REFERENCES = (*BY_THEMSELVES, "torch")  # always measured
 VARIANTS = (GLOO, "torch on lockstep", SHARED)
 WIDE = ("naive", "lockstep no_sync", "torch views", "torch no_sync")
 GOAL_ADDED = 1.02  # of the step alone, where there is much to compute
@@ -117,7 +121,9 @@ class Variant:
         self.optimizer = torch.optim.AdamW(self.inner.parameters(), lr=1e-4)
 
     def _wrap(self, name: str, groups: Groups) -> Any:
-        if name == "alone":
+        if name == MEETING:
+            self.average = lambda: groups.shared.barrier()
+        if name in BY_THEMSELVES:
             return self.inner
         if name == "naive":
             self.average = lambda: lockstep.average_gradients(self.inner, groups.gloo)
@@ -168,7 +174,7 @@ def distances(variants: dict[str, Variant]) -> dict[str, float]:
     reference = list(variants["torch"].inner.parameters())
     found = {}
     for name, variant in variants.items():
-        if name != "alone" and not name.endswith("no_sync"):  # those train by themselves
+        if name not in BY_THEMSELVES and not name.endswith("no_sync"):  # those train by themselves
             pairs = zip(variant.inner.parameters(), reference, strict=True)
             found[name] = max(float((a - b).detach().abs().max()) for a, b in pairs)
     return found
@@ -185,14 +191,14 @@ def results(shape: str, by_rank: list[dict[str, Any]], world_size: int) -> list[
     whole = figures["whole step"]
     for name in (name for name in whole if name != "alone" and not name.endswith("no_sync")):
         found.append(against_alone(shape, name, whole, world_size))
-        if not name.startswith("torch") or name == "torch on lockstep":
+        if name in VARIANTS:
             found.append(gone(shape, name, whole, world_size))
     return found
 
 
 def against_torch(shape: str, metric: str, samples: Samples, by_rank: list[dict[str, Any]]) -> list[Result]:
     """Step times beside torch's, also beside torch's with bucket views. On the same Gloo, ours has the goal."""
-    pairs = [(name, "torch") for name in samples if name not in ("torch", "alone")]
+    pairs = [(name, "torch") for name in samples if name not in ("torch", *BY_THEMSELVES)]
     pairs += [(GLOO, "torch views")] if "torch views" in samples and GLOO in samples else []
     return [
         compare(
@@ -215,7 +221,7 @@ def against_alone(shape: str, name: str, samples: Samples, world_size: int) -> R
     pairs = zip(samples[name], samples["alone"], strict=True)
     added = statistics.median(with_others - alone for with_others, alone in pairs)
     result = f"{shape}, whole step: {name} / alone"
-    goal = f"at most {GOAL_ADDED}" if shape == "compute" and name == SHARED else ""
+    goal = f"at most {GOAL_ADDED}" if shape.startswith("compute") and name == SHARED else ""
     return compare(
         result, samples[name], samples["alone"], unit="ms", world_size=world_size, goal=goal, added_ms=round(added, 2)
     )

@@ -114,7 +114,7 @@ class Variant:
     def __init__(self, name: str, shape: dict[str, int], rank: int, groups: Groups) -> None:
         self.shape, self.rank = shape, rank
         self.over: str | None = None  # the transport's name
-        self.average: Callable[[], None] = lambda: None
+        self.average: Callable[[], object] = lambda: None
         self.context: Callable[[], Any] = contextlib.nullcontext
         self.inner = model_of(shape)
         self.model: Any = self._wrap(name, groups)
@@ -122,7 +122,7 @@ class Variant:
 
     def _wrap(self, name: str, groups: Groups) -> Any:
         if name == MEETING:
-            self.average = lambda: groups.shared.barrier()
+            self.average = groups.shared.barrier
         if name in BY_THEMSELVES:
             return self.inner
         if name == "naive":

@@ -33,9 +33,10 @@ def main() -> None:
             loss.backward()
             optimizer.step()
         if dist.get_rank() == 0:
-            print(f"epoch {epoch}: loss {loss.item():.5f}", flush=True)
+            print(f"epoch {epoch}: loss {loss.item():.5f}\n", end="")
     weights = [round(weight, 3) for weight in model.module.weight[0].tolist()]
-    print(f"rank {dist.get_rank()}: {weights}", flush=True)
+    # torchrun runs Python unbuffered: without `end` another rank's text may come between a line and its end
+    print(f"rank {dist.get_rank()}: {weights}\n", end="")
     dist.destroy_process_group()
 
 

@@ -96,6 +96,6 @@ def segment_files() -> list[os.stat_result]:
 
 
 def segment_bytes() -> int:
-    """How much memory the one segment takes, of all ranks together."""
-    (file,) = {(stat.st_dev, stat.st_ino, stat.st_blocks) for stat in segment_files()}
-    return 512 * file[2]
+    """How much memory the open segments take, of all ranks together."""
+    files = {(stat.st_dev, stat.st_ino): stat.st_blocks for stat in segment_files()}
+    return 512 * sum(files.values())

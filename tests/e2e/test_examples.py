@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -15,11 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def printed(*words: str) -> list[str]:
     """Standard output of a Python that is given `words`; its errors go into the failure."""
-    # Unbuffered, Python writes a line and its end apart: another rank's line may come between them.
-    environ = {**os.environ, "PYTHONUNBUFFERED": ""}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=100, check=False
-    )
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

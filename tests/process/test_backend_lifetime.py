@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -106,6 +107,7 @@ def make_use_destroy(rank: int, world_size: int, folder: str) -> None:
     register_backend()
     store = dist.FileStore(f"{folder}/store", world_size)
     left: list[tuple[list[str], int]] = []
+    gc.collect()
     before = threads()  # an earlier job of this process may have left some
     for turn in range(3):
         dist.init_process_group("lockstep", store=store, rank=rank, world_size=world_size)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.op import CommOp, Reduction, describe, signature
+from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce
 from lockstep.errors import CollectiveMismatch
 
@@ -51,11 +52,6 @@ def _copy(target: Tensor, source: Tensor, ops: Mapping[int, CommOp], source_rank
             target_rank,
         )
     target.view(-1).copy_(source.view(-1))
-
-
-def _pieces(whole: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-    """One tensor per rank: `whole` is either that already or one flat tensor of equal parts."""
-    return whole[0].view(count, whole[0].numel() // count).unbind() if len(whole) == 1 and count > 1 else whole
 
 
 def _by_rank(ops: Sequence[CommOp]) -> dict[int, CommOp]:
@@ -103,20 +99,20 @@ def _scatter(ops: Sequence[CommOp]) -> None:
 
 def _all_gather(ops: Sequence[CommOp]) -> None:
     for target, op in enumerate(ops):
-        for source, piece in enumerate(_pieces(op.outputs, len(ops))):
+        for source, piece in enumerate(pieces(op.outputs, len(ops))):
             _copy(piece, ops[source].inputs[0], _by_rank(ops), source, target)
 
 
 def _reduce_scatter(ops: Sequence[CommOp]) -> None:
-    pieces = [_pieces(op.inputs, len(ops)) for op in ops]
-    for source, row in enumerate(pieces):
+    rows = [pieces(op.inputs, len(ops)) for op in ops]
+    for source, row in enumerate(rows):
         for target, piece in enumerate(row):
             if piece.numel() != ops[target].outputs[0].numel():
                 problem = (
                     f"rank {source} has {piece.numel()} elements to reduce into rank {target}'s output of another size"
                 )
                 raise _mismatch(problem, _by_rank(ops), source, target)
-    results = [tree_reduce([row[target].view(-1) for row in pieces], _reduction(ops)) for target in range(len(ops))]
+    results = [tree_reduce([row[target] for row in rows], _reduction(ops)) for target in range(len(ops))]
     for op, result in zip(ops, results, strict=True):  # only now: an output may be a part of its rank's input
         op.outputs[0].view(-1).copy_(result)
 

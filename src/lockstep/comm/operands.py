@@ -49,6 +49,13 @@ def in_place_list(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Callab
     return tuple(flat for flat, _ in pairs), (copy_back if copies else None)
 
 
+def pieces(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
+    """One flat tensor for each of `count` ranks: `tensors` are that already, or one tensor of equal parts."""
+    if len(tensors) == 1 and count > 1:
+        return tensors[0].view(count, tensors[0].numel() // count).unbind()
+    return [tensor.view(-1) for tensor in tensors]
+
+
 def check_reduction(reduce: str, tensor: Tensor) -> None:
     """Raises: ConfigError for a reduction that does not exist, or has no meaning for this dtype."""
     if reduce == "sum":

@@ -23,9 +23,10 @@ import torch
 
 from lockstep.comm.hosts.links import Links, Stage
 from lockstep.comm.hosts.mail import Fault
-from lockstep.comm.hosts.moving import BarrierStage, BroadcastStage, GatherStage, halves, pieces
+from lockstep.comm.hosts.moving import BarrierStage, BroadcastStage, GatherStage, halves
 from lockstep.comm.hosts.summing import AllReduceStage, ReduceScatterStage
 from lockstep.comm.op import CommOp, describe
+from lockstep.comm.operands import pieces
 from lockstep.errors import CommError, TransportClosed
 
 BLOCK_BYTES = 4 << 20

@@ -10,6 +10,7 @@ from torch import Tensor
 from lockstep.comm.hosts.links import Links, Stage
 from lockstep.comm.hosts.mail import Fault, Shared, Spread, as_bytes
 from lockstep.comm.op import CommOp
+from lockstep.comm.operands import pieces
 
 
 @final
@@ -103,13 +104,6 @@ class GatherStage(Stage):
             block = as_bytes(self.blocks[rank])
             yield block, message[start : start + block.numel()]
             start += block.numel()
-
-
-def pieces(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-    """One flat tensor for each rank: `tensors` are that already, or one tensor of equal parts."""
-    if len(tensors) == 1 and count > 1:
-        return tensors[0].view(count, tensors[0].numel() // count).unbind()
-    return [tensor.view(-1) for tensor in tensors]
 
 
 def _joined(

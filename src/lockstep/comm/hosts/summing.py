@@ -15,8 +15,8 @@ from torch import Tensor
 
 from lockstep.comm.hosts.links import Links, Stage
 from lockstep.comm.hosts.mail import Addressed, Fault, Shared, as_bytes
-from lockstep.comm.hosts.moving import pieces
 from lockstep.comm.op import CommOp, Reduction
+from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import join_subtrees, tree_reduce
 from lockstep.comm.transport import Transport
 

@@ -11,7 +11,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm.op import CommOp, describe
-from lockstep.comm.shm.reducing import pieces
+from lockstep.comm.operands import pieces
 from lockstep.comm.shm.staging import HALF_BYTES, Staging, move
 from lockstep.errors import CollectiveMismatch
 

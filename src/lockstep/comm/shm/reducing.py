@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.op import CommOp, Reduction, describe
+from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_into
 from lockstep.comm.shm.staging import HALF_BYTES, Staging, move
 from lockstep.errors import CollectiveMismatch
@@ -192,14 +193,6 @@ class Reducing:
                     f"{describe(op)} on rank {self._rank}: rank 0 gives parts of {first} elements, rank {rank} of "
                     f"{other}. Next: give the same sizes on every rank"
                 )
-
-
-def pieces(whole: Sequence[Tensor], count: int) -> Sequence[Tensor]:
-    """One flat tensor per rank: `whole` is either that already or one tensor of equal parts."""
-    if len(whole) == 1:
-        flat = whole[0].view(-1)
-        return flat.view(count, flat.numel() // count).unbind()
-    return [tensor.view(-1) for tensor in whole]
 
 
 def _reduction(op: CommOp) -> Reduction:

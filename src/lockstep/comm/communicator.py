@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lockstep.comm import objects
 from lockstep.comm.op import CommOp, Kind, Reduction, ThenWork, Work
-from lockstep.comm.operands import SUM_LIKE, check_reduction, dense, in_place, in_place_list
+from lockstep.comm.operands import SUM_LIKE, WIDER, check_reduction, dense, in_place, in_place_list
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, TransportClosed
 
@@ -63,6 +63,34 @@ class Communicator:
         Not collective. Memory: given back with the last reference to its storage.
         """
         return self.transport.empty(numel, dtype)
+
+    def shared(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
+        """One tensor [numel] of zeros that all ranks see: what one writes, the others read after the next collective.
+
+        None, on every rank alike, where ranks cannot share memory or there is no room for it. Do not pass it to a
+        collective as what each rank has for itself: it is the same on all. Collective.
+        Memory: given back when no rank refers to its storage any more; a rank that keeps it keeps it for all.
+        Raises: CollectiveMismatch, where ranks ask for different tensors.
+        """
+        if self._closed:
+            raise TransportClosed(f"shared on a closed communicator ({self.name!r}, rank {self.rank})")
+        if numel < 0:
+            raise ConfigError(f"shared of {numel} elements: give their number, 0 or more")
+        if self.world_size == 1:
+            with torch.inference_mode(False):  # like what the transports make: for use in every mode
+                return torch.zeros(numel, dtype=dtype, device=self.device)
+        return self.transport.shared(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        """Let the memory of a `shared` tensor, or a part of one, go back to the system until it is touched again.
+
+        Its values are lost, on all ranks: zeros, or what was there. Not collective: one rank calls it, when no other
+        reads or writes. The way there and back costs as much as writing the tensor fifteen times, and ends the process
+        (SIGBUS) where the memory is another's by then: a buffer that is used again is better kept.
+        """
+        if not tensor.is_contiguous():
+            raise ConfigError("release needs a contiguous tensor: between its elements lie others'")
+        self.transport.release(tensor)
 
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.world_size}"
@@ -236,8 +264,12 @@ class Communicator:
     def reduce_scatter_tensor(
         self, output: Tensor, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = ""
     ) -> Work:
-        """`output` [n] becomes this rank's part of the reduction of `tensor` [W * n]; it may be that part itself."""
-        self._check_even("reduce_scatter_tensor", whole=tensor, part=output)
+        """`output` [n] becomes this rank's part of the reduction of `tensor` [W * n]; it may be that part itself.
+
+        A wider `output` (float32 for bfloat16 or float16, float64 for float32) takes the sum of widened elements: what
+        travels is narrow, what is added is not.
+        """
+        self._check_even("reduce_scatter_tensor", whole=tensor, part=output, may_widen=True)
         check_reduction(reduce, output)
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
         whole = dense(tensor)
@@ -368,14 +400,17 @@ class Communicator:
         if len(dtypes) > 1:
             raise ConfigError(f"{argument} on rank {self.rank}: one operation has one dtype, not {sorted(dtypes)}")
 
-    def _check_even(self, kind: str, whole: Tensor, part: Tensor) -> None:
+    def _check_even(self, kind: str, whole: Tensor, part: Tensor, may_widen: bool = False) -> None:
         if whole.numel() != self.world_size * part.numel():
             raise ConfigError(
                 f"{kind} on rank {self.rank}: the whole has {whole.numel()} elements, but {self.world_size} ranks x "
                 f"{part.numel()} elements each are {self.world_size * part.numel()}; for uneven parts use the list form"
             )
-        if whole.dtype != part.dtype:
-            raise ConfigError(f"{kind} on rank {self.rank}: dtypes differ, {whole.dtype} and {part.dtype}")
+        if whole.dtype != part.dtype and not (may_widen and part.dtype == WIDER.get(whole.dtype)):
+            raise ConfigError(
+                f"{kind} on rank {self.rank}: dtypes differ, {whole.dtype} and {part.dtype}"
+                + ("; a wider sum is float32 of bfloat16 or float16, or float64 of float32" if may_widen else "")
+            )
 
     def _check_root_list(self, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, root: int) -> bool:
         """Whether this rank is the root, which alone has the list."""

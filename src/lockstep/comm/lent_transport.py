@@ -51,5 +51,11 @@ class LentTransport(Transport):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self._transport.empty(numel, dtype)
 
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self._transport.shared(numel, dtype)
+
+    def release(self, tensor: Tensor) -> None:
+        self._transport.release(tensor)
+
     def close(self) -> None:
         pass

@@ -112,7 +112,8 @@ def _reduce_scatter(ops: Sequence[CommOp]) -> None:
                     f"rank {source} has {piece.numel()} elements to reduce into rank {target}'s output of another size"
                 )
                 raise _mismatch(problem, _by_rank(ops), source, target)
-    results = [tree_reduce([row[target] for row in rows], _reduction(ops)) for target in range(len(ops))]
+    sum_dtype = ops[0].outputs[0].dtype
+    results = [tree_reduce([row[target].to(sum_dtype) for row in rows], _reduction(ops)) for target in range(len(ops))]
     for op, result in zip(ops, results, strict=True):  # only now: an output may be a part of its rank's input
         op.outputs[0].view(-1).copy_(result)
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 from typing import final
 
 import torch
+from torch import Tensor
 
+from lockstep.comm.agreement import agree_on_tensor
 from lockstep.comm.local_exchange import copy_message, exchange, find_mismatch
 from lockstep.comm.op import AllWork, CommOp, Work, describe
 from lockstep.comm.transport import Transport
@@ -68,6 +70,7 @@ class _Group:
         self.collectives: dict[int, _Entry] = {}  # number -> what some ranks have called and others not yet
         self.messages: list[tuple[int, CommOp, _Entry]] = []  # sends and receives without a partner yet, oldest first
         self.children: dict[tuple[int, int], _Group] = {}  # (number of the split, index of the group)
+        self.shared: dict[int, tuple[Tensor, set[int]]] = {}  # number -> a tensor of all ranks, and who lacks it
 
     def gone(self, rank: int) -> str | None:
         """How this rank ended or left; None while it is here."""
@@ -139,6 +142,7 @@ class LocalTransport(Transport):
         self._group = group
         self._collectives = 0
         self._splits = 0
+        self._shared = 0
 
     def submit(self, op: CommOp) -> Work:
         if op.kind == "batch_send_recv":
@@ -172,6 +176,26 @@ class LocalTransport(Transport):
                     )
                 return LocalTransport(child, list(ranks).index(self.rank))
         return None
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        number = self._shared
+        self._shared += 1
+        waiting = self._group.shared
+        if self.rank == 0:
+            with self._group.world.changed, torch.inference_mode(False):  # for use in every mode
+                waiting[number] = (torch.zeros(numel, dtype=dtype, device="cpu"), set(range(self.world_size)))
+        try:
+            agree_on_tensor(self, numel, dtype, 0)
+        except CommError:
+            with self._group.world.changed:
+                waiting.pop(number, None)
+            raise
+        with self._group.world.changed, torch.inference_mode(False):
+            whole, missing = waiting[number]
+            missing.remove(self.rank)
+            if not missing:
+                del waiting[number]
+            return whole.data  # with a count of changes of its own, as on processes: autograd looks at that
 
     def close(self) -> None:
         with self._group.world.changed:

@@ -47,7 +47,8 @@ class CommOp(NamedTuple):
         gather              inputs (t,); outputs (o_0 .. o_W-1) on the root    peer = destination
         all_gather          inputs (t,); outputs (o_0 .. o_W-1), or one flat tensor of W * t.numel() elements
         scatter             inputs (i_0 .. i_W-1) on the root; outputs (t,)    peer = source
-        reduce_scatter      inputs (i_0 .. i_W-1), or one flat tensor of W * t.numel(); outputs (t,)
+        reduce_scatter      inputs (i_0 .. i_W-1), or one flat tensor of W * t.numel(); outputs (t,), maybe of a wider
+                            dtype, in which is added then
         all_to_all          inputs (i_0 .. i_W-1); outputs (o_0 .. o_W-1)
         barrier             nothing
     """
@@ -84,6 +85,8 @@ def signature(op: CommOp) -> str:
         words.append(str(list(tensors[0].shape)))
     if op.reduce is not None:
         words.append(op.reduce)
+        if op.outputs and op.outputs[0].dtype != op.inputs[0].dtype:
+            words.append("in " + str(op.outputs[0].dtype).removeprefix("torch."))
     if op.peer is not None and op.kind not in ("send", "recv"):
         words.append(f"root={op.peer}")
     return " ".join(words)

@@ -12,6 +12,7 @@ from lockstep.comm.reduction import is_reducible
 from lockstep.errors import ConfigError
 
 SUM_LIKE = ("sum", "mean")
+WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}  # to add in
 
 
 def dense(tensor: Tensor) -> Tensor:

@@ -20,6 +20,8 @@ from torch import Tensor
 
 from lockstep.comm.op import Reduction
 
+_BLOCK_BYTES = 256 * 1024  # what is written last is still in the cache when it is read
+
 _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
     "sum": torch.add,
     "mean": torch.add,
@@ -45,20 +47,40 @@ def tree_reduce(parts: Sequence[Tensor], reduce: Reduction) -> Tensor:
 
 
 def tree_reduce_into(target: Tensor, parts: Sequence[Tensor], reduce: Reduction, scratch: Sequence[Tensor]) -> None:
-    """`tree_reduce` of two or more `parts` into `target`, which may be one of them; no new memory.
+    """`tree_reduce` of `parts` into `target`, which may be one of them; no new memory.
 
-    scratch: half as many tensors as parts, each of their size; not needed for two parts.
+    A `target` of a wider dtype: every part is widened before anything is added.
+    scratch: half as many tensors as parts, each of `target`'s size and dtype; not needed for two parts.
     """
     combine = _COMBINE[reduce]
+
+    def join(left: Tensor, right: Tensor, out: Tensor) -> None:
+        if left.dtype != out.dtype:  # the kernel adds in the wider dtype of the two, and both may be narrow
+            left = out.copy_(left)
+        combine(left, right, out=out)
+
     level = list(parts)
     while len(level) > 2:
         pairs = len(level) // 2
         for index in range(pairs):  # scratch[i] takes nodes 2i and 2i + 1: never one that is still to be read
-            combine(level[2 * index], level[2 * index + 1], out=scratch[index])
+            join(level[2 * index], level[2 * index + 1], scratch[index])
         level = [*scratch[:pairs], *level[2 * pairs :]]
-    combine(level[0], level[1], out=target)
+    if len(level) == 1:
+        target.copy_(level[0])
+        return
+    join(level[0], level[1], target)
     if reduce == "mean":
         target.div_(len(parts))
+
+
+def tree_reduce_by_blocks(target: Tensor, parts: Sequence[Tensor], reduce: Reduction) -> None:
+    """`tree_reduce_into`, in blocks that stay in the cache; all are flat. Memory: half as many blocks as parts."""
+    step = target.numel() if target.is_cuda else min(target.numel(), _BLOCK_BYTES // target.element_size())
+    scratch = [target.new_empty(step) for _ in parts[1::2]] if len(parts) > 2 else []
+    for start in range(0, target.numel(), step or 1):
+        block = target[start : start + step]
+        rows = [part[start : start + step] for part in parts]
+        tree_reduce_into(block, rows, reduce, [spare[: block.numel()] for spare in scratch])
 
 
 @functools.cache

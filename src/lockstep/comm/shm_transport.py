@@ -16,6 +16,7 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
+from lockstep.comm.agreement import agree_on_tensor
 from lockstep.comm.engine import Engine
 from lockstep.comm.local_exchange import exchange as exchange_alone
 from lockstep.comm.op import DONE, AllWork, CommOp, Work, describe
@@ -32,7 +33,7 @@ from lockstep.comm.shm.segment import (
 from lockstep.comm.shm.staging import SLOT_BYTES, Staging
 from lockstep.comm.shm.waiting import Parking, best_parking
 from lockstep.comm.transport import Transport
-from lockstep.errors import CommError, SharedMemoryUnavailable, TransportClosed
+from lockstep.errors import CollectiveMismatch, CommError, SharedMemoryUnavailable, TransportClosed
 
 Exchange = Callable[[Any], list[Any]]  # gives every rank's JSON value in rank order; collective
 
@@ -170,11 +171,35 @@ class ShmTransport(Transport):
         try:
             return self._host.heap.empty(numel, dtype)
         except SharedMemoryUnavailable as error:
-            if not self._host.has_warned:
-                self._host.has_warned = True
-                text = f"rank {self.rank}: {error}. It goes on with ordinary memory, which costs copies"
-                warnings.warn(text, RuntimeWarning, stacklevel=2)
+            self._warn(error)
             return torch.empty(numel, dtype=dtype, device="cpu")
+
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        commons, given = self._host.commons, -1
+        if self.rank == 0:
+            try:
+                given = commons.give(max(numel, 1) * dtype.itemsize, self._members)
+            except SharedMemoryUnavailable as error:  # the others are told
+                self._warn(error)
+        try:
+            offset = agree_on_tensor(self, numel, dtype, given)
+        except CollectiveMismatch:
+            if given >= 0:
+                commons.take_back(given)
+            raise
+        if offset < 0:
+            return None
+        whole = commons.view(offset, self._members, self.rank, max(numel, 1), dtype)
+        return whole if numel else whole[:0]
+
+    def release(self, tensor: Tensor) -> None:
+        self._host.segment.release(tensor)
+
+    def _warn(self, error: SharedMemoryUnavailable) -> None:
+        if not self._host.has_warned:
+            self._host.has_warned = True
+            text = f"rank {self.rank}: {error}. It goes on with ordinary memory, which costs copies"
+            warnings.warn(text, RuntimeWarning, stacklevel=3)
 
     def close(self) -> None:
         if self._engine.is_mid_operation():  # a signal handler's: what is under way must end first, and the rest later

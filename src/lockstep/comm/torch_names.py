@@ -14,6 +14,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistri
 
 from lockstep.comm.choose import over_group
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.torch_transport import TorchTransport
 
 __all__ = [
     "GradBucket",
@@ -26,10 +27,12 @@ __all__ = [
     "builtin_hook_name",
     "communicator_over",
     "default_rank_and_world",
+    "flat_group",
     "gloo_threads",
     "is_default_group",
     "is_member",
     "mesh_process_group",
+    "on_host",
     "process_group_of",
     "take_over_in_backward_optimizers",
 ]
@@ -51,12 +54,31 @@ def communicator_over(process_group: Any = None) -> Communicator:
     return Communicator(over_group(_get_default_group() if process_group is None else process_group))
 
 
+def flat_group(device_mesh: Any) -> Any:
+    """A process group of all ranks of a DeviceMesh. Collective, the first time: every rank of the mesh."""
+    if device_mesh.ndim == 1:
+        return device_mesh.get_group()
+    default = _get_default_group()
+    return default if device_mesh.size() == default.size() else device_mesh._flatten().get_group()
+
+
 def process_group_of(comm: Communicator) -> Any:
     """The torch process group under `comm`; None where it has none (ranks as threads)."""
     transport: Any = comm.transport
     while not hasattr(transport, "process_group") and transport is not None:
         transport = getattr(transport, "inner", None) or getattr(transport, "beneath", None)
     return getattr(transport, "process_group", None)
+
+
+def on_host(comm: Communicator) -> Communicator:
+    """A communicator of the same ranks for tensors in host memory; `comm` itself where there is no other.
+
+    For small messages between GPU ranks that must not wait for the GPU.
+    """
+    group = process_group_of(comm)
+    if comm.device.type == "cpu" or group is None or all(kind.type != "cpu" for kind in group._device_types):
+        return comm
+    return Communicator(TorchTransport(group, torch.device("cpu"), comm.timeout_s), name=f"{comm.name}/host")
 
 
 def gloo_threads(process_group: Any) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -21,7 +22,9 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
-from lockstep.comm.op import AllWork, CommOp, Reduction, ThenWork, Work, describe
+from lockstep.comm.op import AllWork, CommOp, Reduction, Work, describe
+from lockstep.comm.operands import pieces
+from lockstep.comm.reduction import tree_reduce_by_blocks
 from lockstep.comm.torch_work import GlooMessage, GlooWork, NcclWork, Refused, failure
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, TransportClosed
@@ -39,6 +42,7 @@ _REDUCE_OPS: dict[Reduction, ReduceOp.RedOpType] = {
 }
 _BOOL_OPS: dict[Reduction, Reduction] = {"sum": "max", "product": "min", "min": "min", "max": "max"}  # or, and
 
+_BROADCASTS_BYTES = 1 << 20  # of all ranks: from here on an all-gather of Gloo is as many broadcasts
 _UNUSED_TAG = 2**31 - 1
 
 _splits: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how often each group was split: names its parts
@@ -282,31 +286,34 @@ class TorchTransport(Transport):
         return self._work(op, self._reduce_to(op, result, op.peer), self._divide(op, result))
 
     def _reduce_scatter(self, op: CommOp) -> Work:
-        result = op.outputs[0]
-        if any(t.numel() != op.inputs[0].numel() for t in op.inputs):
-            return self._reduce_scatter_uneven(op)
-        options = dist.ReduceScatterOptions()
-        options.reduceOp = self._reduce_op(self._reduction(op))
-        options.timeout = self._limit
-        if len(op.inputs) == 1:
-            work = self.process_group._reduce_scatter_base(result.view(-1), op.inputs[0].view(-1), options)
+        """NCCL's own where it has one; else every rank gets what it has to add, and does so in the order of the tree.
+
+        Gloo's own is an all-reduce, with copies: it takes more than twice as long, and its order depends on the size.
+        """
+        reduce = self._reduction(op)
+        result = op.outputs[0].view(-1)
+        parts = pieces(op.inputs, self.world_size)
+        sizes = [part.numel() for part in parts]
+        if self._nccl and result.dtype == parts[0].dtype and len(set(sizes)) == 1:
+            options = dist.ReduceScatterOptions()
+            options.reduceOp = self._reduce_op(reduce)
+            options.timeout = self._limit
+            if len(op.inputs) == 1:
+                work = self.process_group._reduce_scatter_base(result, op.inputs[0].view(-1), options)
+            else:
+                work = self.process_group.reduce_scatter([result], [list(parts)], options)
+            return self._work(op, work)
+        came = parts[0].new_empty(self.world_size, result.numel())
+        exchange = dist.AllToAllOptions()
+        exchange.timeout = self._limit
+        if self._nccl:
+            work = self.process_group.alltoall(list(came.unbind()), list(parts), exchange)
         else:
-            work = self.process_group.reduce_scatter([result.view(-1)], [[t.view(-1) for t in op.inputs]], options)
-        return self._work(op, work, self._divide(op, result))
-
-    def _reduce_scatter_uneven(self, op: CommOp) -> Work:
-        """One reduce per rank, started together."""
-        parts = [t.clone() for t in op.inputs]
-        result = op.outputs[0]
-        divide = self._divide(op, result)
-
-        def finish() -> None:
-            result.view(-1).copy_(parts[self.rank].view(-1))
-            if divide is not None:
-                divide()
-
-        works = [self._work(op, self._reduce_to(op, part, root)) for root, part in enumerate(parts)]
-        return ThenWork(AllWork(works), finish)
+            whole = op.inputs[0].view(-1) if len(op.inputs) == 1 else torch.cat([*parts])
+            coming = [result.numel()] * self.world_size
+            work = self.process_group.alltoall_base(came.view(-1), whole, coming, sizes, exchange)
+        assert op.reduce is not None
+        return self._work(op, work, partial(tree_reduce_by_blocks, result, came.unbind(), op.reduce))
 
     # ------------------------------------------------------------------ moving data
 
@@ -322,18 +329,20 @@ class TorchTransport(Transport):
         return self._work(op, self._broadcast_from(op.outputs[0], op.peer))
 
     def _all_gather(self, op: CommOp) -> Work:
-        mine = op.inputs[0]
-        options = distributed_c10d.AllgatherOptions()
-        options.timeout = self._limit
-        source = _movable(mine)
-        if len(op.outputs) == 1:
-            return self._work(op, self.process_group._allgather_base(_movable(op.outputs[0]), source, options))
-        if all(t.numel() == mine.numel() for t in op.outputs):
-            targets = [_movable(t) for t in op.outputs]
-            return self._work(op, self.process_group.allgather([targets], [source], options))
-        if op.outputs[self.rank] is not mine:
-            op.outputs[self.rank].view(-1).copy_(mine.view(-1))
-        return AllWork([self._work(op, self._broadcast_from(t, root)) for root, t in enumerate(op.outputs)])
+        """Uneven sizes, and what is large on Gloo, whose own copies it twice: one broadcast per rank, all together."""
+        mine = op.inputs[0].view(-1)
+        rows = pieces(op.outputs, self.world_size)
+        is_even = all(row.numel() == mine.numel() for row in rows)
+        if is_even and (self._nccl or op.nbytes < _BROADCASTS_BYTES):
+            options = distributed_c10d.AllgatherOptions()
+            options.timeout = self._limit
+            source = _movable(mine)
+            if len(op.outputs) == 1:
+                return self._work(op, self.process_group._allgather_base(_movable(op.outputs[0]), source, options))
+            return self._work(op, self.process_group.allgather([[_movable(row) for row in rows]], [source], options))
+        if rows[self.rank].data_ptr() != mine.data_ptr():
+            rows[self.rank].copy_(mine)
+        return AllWork([self._work(op, self._broadcast_from(row, root)) for root, row in enumerate(rows)])
 
     def _gather(self, op: CommOp) -> Work:
         """Every rank sends to the root. A rank does not know the others' sizes, so even and uneven are one case."""

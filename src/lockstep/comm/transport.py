@@ -48,6 +48,17 @@ class Transport(abc.ABC):
         """
         return torch.empty(numel, dtype=dtype, device=self.device)
 
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        """One tensor [numel] of zeros, the same memory on all ranks; None, on all alike, where that cannot be had.
+
+        Collective. Memory: until no rank refers to it any more.
+        """
+        return None
+
+    def release(self, tensor: Tensor) -> None:
+        """Let the memory of a `shared` tensor go while its address stays; its values are lost. Not collective."""
+        return
+
     @abc.abstractmethod
     def close(self) -> None:
         """Give back threads, sockets and memory. A second call does nothing. Not collective."""
@@ -71,6 +82,14 @@ class TransportLayer(Transport):
     @final
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         return self.inner.empty(numel, dtype)
+
+    @final
+    def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
+        return self.inner.shared(numel, dtype)
+
+    @final
+    def release(self, tensor: Tensor) -> None:
+        self.inner.release(tensor)
 
     @abc.abstractmethod
     def over(self, inner: Transport) -> TransportLayer:

@@ -174,7 +174,7 @@ def stages_of(links: Links, op: CommOp) -> Iterator[Stage]:
         lengths = [row.numel() for row in pieces(op.inputs, links.world_size)]
     else:
         lengths = [(op.inputs or op.outputs)[0].numel()]
-    size = (op.inputs or op.outputs)[0].element_size()
+    size = max(tensor.element_size() for tensor in (*op.inputs[:1], *op.outputs[:1]))
     beside = sum(length > 0 for length in lengths) * (max(links.sums_of) if op.reduce else 1)
     width = max(1, BLOCK_BYTES // (size * max(1, beside)))
     longest = max(lengths)

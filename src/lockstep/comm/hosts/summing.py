@@ -154,11 +154,12 @@ class ReduceScatterStage(ReducingStage):
             rows = pieces(op.inputs, links.world_size)
             blocks = [rows[rank][start:stop] for rank in order]
         filled = [block for block in blocks if block.numel()]
+        dtype = op.outputs[0].dtype if op.outputs else op.inputs[0].dtype  # a wider one than that of the elements
         if len(filled) == 1:
-            source = filled[0]
+            source = filled[0].to(dtype)
         else:
-            room = links.local_buffer(f"packed {slot}", sum(block.nbytes for block in filled))
-            source = torch.cat(filled, out=room.view(filled[0].dtype))
+            room = links.local_buffer(f"packed {slot}", sum(block.numel() for block in filled) * dtype.itemsize)
+            source = torch.cat(filled, out=room.view(dtype))
         spans: list[tuple[int, int]] = []
         for ranks in links.hosts:
             first = spans[-1][1] if spans else 0

@@ -25,13 +25,15 @@ class Announcement(NamedTuple):
 
 
 def code_of(op: CommOp) -> int:
-    """Kind, dtype, reduction and root: what must be equal on every rank."""
+    """Kind, dtype, reduction with its own dtype, root: what must be equal on every rank."""
     tensors = op.inputs or op.outputs
     code = _KIND_CODES[op.kind]
     if tensors:
         code |= (DTYPE_CODES[tensors[0].dtype] + 1) << 8
     if op.reduce is not None:
         code |= (REDUCTIONS.index(op.reduce) + 1) << 16
+        if op.outputs and op.outputs[0].dtype != op.inputs[0].dtype:
+            code |= (DTYPE_CODES[op.outputs[0].dtype] + 1) << 56
     if op.peer is not None:
         code |= (op.peer + 1) << 24
     return code
@@ -47,6 +49,8 @@ def words_for(announced: Announcement) -> str:
         words.append(f"{announced.numel} elements")
     if reduce := code >> 16 & 0xFF:
         words.append(REDUCTIONS[reduce - 1])
-    if root := code >> 24:
+    if dtype := code >> 56:
+        words.append("in " + str(_DTYPES[dtype - 1]).removeprefix("torch."))
+    if root := code >> 24 & 0xFFFF_FFFF:
         words.append(f"root={root - 1}")
     return " ".join(words)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from lockstep.comm.shm.attendance import GONE, SWEPT
+from lockstep.comm.shm.commons import Commons
 from lockstep.comm.shm.control import Control, control_bytes
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import PAGE, Heap, Segment, SegmentFile, capacity_of, reserve, shortage
@@ -50,6 +51,7 @@ class Host:
         self.heap = heap
         self.rank = rank
         self.peers = peers
+        self.commons = Commons(segment, heap, peers)
         self.timeout_s = timeout_s
         self.parking = parking
         self._retired: list[_Retired] = []
@@ -102,6 +104,7 @@ class Host:
 
     def sweep(self) -> None:
         """Give back what nobody uses any more: first what is this rank's, then the words, when no rank reads them."""
+        self.commons.sweep()
         with self._sweeping:
             for group in tuple(self._retired):
                 if group.offsets and group.control.attendance.have_all(GONE):

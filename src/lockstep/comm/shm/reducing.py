@@ -111,7 +111,10 @@ class Reducing:
                 self._reduce_slots(op, target[index * step : index * step + chunk.numel()], 0)
 
     def reduce_scatter(self, op: CommOp) -> None:
-        """Every rank's output becomes the reduction of its part. Parts may differ in size, alike on all ranks."""
+        """Every rank's output becomes the reduction of its part. Parts may differ in size, alike on all ranks.
+
+        An output of a wider dtype: it is the narrow elements that lie in the slots, or are read where they are.
+        """
         target = op.outputs[0].view(-1)
         parts = pieces(op.inputs, self._world_size)
         counts = [part.numel() for part in parts]
@@ -120,11 +123,11 @@ class Reducing:
         self._staging.meet_and_check(op)
         self._check_sizes(op)
         places = self._control.places()
-        size = target.element_size()
+        size = op.inputs[0].element_size()
         if all(places):
             count = counts[self._rank]
             start = count * self._rank * size
-            everywhere = [self._segment.view(place - 1 + start, count, target.dtype) for place in places]
+            everywhere = [self._segment.view(place - 1 + start, count, op.inputs[0].dtype) for place in places]
             self._reduce_blocks(op, target, everywhere, (0, count))
             self._control.meet(op)
             return
@@ -150,7 +153,7 @@ class Reducing:
         """`target` becomes the reduction of as many elements of all slots, from `at` bytes on."""
         count = target.numel()
         if count:
-            parts = [self._staging.view(rank, at, count, target.dtype) for rank in range(self._world_size)]
+            parts = [self._staging.view(rank, at, count, op.inputs[0].dtype) for rank in range(self._world_size)]
             tree_reduce_into(target, parts, _reduction(op), self._scratch_for(target))
 
     def _reduce_blocks(

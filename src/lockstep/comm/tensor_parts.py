@@ -1,0 +1,117 @@
+"""Which part of a whole tensor this rank holds. A tensor that is not a DTensor is held whole.
+
+A DTensor is known by what is read of it here: importing torch's class takes a second that programs without one save.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.errors import ConfigError
+
+
+class Part(NamedTuple):
+    """A box inside a tensor."""
+
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """What to index the whole tensor with."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.shape, strict=True))
+
+    def overlap(self, other: Part) -> Part | None:
+        """The elements that are in both; None where there are none."""
+        start = tuple(map(max, self.start, other.start))
+        stop = [min(a + n, b + m) for a, n, b, m in zip(*self, *other, strict=True)]
+        shape = tuple(b - a for a, b in zip(start, stop, strict=True))
+        return Part(start, shape) if all(n > 0 for n in shape) else None
+
+    def within(self, whole: Part) -> Part:
+        """The same box, counted from the start of `whole`."""
+        return Part(tuple(a - b for a, b in zip(self.start, whole.start, strict=True)), self.shape)
+
+
+def is_dtensor(tensor: Any) -> bool:
+    """Whether `tensor` is a torch DTensor."""
+    return isinstance(tensor, Tensor) and hasattr(tensor, "device_mesh") and hasattr(tensor, "placements")
+
+
+def local_of(tensor: Any) -> Tensor:
+    """This rank's elements of `tensor`. Memory: the tensor's own."""
+    with torch.no_grad():
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def part_of(tensor: Any) -> Part:
+    """Where this rank's elements of `tensor` lie in the whole.
+
+    Raises: ConfigError for a DTensor that is cut by another rule than torch.chunk's, or waits for a sum (Partial).
+    """
+    start, shape = [0] * tensor.ndim, list(tensor.shape)
+    if not is_dtensor(tensor):
+        return Part(tuple(start), tuple(shape))
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return Part(tuple(start), (0,) * tensor.ndim)
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            continue
+        if not placement.is_shard():  # _StridedShard says no as well
+            raise ConfigError(f"a DTensor placed as {tensor.placements} has no one box of elements on each rank")
+        dim, n = placement.dim, shape[placement.dim]
+        chunk = -(-n // tensor.device_mesh.size(axis))
+        first = min(coordinate[axis] * chunk, n)
+        start[dim] += first
+        shape[dim] = min(chunk, n - first)
+    found = tuple(tensor.to_local().shape)
+    if found != tuple(shape):
+        raise ConfigError(
+            f"a DTensor {tuple(tensor.shape)} placed as {tensor.placements} has a piece {found} at {coordinate}; "
+            f"by torch.chunk's rule it is {tuple(shape)}"
+        )
+    return Part(tuple(start), tuple(shape))
+
+
+def is_first_copy(tensor: Any) -> bool:
+    """Whether, of the ranks with equal pieces of a DTensor, this one is the first."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and not any(
+        place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()
+    )
+
+
+def give_memory(module: Module, device: torch.device | str | None = None) -> None:
+    """Every parameter and buffer of `module` on the meta device gets memory, with whatever values were there.
+
+    Ties stay, other tensors stay as they are. `device`: where; None for that of a DTensor's mesh, else the CPU.
+    """
+    places: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    originals = []  # kept, so that no other tensor gets an id that is in use here
+    for child in module.modules():
+        for table in (child._parameters, child._buffers):
+            for name, tensor in table.items():
+                if tensor is not None and tensor.is_meta:
+                    places.setdefault(id(tensor), []).append((table, name))
+                    originals.append(tensor)
+    if originals:
+        module._apply(lambda t: torch.empty_like(t, device=device or _home_of(t)) if t.is_meta else t)
+    for (table, name), *others in places.values():  # a plain parameter has become a new one in each of its modules
+        for other_table, other_name in others:
+            other_table[other_name] = table[name]
+
+
+def _home_of(tensor: Any) -> torch.device:
+    device_type = tensor.device_mesh.device_type if is_dtensor(tensor) else "cpu"
+    return torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")

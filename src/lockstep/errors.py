@@ -12,7 +12,8 @@
     │   └── TransportClosed                   this communicator was closed
     ├── ReplicaError (RuntimeError)           the ranks of a data-parallel group do not form one model
     │   ├── ModelMismatch                     parameters or buffers differ between ranks at construction
-    │   └── PeerFailed                        another rank raised in the middle of a step
+    │   ├── PeerFailed                        another rank raised in the middle of a step
+    │   └── ShardingError                     a sharded parameter was changed, shared or used in a way that breaks it
     ├── DataError (ValueError)                a dataset, sampler or corpus cannot be used as asked
     │   └── UnsizedDataset (TypeError)        a dataset without a length, where one is needed
     ├── CheckpointError (RuntimeError)        a checkpoint is missing, damaged or does not fit
@@ -108,6 +109,10 @@ class ModelMismatch(ReplicaError):
 
 class PeerFailed(ReplicaError):
     """Another rank raised in the middle of a step; no gradient of this step was handed out."""
+
+
+class ShardingError(ReplicaError):
+    """A sharded parameter was changed, shared or used in a way that its ranks cannot follow."""
 
 
 class DataError(LockstepError, ValueError):

@@ -1,0 +1,354 @@
+"""All units under one root: the passes they go through together, and who is whole at which time."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from typing import Any, final
+
+import torch
+from torch.autograd import Variable
+from torch.nn import Module
+
+from lockstep.comm import torch_names
+from lockstep.errors import PeerFailed, ShardingError, TransportClosed
+from lockstep.parallel.buffer_pool import BufferPool
+from lockstep.parallel.shard_gradients import ShardGradients
+from lockstep.parallel.shard_group import ShardGroup, ShardState, slot_of
+from lockstep.parallel.shard_pass import Outcome, PassKind, ShardOp, ShardPass
+from lockstep.parallel.shard_unit import ShardUnit
+
+_units: weakref.WeakKeyDictionary[Module, ShardUnit] = weakref.WeakKeyDictionary()
+
+
+def unit_of(module: Module) -> ShardUnit | None:
+    """The unit that fully_shard made of `module`, if it did."""
+    return _units.get(module)
+
+
+def register_unit(unit: ShardUnit) -> None:
+    """Make `unit` known as that of its modules."""
+    for module in unit.modules:
+        _units[module] = unit
+
+
+def context_of(unit: ShardUnit) -> ShardContext:
+    """The context of `unit`; where it has none yet, it is the root of a new one."""
+    return unit.context or ShardContext.over(unit)
+
+
+@final
+class ShardContext:
+    """The units of a model, its root first, and the forward and backward that are under way.
+
+    Collective: every rank of the root's mesh makes one, of the same units, and goes through the same passes.
+    """
+
+    def __init__(self, root: ShardUnit, units: list[ShardUnit]) -> None:
+        self.root = root
+        self.units = units
+        self.comm = root.mesh.whole
+        self._control = torch_names.on_host(self.comm)
+        self.groups: list[ShardGroup] = []
+        self.gradients: list[ShardGradients] = []
+        for unit in units:
+            unit.context = self
+            unit.first_index = len(self.groups)
+            self.groups += unit.groups
+            self.gradients += unit.gradients
+        self.counts = True  # False on a rank that has run out of inputs: its gradients are zeros
+        self.prefetch_depth = 1
+        self.flights = 1  # reductions that may be under way at once
+        self._in_flight: list[ShardGradients] = []
+        self._pool = BufferPool()
+        self.sharing = True  # whether ranks of one host may have one copy of the whole parameters
+        self._plans: dict[PassKind, tuple[ShardOp, ...]] = {}
+        self._forward: ShardPass | None = None
+        self._backward: ShardPass | None = None
+        self._callback: weakref.ref[Any] = weakref.ref(type(self))
+        self._outermost: ShardUnit | None = None
+
+    @classmethod
+    def over(cls, root: ShardUnit) -> ShardContext:
+        """A context of `root` and all units in its modules. Earlier contexts of some of them end."""
+        units = {id(root): root}
+        for module in root.modules:
+            for part in module.modules():
+                unit = unit_of(part)
+                if unit is not None:
+                    units[id(unit)] = unit
+        found = list(units.values())
+        for unit in found:
+            if unit.context is not None:
+                unit.context._refuse_if_running()
+        for module in root.modules:
+            _name(module, found)
+        return cls(root, found)
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way."""
+        return self._backward is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or backward is under way."""
+        return self._forward is not None or self._backward is not None
+
+    # ------------------------------------------------------------------ forward
+
+    def enter_forward(self, unit: ShardUnit) -> bool:
+        """Begin a forward unless one is under way; whether `unit` is the outermost of it."""
+        if self._forward is not None or self._backward is not None:
+            if self._backward is None or self._callback() is not None:
+                return False
+            self._backward_died()
+        self._outermost = unit
+        self._place()
+        kind = PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION
+        self._forward = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run)
+        self._begin_shared()
+        return True
+
+    def _place(self) -> None:
+        """Parameters may have changed since the last pass: what is whole is gathered again, unless kept on purpose."""
+        for unit in self.units:
+            keeps = unit.made_by_hand or not unit.reshard_after_backward
+            for group in unit.groups:
+                group.check()
+                group.place(self.sharing)
+                if not (keeps and group.is_current):
+                    group.reshard()
+            unit.made_by_hand = False
+
+    def _begin_shared(self) -> None:
+        """Where ranks see the same memory: begin when all have changed their pieces of it."""
+        assert self._forward is not None
+        if any(group.is_shared for group in self.groups):
+            self._forward.meet()
+        if any(group.is_copied for group in self.groups):
+            for group in self.groups:
+                group.publish()
+            self.comm.barrier(label="shard.written")
+
+    def make_whole(self, unit: ShardUnit) -> None:
+        """Return when the modules of `unit` have whole parameters; begin to gather what comes after them.
+
+        Before a forward, and before a forward that is run again in backward.
+        """
+        current = self._backward or self._forward
+        assert current is not None
+        for group, op in unit.ops():
+            if group.state is not ShardState.UNSHARDED:
+                current.need(op)
+        unit.finish()
+        prefetch = unit.backward_prefetch if self._backward is not None else unit.forward_prefetch
+        depth = max(self.prefetch_depth, len(prefetch))
+        for _ in range(depth - sum(group.state is ShardState.GATHERING for group in self._gathered())):
+            following = current.following
+            if following is None or following.verb != "gather":
+                break
+            if self.groups[following.group].state is not ShardState.SHARDED:
+                break  # in use: it will be needed again only after it has been given back
+            current.run_ahead()
+
+    def _gathered(self) -> list[ShardGroup]:
+        return [group for group in self.groups if group.unsharded is not None and group.unsharded.needs_gather]
+
+    def leave_forward(self) -> None:
+        """The outermost forward has returned."""
+        current, self._forward, self._outermost = self._forward, None, None
+        assert current is not None
+        self._end_forward(current, failed=False)
+
+    def forward_raised(self) -> None:
+        """The outermost forward has raised: give the other ranks what they still wait for, and tell them."""
+        current, self._forward, self._outermost = self._forward, None, None
+        if current is None:
+            return
+        with contextlib.suppress(TransportClosed):  # closed: nobody is left to be told
+            self._end_forward(current, failed=True)
+
+    def _end_forward(self, current: ShardPass, failed: bool) -> None:
+        if not failed:
+            for group in self.groups:
+                group.check_untouched()
+        outcome = current.end(failed=failed)
+        self._plans[current.kind] = outcome.plan
+        keep = torch.is_grad_enabled() and not outcome.failed
+        for unit in self.units:
+            unit.forward_ended(keep)
+        if outcome.failed and current.kind is PassKind.FORWARD:
+            self._abandon()
+        if not failed:
+            self._check_peers(outcome, "forward")
+
+    # ------------------------------------------------------------------ backward
+
+    def pre_backward(self, unit: ShardUnit) -> None:
+        """The gradient of an output of `unit` has come: its parameters are needed again."""
+        self._enter_backward()
+        if unit.unshard_in_backward:
+            self.make_whole(unit)
+
+    def _enter_backward(self) -> None:
+        if self._backward is not None:
+            if self._callback() is not None:
+                return
+            self._backward_died()
+        is_synced = any(gradients.settings.sync for gradients in self.gradients)
+        kind = PassKind.BACKWARD if is_synced else PassKind.LOCAL_BACKWARD
+        width = sum(len(group.params) for group in self.groups)
+        current = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run, width)
+        self._used = [0] * width
+
+        def finish() -> None:
+            self._leave_backward(current)
+
+        context: weakref.ref[ShardContext] = weakref.ref(self)
+        # autograd lets go of the callback without calling it when a hook or a function of the graph raised
+        self._callback = weakref.ref(finish, lambda _: _backward_ended(context, current))
+        self._backward = current
+        Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
+
+    def on_grad(self, unit: ShardUnit, number: int, index: int) -> None:
+        """Autograd has accumulated a gradient of a whole parameter."""
+        self._enter_backward()
+        gradients = unit.gradients[number]
+        if gradients.arrive(index):
+            self._group_ready(unit, unit.first_index + number)
+
+    def _group_ready(self, unit: ShardUnit, place: int) -> None:
+        assert self._backward is not None
+        gradients = self.gradients[place]
+        if gradients.settings.sync:
+            self._backward.need(ShardOp("reduce", place))
+        else:
+            gradients.hold(self.counts)
+        if unit.reshard_after_backward:
+            self.groups[place].reshard()
+
+    def _leave_backward(self, current: ShardPass) -> None:
+        """Autograd is through: reduce what is left, serve the others, hand the gradients out."""
+        if self._backward is not current:
+            return
+        try:
+            for unit in self.units:
+                for number, gradients in enumerate(unit.gradients):
+                    if gradients.has_arrived or (gradients.settings.sync and gradients.has_held):
+                        self._group_ready(unit, unit.first_index + number)
+            outcome = current.end(self._used)
+            self._plans[current.kind] = outcome.plan
+            self._finish_reductions()
+        finally:
+            self._backward = None
+        if outcome.failed:
+            self._abandon()
+        self._check_peers(outcome, "backward")
+        start = 0
+        for gradients in self.gradients:
+            stop = start + len(gradients.group.params)
+            gradients.hand_out(outcome.used[start:stop])
+            start = stop
+        self._reshard_after_backward()
+
+    def _reshard_after_backward(self) -> None:
+        for unit in self.units:
+            if unit.reshard_after_backward:
+                unit.reshard()
+
+    def _backward_died(self) -> None:
+        """This rank's backward raised. The others wait in it: give them what they wait for, and tell them."""
+        current, self._backward = self._backward, None
+        if current is None:
+            return
+        try:
+            self._plans[current.kind] = current.end(self._used, failed=True).plan
+            self._finish_reductions()
+        finally:
+            self._abandon()
+
+    def _finish_reductions(self) -> None:
+        while self._in_flight:
+            self._in_flight.pop(0).finish_oldest(self._pool)
+
+    def _abandon(self) -> None:
+        self._in_flight.clear()
+        for gradients in self.gradients:
+            gradients.discard()
+        for unit in self.units:
+            unit.reshard()
+
+    # ------------------------------------------------------------------ operations
+
+    def _run(self, op: ShardOp, keep: bool) -> None:
+        if op.verb == "gather":
+            group = self.groups[op.group]
+            was_sharded = group.state is ShardState.SHARDED
+            group.launch()
+            if was_sharded and not keep:
+                group.reshard()
+            return
+        gradients = self.gradients[op.group]
+        start = sum(len(group.params) for group in self.groups[: op.group])
+        for index, used in enumerate(gradients.used(self.counts)):
+            self._used[start + index] |= used
+        while len(self._in_flight) >= self.flights:
+            self._in_flight.pop(0).finish_oldest(self._pool)
+        gradients.launch(self._pool, self.counts)
+        self._in_flight.append(gradients)
+
+    def _check_peers(self, outcome: Outcome, where: str) -> None:
+        if outcome.failed:
+            ranks = ", ".join(str(rank) for rank in outcome.failed)
+            raise PeerFailed(
+                f"rank {self.comm.rank}: rank {ranks} raised in the middle of this {where} pass, see its own output "
+                "for the reason. The step has no gradients on any rank (.grad is None). If the program goes on, all "
+                "ranks must skip this step; the next one starts afresh."
+            )
+
+    def _refuse_if_running(self) -> None:
+        if self.is_running:
+            raise ShardingError(
+                f"rank {self.comm.rank}: a forward or backward of a sharded module is under way, so it cannot become "
+                "part of a larger one"
+            )
+
+    def make_whole_now(self, unit: ShardUnit) -> None:
+        """Gather the parameters of `unit` outside of any pass.  Collective: every rank of the root's mesh."""
+        for group in unit.groups:
+            group.check()
+            group.place(self.sharing)
+        if any(group.is_shared for group in unit.groups):
+            self.comm.barrier(label="shard.read")
+        if any(group.is_copied for group in unit.groups):
+            for group in unit.groups:
+                group.publish()
+            self.comm.barrier(label="shard.written")
+        for group in unit.groups:
+            group.launch()
+        unit.made_by_hand = True
+
+    def reset(self) -> None:
+        """Forget a forward or backward that did not end."""
+        if self._forward is not None:
+            self.forward_raised()
+        if self._backward is not None:
+            self._backward_died()
+        self._abandon()
+
+
+def _backward_ended(context: weakref.ref[ShardContext], current: ShardPass) -> None:
+    target = context()
+    if target is not None and target._backward is current:
+        with torch.no_grad(), contextlib.suppress(TransportClosed):
+            target._backward_died()
+
+
+def _name(root: Module, units: list[ShardUnit]) -> None:
+    """Parameters are called by their names in the root from now on."""
+    groups = {id(group) for unit in units for group in unit.groups}
+    for fqn, param in root.named_parameters():
+        slot = slot_of(param)
+        if slot is not None and id(slot.group) in groups:
+            slot.group.fqns[slot.index] = fqn

@@ -1,0 +1,116 @@
+"""Tensor subclasses that say themselves what is gathered of them, and how it becomes whole again (float8 weights, say).
+
+The protocol is torch's: `fsdp_pre_all_gather` turns this rank's piece into tensors to gather, `fsdp_post_all_gather`
+makes the whole parameter of what was gathered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import DONE, AllWork, Work
+from lockstep.errors import ShardingError
+from lockstep.parallel.dtensors import DeviceMesh
+from lockstep.parallel.shard_policies import MixedPrecisionPolicy
+from lockstep.parallel.unsharded import Unsharded
+
+_BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
+
+
+class Surroundings(NamedTuple):
+    """What a subclass may ask for: the mesh, the whole parameter's shape, the module it is in and the policy."""
+
+    mesh: DeviceMesh
+    shape: torch.Size
+    stride: tuple[int, ...]
+    module: Module
+    policy: MixedPrecisionPolicy
+    dtype: torch.dtype
+
+
+def is_extended(param: Tensor, fqn: str) -> bool:
+    """Whether `param`'s class takes part in its gathering.  Raises: ShardingError where it has one of two methods."""
+    inner = param.detach()
+    has = [name for name in (_BEFORE, _AFTER) if hasattr(inner, name)]
+    if len(has) == 1:
+        raise ShardingError(
+            f"parameter {fqn!r}: {type(inner).__name__} has {has[0]} only; define {_BEFORE} and {_AFTER} together"
+        )
+    return bool(has)
+
+
+def cut_extended(param: Tensor, fqn: str, dim: int, comm: Communicator) -> Tensor:
+    """This rank's piece of a subclass's tensor.  Raises: ShardingError where it cannot be cut into equal rows."""
+    if dim != 0 or param.shape[0] % comm.world_size:
+        raise ShardingError(
+            f"parameter {fqn!r} of shape {tuple(param.shape)}: a {type(param.detach()).__name__} is cut along dim 0 "
+            f"only, into {comm.world_size} equal parts"
+        )
+    return param.detach().chunk(comm.world_size)[comm.rank].clone()
+
+
+@final
+class Extended(Unsharded):
+    """One parameter of such a class. Memory: what it gathers, given back after use."""
+
+    needs_gather = True
+
+    def __init__(self, piece: Tensor, comm: Communicator, surroundings: Surroundings, label: str) -> None:
+        self._piece: Any = piece
+        self._comm = comm
+        self._surroundings = surroundings
+        self._label = f"gather {label}"
+        self._gathered: list[Tensor] = []  # made once: the whole parameter may share their memory
+        self._sizes: list[int] = []
+        self._metadata: Any = None
+        self._work: Work = DONE
+        self.launch(None)
+        self._work.wait()
+        whole, _ = self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, surroundings.dtype)
+        self.views = [whole]
+        self.release()
+
+    def launch(self, flat: Tensor | None) -> None:
+        inputs = self._inputs()
+        if not self._gathered:
+            world_size = self._comm.world_size
+            self._gathered = [given.new_empty(world_size * given.shape[0], *given.shape[1:]) for given in inputs]
+            self._sizes = [tensor.untyped_storage().nbytes() for tensor in self._gathered]
+        for tensor, nbytes in zip(self._gathered, self._sizes, strict=True):
+            tensor.untyped_storage().resize_(nbytes)
+        self._work = self._gather(self._gathered, inputs)
+
+    def contribute(self, flat: Tensor | None) -> None:
+        inputs = self._inputs()
+        self._gather([torch.empty_like(tensor) for tensor in self._gathered], inputs).wait()
+
+    def _inputs(self) -> list[Tensor]:
+        around = self._surroundings
+        prepare = self._piece.fsdp_pre_all_gather
+        given: tuple[Any, ...] = (around.mesh,)
+        if len(inspect.signature(prepare).parameters) > 1:
+            given = (around.mesh, around.shape, around.stride, around.module, around.policy)
+        inputs, self._metadata = prepare(*given)
+        return [tensor.contiguous() for tensor in inputs]
+
+    def _gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
+        pairs = zip(outputs, inputs, strict=True)
+        return AllWork(
+            [self._comm.all_gather_into_tensor(out, given, async_op=True, label=self._label) for out, given in pairs]
+        )
+
+    def finish(self) -> None:
+        self._work.wait()
+        around = self._surroundings
+        self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, around.dtype, out=self.views[0])
+
+    def release(self) -> None:
+        self._work.wait()
+        for tensor in self._gathered:
+            tensor.untyped_storage().resize_(0)

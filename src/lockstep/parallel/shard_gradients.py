@@ -1,0 +1,282 @@
+"""The gradients of one group: from autograd's whole tensors, over the ranks' sum, to this rank's shard."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.op import Work
+from lockstep.parallel.buffer_pool import BufferPool
+from lockstep.parallel.dtensors import as_dtensor, local_tensor
+from lockstep.parallel.shard_group import ShardGroup
+
+# Life of the tensors here:
+#   wholes[i].grad     autograd's; freed as soon as it is copied into `buffer`
+#   held[i]            gradients kept on this rank only (no_sync), in the dtype of reduction, until the next reduction
+#   buffer     [W * S] from launch to finish; in memory that the communicator moves best
+#   partial    [S]     summed along `shard` and not yet along `replicate` (requires_all_reduce = False)
+#   group.grad [S]     from the first reduction on; `.grad` of the sharded parameters are views of it
+
+
+class Settings(NamedTuple):
+    """What the user has chosen for a unit's gradients."""
+
+    sync: bool = True
+    all_reduce: bool = True
+    divide_factor: float | None = None  # None: by the number of ranks
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+
+
+class _Flight(NamedTuple):
+    work: Work | None  # None where one rank has the whole
+    buffer: Tensor | None  # [W * S], the pool's
+    out: Tensor  # [S]
+
+
+@final
+class ShardGradients:
+    """Reduces the gradients of one group.
+
+    Collective: `launch` and `finish`, on every rank of the group's mesh, in the same order.
+    """
+
+    def __init__(self, group: ShardGroup, reduce_dtype: torch.dtype | None) -> None:
+        self.group = group
+        self.settings = Settings()
+        self.active_ranks: int | None = None  # that have inputs; None: all of them
+        self._reduce_dtype = reduce_dtype
+        self._arrived: set[int] = set()
+        self._held: dict[int, Tensor] = {}
+        self._flights: list[_Flight] = []
+        self._partial: Tensor | None = None
+        self._owed: set[int] = set()  # parameters that have something in `_partial`
+        self._summed = False  # group.grad has a sum of this backward
+        self._views: list[Tensor] = []
+        self._users = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which gradients travel."""
+        return self._reduce_dtype or self.group.dtype
+
+    # ------------------------------------------------------------------ as backward goes on
+
+    def arrive(self, index: int) -> bool:
+        """A gradient has come; whether all of the group are here."""
+        self._arrived.add(index)
+        return len(self._arrived) == sum(param.requires_grad for param in self.group.params)
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether there is anything that was not reduced yet."""
+        return bool(self._arrived)
+
+    @property
+    def has_held(self) -> bool:
+        """Whether there is something from backwards that did not reduce."""
+        return bool(self._held)
+
+    def used(self, counts: bool) -> list[int]:
+        """Per parameter, 1 where this rank has a gradient to add; what has arrived is one if it `counts`."""
+        arrived = self._arrived if counts else ()
+        return [int(i in arrived or i in self._held or i in self._owed) for i in range(len(self.group.params))]
+
+    def hold(self, counts: bool) -> None:
+        """Keep what has arrived on this rank, if it `counts`, for a later reduction."""
+        for index in self._arrived:
+            grad = self._take(index)
+            if grad is not None and counts:
+                before = self._held.get(index)
+                self._held[index] = grad.to(self.dtype) if before is None else before.add_(grad)
+        self._arrived.clear()
+
+    def _take(self, index: int) -> Tensor | None:
+        whole = self.group.wholes[index]
+        grad, whole.grad = whole.grad, None
+        return grad
+
+    # ------------------------------------------------------------------ reduction
+
+    def launch(self, pool: BufferPool, counts: bool) -> None:
+        """Begin to reduce what has arrived, if it `counts`, and what was held; zeros stand for the rest."""
+        group = self.group
+        world_size, numel = group.comm.world_size, group.layout.shard_numel
+        used = {index for index, is_used in enumerate(self.used(counts)) if is_used}
+        self._owed = set() if self.settings.all_reduce or group.replicate_comm is None else used
+        with torch.no_grad():
+            out = self._target()
+            if world_size == 1:
+                self._fill(out.view(1, -1), counts)
+                self._flights.append(_Flight(None, None, out))
+                return
+            buffer = pool.take(group.comm, world_size * numel, self.dtype, group.device)
+            whole = buffer[: world_size * numel]
+            self._fill(whole.view(world_size, -1), counts)
+            work = group.comm.reduce_scatter_tensor(out, whole, async_op=True, label=f"reduce {group.label}")
+        self._flights.append(_Flight(work, buffer, out))
+
+    def _target(self) -> Tensor:
+        """Where the sum goes: the group's gradient itself if nobody needs what is in it."""
+        group = self.group
+        dtype = self.dtype if group.comm.world_size == 1 else _wide(self.dtype, group.kept_dtype)
+        grad = group.grad
+        if (
+            grad is not None
+            and self.settings.all_reduce
+            and (grad.dtype, grad.device) == (dtype, group.device)
+            and not self._summed
+            and all(flight.out is not grad for flight in self._flights)
+            and all(param.grad is None for param in group.params)
+            and not self._is_kept()
+        ):
+            return grad
+        replicas = group.replicate_comm
+        if replicas is not None and replicas.device == group.device:
+            return replicas.empty(group.layout.shard_numel, dtype)
+        return torch.empty(group.layout.shard_numel, dtype=dtype, device=group.device)
+
+    def _fill(self, by_rank: Tensor, counts: bool) -> None:
+        """Lay the gradients out as the ranks' shards, [W, S]."""
+        for index in range(len(self.group.params)):
+            grad = self._take(index) if index in self._arrived else None
+            grad = grad if counts else None
+            held = self._held.pop(index, None)
+            if held is not None:
+                grad = held if grad is None else held.add_(grad)
+            self._lay(by_rank, index, grad)
+        self._arrived.clear()
+
+    def _lay(self, by_rank: Tensor, index: int, grad: Tensor | None) -> None:
+        layout = self.group.layout
+        start, stop = layout.starts[index], layout.padding(index, 0)[1]
+        if grad is None:
+            by_rank[:, start:stop].zero_()
+        elif layout.is_even(index):
+            by_rank[:, start:stop].copy_(grad.reshape(layout.world_size, -1))
+        else:
+            for rank in range(layout.world_size):
+                start, stop = layout.local_span(index, rank)
+                rows = grad.narrow(layout.cuts[index].dim, *layout.rows(index, rank))
+                by_rank[rank, start:stop].view(rows.shape).copy_(rows)
+                by_rank[rank, slice(*layout.padding(index, rank))].zero_()
+
+    def finish_oldest(self, pool: BufferPool) -> None:
+        """Wait for a reduction and add its result to this rank's gradients."""
+        flight = self._flights.pop(0)
+        with torch.no_grad():
+            if flight.work is not None:
+                flight.work.wait()
+            if flight.buffer is not None:
+                pool.give_back(self.group.comm, flight.buffer)
+            out = self._over_replicas(flight.out)
+            if out is not None:
+                self._add(out)
+
+    def _over_replicas(self, out: Tensor) -> Tensor | None:
+        """The sum along both axes, divided; None where it is to wait for a later backward."""
+        group, settings = self.group, self.settings
+        if group.replicate_comm is not None:
+            if self._partial is not None:
+                out.add_(self._partial)
+                self._partial = None
+            if not settings.all_reduce:
+                self._partial = out
+                return None
+            group.replicate_comm.all_reduce(out, label=f"reduce {group.label}")
+        factor = settings.divide_factor or self.active_ranks or group.mesh.whole.world_size
+        out = out.to(_wide(out.dtype, group.kept_dtype))
+        if factor != 1.0:
+            out.div_(factor)
+        if settings.all_reduce_hook is not None:
+            settings.all_reduce_hook(out)
+        return out
+
+    def _add(self, out: Tensor) -> None:
+        """Take `out` [S] over as the group's gradient, or add it to what earlier backwards left there."""
+        group = self.group
+        out = out.to(group.home, group.kept_dtype)  # the optimizer's
+        kept = [index for index, param in enumerate(group.params) if param.grad is not None]
+        if not kept and not self._summed:
+            self._replace(out)
+        else:
+            assert group.grad is not None or kept
+            grad = torch.zeros_like(out) if group.grad is None else group.grad
+            self._make_own(grad, kept)
+            grad.add_(out)
+            group.grad = grad
+        self._summed = True
+
+    def _replace(self, out: Tensor) -> None:
+        group = self.group
+        if out is not group.grad:
+            group.grad = out
+            self._views = []
+
+    def _make_own(self, grad: Tensor, kept: list[int]) -> None:
+        """Let `grad` have what the parameters' `.grad` have before more is added; users may have put others there."""
+        if self._summed:
+            return
+        for index, param in enumerate(self.group.params):
+            span = slice(self.group.layout.starts[index], self.group.layout.padding(index, 0)[1])
+            if index not in kept:
+                grad[span].zero_()
+            elif not self._views or param.grad is not self._views[index]:
+                assert param.grad is not None
+                start, stop = self.group.layout.local_span(index, self.group.comm.rank)
+                grad[start:stop].copy_(local_tensor(param.grad).reshape(-1))
+
+    def _is_kept(self) -> bool:
+        """Whether the user holds a gradient of an earlier step, which must not change under him."""
+        assert self.group.grad is not None
+        if not self._views:
+            return True
+        users = torch._C._storage_Use_Count(self.group.grad.untyped_storage()._cdata)
+        return users > self._users or any(sys.getrefcount(view) > 3 for view in self._views)  # 3: list, loop, call
+
+    # ------------------------------------------------------------------ the end of backward
+
+    def hand_out(self, used: list[int]) -> None:
+        """Let the gradients of the parameters that any rank used be their `.grad`."""
+        group = self.group
+        summed, self._summed = self._summed, False
+        if not summed or group.grad is None:
+            return
+        if not self._views:
+            self._views = self._faces(group.grad)
+            self._users = torch._C._storage_Use_Count(group.grad.untyped_storage()._cdata)
+        for index, (param, count) in enumerate(zip(group.params, used, strict=True)):
+            if count and param.grad is not self._views[index]:
+                param.grad = self._views[index]
+            if count:
+                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                    hook(param)
+
+    def discard(self) -> None:
+        """Forget the gradients of this step: it failed on some rank."""
+        for index in range(len(self.group.wholes)):
+            self._take(index)
+        self._arrived.clear()
+        self._held.clear()
+        self._flights.clear()
+        self._partial = None
+        self._owed.clear()
+        self._summed = False
+        for param in self.group.params:
+            param.grad = None
+
+    def _faces(self, grad: Tensor) -> list[Tensor]:
+        group, faces = self.group, []
+        for index, cut in enumerate(group.layout.cuts):
+            start, stop = group.layout.local_span(index, group.comm.rank)
+            piece = grad[start:stop].view(group.layout.piece_shape(index, group.comm.rank))
+            faces.append(as_dtensor(piece, group.mesh.device_mesh, group.mesh.placements(cut.dim), cut.shape))
+        return faces
+
+
+def _wide(travels: torch.dtype, kept: torch.dtype) -> torch.dtype:
+    """In which dtype ranks' gradients are added."""
+    return torch.promote_types(travels, kept) if travels.is_floating_point else travels

@@ -1,0 +1,344 @@
+"""One unit's parameters of one dtype: sharded between uses, whole while a module computes with them."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from lockstep.errors import ShardingError
+from lockstep.parallel.dtensors import DTensor, as_dtensor, local_tensor
+from lockstep.parallel.shard_extension import Extended, Surroundings, cut_extended, is_extended
+from lockstep.parallel.shard_layout import Cut, ShardLayout
+from lockstep.parallel.shard_mesh import ShardMesh
+from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from lockstep.parallel.unsharded import Gathered, Resident, Unsharded, pieces_of
+
+# Life of the tensors here, for n elements over W ranks, S = n / W and padding:
+#   pieces[i]         the truth: what the optimizer changes and checkpoints hold. Lives as long as the group, one after
+#                     the other in `flat` [S]; where ranks share memory, each in its place in the whole that all see.
+#   params[i]         `pieces[i]` as a DTensor: the module's parameter between uses.
+#   wholes[i]         alias of the unsharded flat buffer: the module's parameter in forward and backward, and the leaf
+#                     of autograd's graph. Its .grad lives until it is copied into a reduction.
+
+
+TAKEN = "_lockstep_sharded_as"  # on a parameter that a group has replaced: its name there
+
+
+class ShardState(enum.Enum):
+    """SHARDED: the module has the DTensors. GATHERING: the gather is under way. UNSHARDED: it has the whole tensors."""
+
+    SHARDED = enum.auto()
+    GATHERING = enum.auto()
+    UNSHARDED = enum.auto()
+
+
+class Owner(NamedTuple):
+    """A module and the name under which it has a parameter; a tied parameter has several."""
+
+    module: Module
+    name: str
+
+
+class Member(NamedTuple):
+    """A parameter to be sharded."""
+
+    param: Parameter
+    owners: tuple[Owner, ...]
+    dim: int
+    fqn: str
+
+
+@dataclass(frozen=True)
+class ShardSlot:
+    """Where a sharded parameter belongs."""
+
+    group: ShardGroup
+    index: int
+
+    @property
+    def fqn(self) -> str:
+        """The parameter's dotted name."""
+        return self.group.fqns[self.index]
+
+
+def slot_of(param: Tensor) -> ShardSlot | None:
+    """Where `param` belongs if fully_shard made it; None for any other tensor."""
+    slot = getattr(param, "_lockstep_slot", None)
+    return slot if slot is not None and slot.group.params[slot.index] is param else None
+
+
+@final
+class ShardGroup:
+    """A small state machine over the parameters that are gathered together.
+
+    Collective: `place`, `launch` and what is built on them, on every rank of `mesh.shard`, in the same order.
+    """
+
+    def __init__(
+        self, members: Sequence[Member], mesh: ShardMesh, policy: MixedPrecisionPolicy, offload: CPUOffloadPolicy | None
+    ) -> None:
+        first = members[0].param
+        self.mesh = mesh
+        self.comm = mesh.shard
+        self.replicate_comm = mesh.replicate
+        self.fqns = [member.fqn for member in members]
+        self.owners = [member.owners for member in members]
+        self.layout = ShardLayout([Cut(tuple(m.param.shape), m.dim) for m in members], self.comm.world_size)
+        self.policy = policy
+        self.compute_dtype = policy.param_dtype if first.dtype.is_floating_point else None
+        self.device = mesh.device
+        self.pins = offload is not None and offload.pin_memory
+        self.state = ShardState.SHARDED
+        self._version = -1  # of `flat` when it was last gathered
+        self.unsharded: Unsharded | None = None
+        self.grad: Tensor | None = None  # [S] reduced gradients, laid out and typed as `flat`; see ShardGradients
+        self.kept_dtype = first.dtype
+        self.home = (
+            torch.device("meta") if first.is_meta else torch.device("cpu") if offload is not None else self.device
+        )
+        self.is_extended = is_extended(first, members[0].fqn)
+        self.flat: Tensor | None = None
+        self.pieces = self._cut_out([member.param for member in members])
+        self.params = self._faces([member.param for member in members])
+        self.wholes: list[Parameter] = []
+        self._whole_versions: list[int] = []
+        for member, name in zip(members, self.fqns, strict=True):
+            vars(member.param)[TAKEN] = name  # whoever still has the whole parameter shares it with this group
+        self._register(self.params)
+
+    def __repr__(self) -> str:
+        return f"<ShardGroup {', '.join(self.fqns[:2])}{', ...' if len(self.fqns) > 2 else ''}: {self.state.name}>"
+
+    @property
+    def label(self) -> str:
+        """A short name for messages and traces."""
+        return self.fqns[0] if len(self.fqns) == 1 else f"{self.fqns[0]}+{len(self.fqns) - 1}"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What modules compute with."""
+        return self.compute_dtype or self.kept_dtype
+
+    # ------------------------------------------------------------------ unshard and reshard
+
+    def place(self, sharing: bool) -> None:
+        """Decide where the whole parameters will be. Collective: every rank of `mesh.shard`; later calls do nothing."""
+        if self.unsharded is not None:
+            return
+        if self.home.type == "meta":
+            raise ShardingError(
+                f"parameter {self.fqns[0]!r} is on the meta device: fill the model first, with lockstep.materialize("
+                "model) or lockstep.load_safetensors(model, path)"
+            )
+        with torch.no_grad(), torch.inference_mode(False):
+            self.unsharded = self._find_place(sharing)
+        self.wholes = [
+            Parameter(view, requires_grad=param.requires_grad)
+            for view, param in zip(self.unsharded.views, self.params, strict=True)
+        ]
+
+    def _find_place(self, sharing: bool) -> Unsharded:
+        layout, comm = self.layout, self.comm
+        if self.is_extended:
+            return Extended(self.pieces[0], comm, self._surroundings(), self.label)
+        assert self.flat is not None, "pieces are in one flat tensor until they find a place in a whole"
+        is_same = (self.dtype, self.device) == (self.kept_dtype, self.home)
+        if comm.world_size == 1 and is_same:
+            return Resident(layout, self.flat, comm.rank, is_copy=False)
+        if sharing and comm.world_size > 1 and self.device.type == "cpu" and layout.whole_numel:
+            whole = comm.shared(layout.whole_numel, self.dtype)
+            if whole is not None:
+                is_copy = not is_same or any(cut.dim for cut in layout.cuts)
+                resident = Resident(layout, whole, comm.rank, is_copy)
+                if not is_copy:
+                    resident.write(self.pieces)
+                    self._move(resident.mine)
+                return resident
+        return Gathered(layout, self.dtype, self.device, comm, self.label)
+
+    def _move(self, pieces: list[Tensor]) -> None:
+        """From now on the truth is in `pieces`."""
+        self.flat = None
+        self.pieces = pieces
+        for param, piece in zip(self.params, pieces, strict=True):
+            param._local_tensor = piece  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _surroundings(self) -> Surroundings:
+        whole = torch.empty(self.layout.cuts[0].shape, device="meta")
+        mesh = self.mesh.device_mesh
+        return Surroundings(mesh, whole.shape, whole.stride(), self.owners[0][0].module, self.policy, self.dtype)
+
+    def publish(self) -> None:
+        """Bring the copy that all ranks see up to date. The caller sees to it that nobody reads meanwhile."""
+        if self.is_copied:
+            assert isinstance(self.unsharded, Resident)
+            with torch.no_grad():
+                self.unsharded.write(self.pieces)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether all ranks of the host see the same whole parameters."""
+        return isinstance(self.unsharded, Resident) and self.comm.world_size > 1
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether what they see is a copy, in another dtype say, of what the optimizer changes."""
+        return isinstance(self.unsharded, Resident) and self.unsharded.is_copy
+
+    @property
+    def is_current(self) -> bool:
+        """Whether whole parameters are those of the pieces as they are now, as far as autograd's counter tells."""
+        if self.state is ShardState.SHARDED or self.flat is None:
+            return self.state is not ShardState.SHARDED
+        return self._version == self.flat._version
+
+    def check_untouched(self) -> None:
+        """Raises: ShardingError where a forward has changed whole parameters, which all ranks have in one memory."""
+        if self.state is ShardState.UNSHARDED and self.is_shared:
+            for fqn, whole, version in zip(self.fqns, self.wholes, self._whole_versions, strict=True):
+                if whole._version != version:
+                    raise ShardingError(
+                        f"rank {self.mesh.whole.rank}: parameter {fqn!r} was changed in place while it was whole, and "
+                        "so by every rank in the same memory. Change parameters between steps, when they are sharded"
+                    )
+
+    def launch(self) -> None:
+        """Begin to make the parameters whole; where they are, only give the other ranks this one's shard."""
+        assert self.unsharded is not None, "placed before the first use"
+        with torch.no_grad():
+            flat = None if self.flat is None else self.flat.to(self.device, non_blocking=True)
+            if self.state is not ShardState.SHARDED:
+                self.unsharded.contribute(flat)
+                return
+            self.unsharded.launch(flat)
+        self.state = ShardState.GATHERING
+        self._version = -1 if self.flat is None else self.flat._version
+
+    def finish(self) -> None:
+        """Let the modules have the whole parameters."""
+        if self.state is ShardState.UNSHARDED:
+            return
+        assert self.unsharded is not None
+        assert self.state is ShardState.GATHERING or not self.unsharded.needs_gather, "launched by all ranks together"
+        with torch.no_grad():
+            self.unsharded.finish()
+        for param, whole in zip(self.params, self.wholes, strict=True):
+            if whole.requires_grad != param.requires_grad:
+                whole.requires_grad_(param.requires_grad)
+        self._whole_versions = [whole._version for whole in self.wholes]
+        self._register(self.wholes)
+        self.state = ShardState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Let the modules have the shards; give the memory of the whole parameters back."""
+        if self.state is ShardState.SHARDED:
+            return
+        assert self.unsharded is not None
+        self.unsharded.release()
+        self._register(self.params)
+        self.state = ShardState.SHARDED
+
+    def _register(self, params: Sequence[Parameter]) -> None:
+        for owners, param in zip(self.owners, params, strict=True):
+            for module, name in owners:
+                module._parameters[name] = param
+
+    # ------------------------------------------------------------------ parameters that others changed
+
+    def check(self) -> None:
+        """Take over parameters that were replaced since (load_state_dict with assign, swapped tensors).
+
+        Raises: ShardingError where one was removed, or replaced by something that is no such shard.
+        """
+        if self.state is ShardState.UNSHARDED:
+            return
+        for index, owners in enumerate(self.owners):
+            found = owners[0].module._parameters.get(owners[0].name)
+            if found is None or found is not self.params[index] or slot_of(found) is None or not self._is_ours(index):
+                self.adopt()
+                return
+
+    def _is_ours(self, index: int) -> bool:
+        local, piece = local_tensor(self.params[index]), self.pieces[index]
+        if self.is_extended:
+            return local is piece
+        return local.dtype == piece.dtype and (local.data_ptr() == piece.data_ptr() or not local.numel())
+
+    def adopt(self) -> None:
+        """Let the pieces have the values, dtype and device of the parameters the modules have now."""
+        current = [owners[0].module._parameters.get(owners[0].name) for owners in self.owners]
+        for index, param in enumerate(current):
+            self._check_adoptable(index, param)
+        locals_ = [local_tensor(param) for param in current if param is not None]
+        if self.is_extended:
+            self.pieces = locals_
+            self.unsharded = None
+        elif {(t.dtype, t.device) for t in locals_} != {(self.kept_dtype, self.home)}:
+            kinds = {(t.dtype, t.device.type) for t in locals_}
+            if len(kinds) > 1:
+                raise ShardingError(
+                    f"the parameters of one group have become different, {sorted(map(str, kinds))} ({self.label}): "
+                    "convert all of them"
+                )
+            self.kept_dtype, self.home = locals_[0].dtype, locals_[0].device
+            self.pieces = self._make_pieces()
+            self.unsharded = None
+            self.grad = None
+        with torch.no_grad():
+            for piece, local in zip(self.pieces, locals_, strict=True):
+                if piece.data_ptr() != local.data_ptr():
+                    piece.copy_(local)
+        self.params = self._faces(current)
+        self._register(self.params)
+
+    def _check_adoptable(self, index: int, param: Parameter | None) -> None:
+        expected = self.layout.piece_shape(index, self.comm.rank)
+        found = None if param is None else tuple(local_tensor(param).shape)
+        if not isinstance(param, DTensor) or found != expected:
+            what = "was removed" if param is None else f"is now a {type(param).__name__} with {found} on this rank"
+            raise ShardingError(
+                f"rank {self.mesh.whole.rank}: parameter {self.fqns[index]!r} was sharded, {expected} on this rank, "
+                f"and {what}. Change parameters before fully_shard, or in place"
+            )
+
+    # ------------------------------------------------------------------ making
+
+    def _cut_out(self, params: Sequence[Parameter]) -> list[Tensor]:
+        """This rank's pieces of whole parameters."""
+        if self.is_extended:
+            return [cut_extended(params[0], self.fqns[0], self.layout.cuts[0].dim, self.comm)]
+        pieces = self._make_pieces()
+        if self.home.type != "meta":
+            for index, (piece, param) in enumerate(zip(pieces, params, strict=True)):
+                first, rows = self.layout.rows(index, self.comm.rank)
+                piece.copy_(param.detach().narrow(self.layout.cuts[index].dim, first, rows))
+        return pieces
+
+    def _make_pieces(self) -> list[Tensor]:
+        """Pieces in a flat tensor [S] of their own; padding is zeros."""
+        flat = torch.zeros(self.layout.shard_numel, dtype=self.kept_dtype, device=self.home)
+        self.flat = flat.pin_memory() if self.pins and self.home.type == "cpu" and torch.cuda.is_available() else flat
+        return pieces_of(self.flat, self.layout, self.comm.rank)
+
+    def _faces(self, params: Sequence[Tensor | None]) -> list[Parameter]:
+        """The pieces as DTensors. A parameter that is one already stays the same object, for its optimizer's sake."""
+        faces: list[Parameter] = []
+        for index, (piece, param) in enumerate(zip(self.pieces, params, strict=True)):
+            assert param is not None
+            cut = self.layout.cuts[index]
+            if isinstance(param, DTensor):
+                face = param
+                face._local_tensor = piece
+            else:
+                dtensor = as_dtensor(piece, self.mesh.device_mesh, self.mesh.placements(cut.dim), cut.shape)
+                face = Parameter(dtensor, requires_grad=param.requires_grad)
+                vars(face).update({key: value for key, value in vars(param).items() if key not in vars(face)})
+            face._lockstep_slot = ShardSlot(self, index)  # pyright: ignore[reportAttributeAccessIssue]
+            faces.append(face)  # pyright: ignore[reportArgumentType]
+        return faces

@@ -1,0 +1,108 @@
+"""Ranks that run out of batches at different times: one without goes on in step with the others, and does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Generic, TypeVar, final
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import DataError
+from lockstep.parallel.shard_context import ShardContext
+
+Batch = TypeVar("Batch")
+
+_NONE, _OLD, _OWN = range(3)  # a rank has had no batch at all; only old ones; one of its own now
+
+
+@final
+class JoinedBatches(Generic[Batch]):
+    """The batches of this rank, then its last one again until every rank has used up its own.
+
+    A sharded model needs all ranks in every step: each holds a piece of the parameters, and of the optimizer's state.
+    So a rank that has run out runs the loop's body too, on a batch that it has seen, and its gradients count as zeros.
+
+        for batch in (batches := model.join(loader)):
+            loss = model(batch).loss        # batches.has_own says whether this loss is one to report
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    Collective: every rank, each time a batch is asked for.
+    Raises: DataError on every rank where one had no batch at all, and the others' cannot stand in for it.
+    """
+
+    def __init__(self, context: ShardContext, batches: Iterable[Batch], divide_by_initial_world_size: bool) -> None:
+        self.has_own = True
+        self.active_ranks = context.comm.world_size  # that still have batches of their own
+        self._context = context
+        self._batches = batches
+        self._divides_by_all = divide_by_initial_world_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        comm, nothing = self._context.comm, object()
+        own = iter(self._batches)
+        batch: Any = nothing
+        try:
+            while True:
+                following = next(own, nothing) if self.has_own else nothing
+                self.has_own = following is not nothing
+                batch = following if self.has_own else batch
+                said = _say(comm, _OWN if self.has_own else _NONE if batch is nothing else _OLD)
+                active = [rank for rank, word in enumerate(said) if word == _OWN]
+                self.active_ranks = len(active)
+                if not active:
+                    return
+                if _NONE in said:
+                    batch = _stand_in(comm, batch, is_lacking=batch is nothing, source=active[0])
+                self._set(counts=self.has_own, active=None if self._divides_by_all else len(active))
+                yield batch
+        finally:
+            self._set(counts=True, active=None)
+
+    def _set(self, counts: bool, active: int | None) -> None:
+        self._context.counts = counts
+        for gradients in self._context.gradients:
+            gradients.active_ranks = active
+
+
+def _say(comm: Communicator, word: int) -> list[int]:
+    """What every rank says.  Collective."""
+    words = torch.empty(comm.world_size, dtype=torch.int32, device=comm.device)
+    comm.all_gather_into_tensor(words, torch.tensor([word], dtype=torch.int32, device=comm.device), label="join")
+    return words.tolist()
+
+
+def _stand_in(comm: Communicator, batch: Any, is_lacking: bool, source: int) -> Any:
+    """Rank `source`'s batch on the ranks that lack one; their own on the others.  Collective."""
+    leaves, structure = _pytree.tree_flatten(batch if comm.rank == source else None)
+    described: Any = None
+    if comm.rank == source:
+        try:
+            described = [_pytree.treespec_dumps(structure), [_describe(leaf) for leaf in leaves]]
+        except (TypeError, NotImplementedError) as error:
+            described = [str(error), None]
+    text, kinds = comm.broadcast_object(described, source, label="join")
+    if kinds is None or any(kind is None for kind in kinds):
+        raise DataError(
+            f"a rank has no batch at all, and rank {source}'s cannot be sent to it as a stand-in: "
+            f"{text if kinds is None else 'it holds more than tensors and JSON values'}. Give every rank at least one"
+        )
+    received: list[Any] = []
+    for place, kind in enumerate(kinds):
+        if "shape" not in kind:
+            received.append(kind["value"])
+            continue
+        dtype = getattr(torch, kind["dtype"])
+        leaf = leaves[place] if comm.rank == source else torch.empty(kind["shape"], dtype=dtype)
+        moved = leaf.to(comm.device)
+        comm.broadcast(moved, source, label="join")
+        received.append(moved.to(leaf.device))
+    return _pytree.tree_unflatten(received, _pytree.treespec_loads(text)) if is_lacking else batch
+
+
+def _describe(leaf: Any) -> dict[str, Any] | None:
+    if isinstance(leaf, Tensor):
+        return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
+    return {"value": leaf} if isinstance(leaf, str | int | float | bool | None) else None

@@ -85,7 +85,7 @@ class DistributedDataParallel(Module, Joinable):
     ) -> None:
         super().__init__()
         Joinable.__init__(self)
-        compile_only_the_module(DistributedDataParallel)
+        compile_only_the_module(DistributedDataParallel, ("forward",), ("_pre_forward", "_post_forward"))
         if mixed_precision is not None:
             raise UnsupportedArgument(
                 "mixed_precision", "use torch.autocast around the forward, it does the same in public"

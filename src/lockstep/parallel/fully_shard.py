@@ -13,6 +13,7 @@ from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
 from lockstep.errors import ConfigError, ShardingError, UnsupportedArgument
 from lockstep.parallel.dtensors import DTensor, Shard
+from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.shard_context import register_unit, unit_of
 from lockstep.parallel.shard_extension import is_extended
@@ -71,8 +72,10 @@ def fully_shard(
     members = _members(managed, ignored, shard_placement_fn)
     _move_buffers(managed, where.device)
     groups = _group(members, where, policy, understand_offload(offload_policy))
-    unit = ShardUnit(modules, groups, where, policy, _reshards(reshard_after_forward, where.shard.world_size))
+    reshards = _reshards(reshard_after_forward, where.shard.world_size)
+    unit = ShardUnit(modules, managed, groups, where, policy, reshards)
     register_unit(unit)
+    compile_only_the_module(FSDPModule, ("__call__", "run_whole"), ())
     for part in modules:
         part.__class__ = _sharded_class(type(part))
     return module
@@ -82,6 +85,8 @@ def _check_arguments(modules: Sequence[Module], dp_mesh_dims: Any) -> None:
     if not modules:
         raise ConfigError("fully_shard needs at least one module")
     for module in modules:
+        if not isinstance(module, Module):
+            raise ConfigError(f"fully_shard takes a module or a list of modules, not a {type(module).__name__}")
         if isinstance(module, (ModuleList, ModuleDict)) and type(module).forward is Module.forward:
             raise ConfigError(
                 f"fully_shard does not support containers that do not implement forward: {type(module).__name__}. "
@@ -141,7 +146,7 @@ def _member(param: Parameter, owners: list[Owner], placement: PlacementFn | None
             "unit, fully_shard([module_a, module_b]), or leave both to the unit around them"
         )
     if param.dim() == 0:
-        raise ShardingError(f"parameter {fqn!r} is a scalar: make it a 1-D tensor with one element")
+        raise ConfigError(f"parameter {fqn!r} is a scalar: make it a 1-D tensor with one element")
     if isinstance(param, DTensor):
         raise ShardingError(f"parameter {fqn!r} is a DTensor already: fully_shard takes plain parameters")
     dim = 0

@@ -114,8 +114,8 @@ class ShardContext:
         """Parameters may have changed since the last pass: what is whole is gathered again, unless kept on purpose."""
         for unit in self.units:
             keeps = unit.made_by_hand or not unit.reshard_after_backward
+            unit.check()
             for group in unit.groups:
-                group.check()
                 group.place(self.sharing)
                 if not (keeps and group.is_current):
                     group.reshard()
@@ -316,8 +316,8 @@ class ShardContext:
 
     def make_whole_now(self, unit: ShardUnit) -> None:
         """Gather the parameters of `unit` outside of any pass.  Collective: every rank of the root's mesh."""
+        unit.check()
         for group in unit.groups:
-            group.check()
             group.place(self.sharing)
         if any(group.is_shared for group in unit.groups):
             self.comm.barrier(label="shard.read")

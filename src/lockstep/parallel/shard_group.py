@@ -270,6 +270,18 @@ class ShardGroup:
             return local is piece
         return local.dtype == piece.dtype and (local.data_ptr() == piece.data_ptr() or not local.numel())
 
+    def check_loaded(self, module: Module) -> None:
+        """Raises: ShardingError where a state dict put a parameter of another dtype into `module`; it is out again."""
+        for fqn, owners, param in zip(self.fqns, self.owners, self.params, strict=True):
+            for owner in owners:
+                loaded = module._parameters.get(owner.name) if owner.module is module else None
+                if loaded is not None and loaded is not param and loaded.dtype != self.kept_dtype:
+                    module._parameters[owner.name] = param
+                    raise ShardingError(
+                        f"rank {self.mesh.whole.rank}: the state dict has {fqn!r} in {loaded.dtype}, the sharded model "
+                        f"in {self.kept_dtype}: convert the one that is wrong, or load without assign=True"
+                    )
+
     def adopt(self) -> None:
         """Let the pieces have the values, dtype and device of the parameters the modules have now."""
         current = [owners[0].module._parameters.get(owners[0].name) for owners in self.owners]

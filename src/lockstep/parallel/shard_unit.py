@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from lockstep.errors import ShardingError
+from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.shard_gradients import ShardGradients
 from lockstep.parallel.shard_group import ShardGroup, ShardState
@@ -28,12 +30,14 @@ class ShardUnit:
     def __init__(
         self,
         modules: Sequence[Module],
+        managed: Sequence[Module],
         groups: Sequence[ShardGroup],
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
     ) -> None:
         self.modules = tuple(modules)
+        self._managed = tuple(managed)  # `modules` and what is in them, without other units
         self.mesh = mesh
         self.policy = policy
         self.groups = list(groups)
@@ -48,7 +52,9 @@ class ShardUnit:
         self.context: ShardContext | None = None
         self._ran: set[int] = set()  # modules of this unit that ran in the current forward
         self._hooked: set[int] = set()  # wholes that tell of their gradients
-        self._reshard_for_state_dicts()
+        self._parameters = _count_parameters(self._managed)
+        self._attach_to_state_dicts()
+        compile_only_the_module(ShardUnit, ("run",), ("_enter", "_before", "_after", "_raised", "_leave"))
 
     @property
     def reshards_after_forward(self) -> bool:
@@ -57,8 +63,31 @@ class ShardUnit:
             return self.context is None or self.context.root is not self
         return self.reshard_after_forward
 
-    def _reshard_for_state_dicts(self) -> None:
-        """State dicts hold shards, also right after a forward that left the parameters whole."""
+    def check(self) -> None:
+        """Raises: ShardingError where parameters are not what they were when they were sharded."""
+        for group in self.groups:
+            group.check()
+        if _count_parameters(self._managed) != self._parameters:
+            raise ShardingError(
+                f"rank {self.mesh.whole.rank}: the parameters of a unit are not those that were sharded; new, or "
+                f"ignored till now: {', '.join(self._strangers()) or 'none'}. Add parameters before fully_shard"
+            )
+
+    def _strangers(self) -> list[str]:
+        """Names of parameters that are in the modules of this unit, and not sharded with it."""
+        roots = self.modules if self.context is None else self.context.root.modules
+        names = {id(part): name for root in roots for name, part in root.named_modules()}
+        owners = [owner for group in self.groups for owners in group.owners for owner in owners]
+        known = {(id(module), name) for module, name in owners}
+        return [
+            f"{names.get(id(module), '?')}.{name}".lstrip(".")
+            for module in self._managed
+            for name, param in module._parameters.items()
+            if param is not None and (id(module), name) not in known
+        ]
+
+    def _attach_to_state_dicts(self) -> None:
+        """State dicts hold shards, also right after a forward that left the parameters whole; dtypes stay."""
         this: weakref.ref[ShardUnit] = weakref.ref(self)
 
         def reshard(*_: object) -> None:
@@ -66,27 +95,46 @@ class ShardUnit:
             if unit is not None and (unit.context is None or not unit.context.is_running):
                 unit.reshard()
 
+        def check(module: Module, _: object) -> None:
+            unit = this()
+            for group in unit.groups if unit is not None else ():
+                group.check_loaded(module)
+
         owners = {id(module): module for group in self.groups for owned in group.owners for module, _ in owned}
         for module in owners.values():
             module.register_state_dict_pre_hook(reshard)
             module._register_load_state_dict_pre_hook(reshard)
+            module.register_load_state_dict_post_hook(check)
 
     # ------------------------------------------------------------------ around a forward
 
     def run(self, context: ShardContext, call: Callable[..., Any], module: Module, args: Any, kwargs: Any) -> Any:
         """`call(*args, **kwargs)`, the forward of `module`, with whole parameters."""
-        is_outermost = context.enter_forward(self)
+        is_outermost = self._enter(context)
         try:
-            if is_outermost and self.mesh.device.type != "cpu":
-                args, kwargs = move_tensors(args, self.mesh.device), move_tensors(kwargs, self.mesh.device)
-            if self.policy.cast_forward_inputs:
-                args, kwargs = (cast_floats(part, self.policy.param_dtype) for part in (args, kwargs))
-            context.make_whole(self)
+            args, kwargs = self._before(context, is_outermost, args, kwargs)
             output = self._after(context, module, call(*args, **kwargs))
         except BaseException:
-            if is_outermost:
-                context.forward_raised()
+            self._raised(context, is_outermost)
             raise
+        return self._leave(context, is_outermost, output)
+
+    def _enter(self, context: ShardContext) -> bool:
+        return context.enter_forward(self)
+
+    def _before(self, context: ShardContext, is_outermost: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        if is_outermost and self.mesh.device.type != "cpu":
+            args, kwargs = move_tensors(args, self.mesh.device), move_tensors(kwargs, self.mesh.device)
+        if self.policy.cast_forward_inputs:
+            args, kwargs = (cast_floats(part, self.policy.param_dtype) for part in (args, kwargs))
+        context.make_whole(self)
+        return args, kwargs
+
+    def _raised(self, context: ShardContext, is_outermost: bool) -> None:
+        if is_outermost:
+            context.forward_raised()
+
+    def _leave(self, context: ShardContext, is_outermost: bool, output: Any) -> Any:
         if is_outermost:
             context.leave_forward()
         return cast_floats(output, self.policy.output_dtype)
@@ -138,6 +186,10 @@ class ShardUnit:
     def is_whole(self) -> bool:
         """Whether the modules have the whole parameters."""
         return all(group.state is ShardState.UNSHARDED for group in self.groups)
+
+
+def _count_parameters(modules: Sequence[Module]) -> int:
+    return sum(param is not None for module in modules for param in module._parameters.values())
 
 
 @final

@@ -28,7 +28,7 @@ def flatten_state(state: State) -> FlatState:
     """
     flat = FlatState({}, {}, {})
     seen: dict[tuple[Any, ...], str] = {}
-    for path, leaf in _leaves(state, ""):
+    for path, leaf in leaves(state):
         if not isinstance(leaf, Tensor):
             flat.values[path] = leaf
             continue
@@ -55,15 +55,19 @@ def unflatten_state(flat: FlatState) -> State:
     return state
 
 
-def _leaves(state: State, prefix: str) -> list[tuple[str, Any]]:
-    leaves: list[tuple[str, Any]] = []
+def leaves(state: State, prefix: str = "") -> list[tuple[str, Any]]:
+    """(path, tensor or JSON value) of everything in `state`.
+
+    Raises: CheckpointError for a key that is no path component.
+    """
+    found: list[tuple[str, Any]] = []
     for key, value in state.items():
         if not isinstance(key, str) or not key or "/" in key:
             raise CheckpointError(
                 f"{key!r} under {prefix!r} cannot be a key of a state: use non-empty strings without /"
             )
         if isinstance(value, dict) and value:
-            leaves += _leaves(value, f"{prefix}{key}/")
+            found += leaves(value, f"{prefix}{key}/")
         else:
-            leaves.append((prefix + key, value))
-    return leaves
+            found.append((prefix + key, value))
+    return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -66,6 +66,13 @@ class ShardSlot:
         """The parameter's dotted name."""
         return self.group.fqns[self.index]
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _no_slot, ()  # a copy of a parameter is not in the group, and must not bring it along
+
+
+def _no_slot() -> None:
+    return None
+
 
 def slot_of(param: Tensor) -> ShardSlot | None:
     """Where `param` belongs if fully_shard made it; None for any other tensor."""
@@ -93,6 +100,7 @@ class ShardGroup:
         self.policy = policy
         self.compute_dtype = policy.param_dtype if first.dtype.is_floating_point else None
         self.device = mesh.device
+        self.offloads = offload is not None
         self.pins = offload is not None and offload.pin_memory
         self.state = ShardState.SHARDED
         self._version = -1  # of `flat` when it was last gathered
@@ -298,7 +306,8 @@ class ShardGroup:
                     f"the parameters of one group have become different, {sorted(map(str, kinds))} ({self.label}): "
                     "convert all of them"
                 )
-            self.kept_dtype, self.home = locals_[0].dtype, locals_[0].device
+            self.kept_dtype = locals_[0].dtype
+            self.home = torch.device("cpu") if self.offloads else locals_[0].device
             self.pieces = self._make_pieces()
             self.unsharded = None
             self.grad = None

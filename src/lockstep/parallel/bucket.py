@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from typing import Protocol, final
 
 import torch
 from torch import Tensor
@@ -19,6 +20,21 @@ from lockstep.comm.op import Work
 #   views[j]       alias of the part of `flat` that belongs to member j, in that parameter's own shape and strides. It
 #                  becomes `params[j].grad` when the gradient is placed, which frees the tensor that autograd made.
 # The views are made with `set_`, not by slicing: autograd does not see them as views, so `grad.detach_()` works.
+
+
+class Layout(Protocol):
+    """Where tensors begin in a flat buffer, and how long it is."""
+
+    starts: Sequence[int]
+    numel: int
+
+
+@final
+class Dense(Layout):
+    """One tensor after the other."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        *self.starts, self.numel = itertools.accumulate(numels, initial=0)
 
 
 class Bucket:
@@ -36,6 +52,7 @@ class Bucket:
         sparse: bool,
         last: bool,
         empty: Callable[[int, torch.dtype], Tensor] | None = None,
+        lay_out: Callable[[Sequence[int]], Layout] = Dense,
     ) -> None:
         self.members = tuple(members)  # indices of the reducer's parameters
         self.params = [params[member] for member in members]
@@ -48,26 +65,25 @@ class Bucket:
         self._index = index
         self._last = last
         self._empty = empty  # memory that the communicator moves best; None where parameters are elsewhere
+        self._layout = lay_out([param.numel() for param in self.params])
         self._checked = False
         if not sparse:
             self._allocate()
 
     def _allocate(self) -> None:
         first = self.params[0]
-        numel = sum(param.numel() for param in self.params)
+        numel = self._layout.numel
         if self._empty is None or numel == 0:
             self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         else:
             self.flat = self._empty(numel, first.dtype).zero_()
-        starts = itertools.accumulate((param.numel() for param in self.params), initial=0)
-        self._starts = list(starts)[:-1]
         self.views = [self._alias(slot) for slot in range(len(self.params))]
         self._addresses = [view.data_ptr() for view in self.views]
 
     def _alias(self, slot: int) -> Tensor:
         param = self.params[slot]
         alias = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        return alias.set_(self.flat.untyped_storage(), self._starts[slot], param.shape, dense_strides(param))
+        return alias.set_(self.flat.untyped_storage(), self._layout.starts[slot], param.shape, dense_strides(param))
 
     def _is_in_place(self, slot: int, grad: Tensor | None) -> bool:
         """Whether `grad` is our view; makes the view anew if `tensor.data = ...` has moved it to other memory."""

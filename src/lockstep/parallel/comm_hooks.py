@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,12 @@ class CommHook(abc.ABC):
     @abc.abstractmethod
     def launch(self, comm: Communicator, bucket: Bucket) -> Work:
         """Start the reduction of `bucket`; every rank calls it for the same buckets in the same order."""
+
+    def finished(self, buckets: Sequence[Bucket], lacking: set[int]) -> None:  # noqa: B027 (most hooks need neither)
+        """All buckets of a backward are reduced; no rank has a gradient for the parameters in `lacking`."""
+
+    def abandoned(self) -> None:  # noqa: B027
+        """A rank has failed in this step, which has gradients on no rank."""
 
 
 class Mean(CommHook):

@@ -15,7 +15,7 @@ from torch.nn import Module, Parameter
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_names import Join, Joinable, JoinHook, TorchDistributedDataParallel
-from lockstep.errors import ModelMismatch, UnsupportedArgument
+from lockstep.errors import ConfigError, ModelMismatch, UnsupportedArgument
 from lockstep.parallel.buckets import MIB
 from lockstep.parallel.buffers import BufferHook, BufferSync
 from lockstep.parallel.comm_hooks import Fp16Mean, Mean, TorchHook
@@ -342,6 +342,8 @@ class DistributedDataParallel(Module, Joinable):
         self._builtin_hook = comm_hook_type
 
     def _refuse_second_hook(self) -> None:
+        if self.reducer.plan_stays:
+            raise ConfigError("a ShardedOptimizer reduces this module's gradients: it takes no communication hook")
         if self._comm_hooks or getattr(self, "_builtin_hook", None) is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
 

@@ -32,7 +32,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
 from lockstep.errors import ConfigError, PeerFailed, ReplicaError, TransportClosed
 from lockstep.parallel.backward import BackwardPass, Runs
-from lockstep.parallel.bucket import Bucket, no_entries
+from lockstep.parallel.bucket import Bucket, Dense, Layout, no_entries
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
 from lockstep.parallel.comm_hooks import CommHook, Mean
 from lockstep.parallel.control import ControlMessage
@@ -86,6 +86,8 @@ class GradReducer:
         self._unsettled = False  # a backward raised and left its buckets in flight; nobody reads their results
         self._told: ControlMessage | None = None  # what the other ranks were told about it
         self._new_plan: list[tuple[int, ...]] | None = None
+        self.plan_stays = False  # somebody has laid out parameters by it
+        self._lay_out: Callable[[Sequence[int]], Layout] = Dense
         self._leaf_handles: list[Any] = []
         self._runs = Runs(self.params)
         self._warned = False
@@ -104,6 +106,15 @@ class GradReducer:
     def remove(self) -> None:
         """Take the hooks off the parameters; gradients stay local from now on."""
         _remove(self._handles)
+
+    def hand_over(self, hook: CommHook, lay_out: Callable[[Sequence[int]], Layout]) -> None:
+        """Let `hook` reduce from now on; buckets stay as they are planned now, and are laid out by `lay_out`.
+
+        Every rank, between two steps. Not collective.
+        """
+        self.before_forward()
+        self.hook, self._lay_out, self.plan_stays = hook, lay_out, True
+        self._build(self.plan)
 
     def before_forward(self) -> None:
         """Clear what a backward that raised has left, and use the plan that was agreed on. Not collective."""
@@ -152,6 +163,8 @@ class GradReducer:
 
     def reset_plan(self, comm: Communicator) -> None:
         """Start again from the first plan, over another group, in step with reducers that are new there."""
+        if self.plan_stays:
+            raise ConfigError("a ShardedOptimizer has shared out the parameters among the ranks of the old group")
         self.before_forward()
         self._expected = None
         self.stats.order = []
@@ -316,10 +329,12 @@ class GradReducer:
         for future in self.futures:
             future.wait()
         used_by = control.used_by() if absent or self._expected is None else []
+        lacking = {i for i in absent if used_by[i] == 0}
         if not shadow:
-            self._hand_out(current, untouched, {i for i in absent if used_by[i] == 0})
+            self._hand_out(current, untouched, lacking)
+        self.hook.finished(self.buckets, lacking)
         self._learn_arrivals(current)
-        if not self.stats.order:
+        if not self.stats.order and not self.plan_stays:
             self._learn_order(current, used_by)
 
     def _fill(self, index: int, shadow: bool) -> Tensor | None:
@@ -400,6 +415,7 @@ class GradReducer:
             self._reset()
 
     def _forget_gradients(self) -> None:
+        self.hook.abandoned()
         for param in self.params:
             param.grad = None
 
@@ -415,8 +431,10 @@ class GradReducer:
         self.plan = plan
         last = len(plan) - 1
         self.buckets = [
-            Bucket(k, members, self.params, members[0] in self._sparse, k == last, self._memory_for(members[0]))
-            for k, members in enumerate(plan)
+            Bucket(
+                k, group, self.params, group[0] in self._sparse, k == last, self._memory_for(group[0]), self._lay_out
+            )
+            for k, group in enumerate(plan)
         ]
         self._home = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.members)}
 

@@ -1,0 +1,96 @@
+"""Pieces of parameters that are sharded already, as DTensors: those of `fully_shard`, ours or torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, final
+
+import torch
+from torch import Tensor
+
+from lockstep.comm.op import DONE, Work
+from lockstep.errors import CheckpointError, ConfigError
+from lockstep.parallel.bucket import dense_strides
+from lockstep.parallel.dtensors import DTensor, Replicate, Shard, local_tensor
+from lockstep.parallel.optimizer_chunk import Chunk, Piece, flat_in_order, in_shape
+from lockstep.parallel.optimizer_plan import Span, cut
+
+
+@final
+class ShardedChunk(Chunk):
+    """Parameters that are in pieces already, as DTensors: each rank steps what it has. No communication.
+
+    They may differ in dtype: an optimizer's kernels sort that out.
+    """
+
+    def __init__(self, params: Sequence[Tensor], names: Sequence[str], longest: int | None = None) -> None:
+        self.params = list(params)
+        self.names = list(names)
+        self.pieces = []
+        for index in range(len(params)):
+            flat = self._flat_local(index)
+            ranges = cut(0, flat.numel(), longest) or [(0, 0)]  # no rows here; its step count is kept all the same
+            self.pieces += [Piece(Span(index, a, b), flat[a:b]) for a, b in ranges]
+
+    def _flat_local(self, index: int) -> Tensor:
+        local = local_tensor(self.params[index]).detach()
+        flat = flat_in_order(local, dense_strides(local))
+        if flat.data_ptr() != local.data_ptr():
+            raise ConfigError(
+                f"the local piece of {self.names[index]} has gaps in memory (strides {local.stride()} for shape "
+                f"{list(local.shape)}); flat shards need it contiguous"
+            )
+        return flat
+
+    def adopt(self) -> None:
+        for span, tensor in self.pieces:
+            local = local_tensor(self.params[span.param])
+            if tensor.data_ptr() == local.data_ptr() + span.start * local.element_size() or not tensor.numel():
+                continue
+            moved = self._flat_local(span.param)[span.start : span.stop]
+            if (moved.dtype, moved.device, moved.shape) != (tensor.dtype, tensor.device, tensor.shape):
+                raise ConfigError(
+                    f"the local piece of {self.names[span.param]} is now {local.dtype} {list(local.shape)} on "
+                    f"{local.device}, which is not what the optimizer was made for. Move or convert the model first, "
+                    "then make the optimizer."
+                )
+            tensor.set_(moved.untyped_storage(), moved.storage_offset(), moved.shape, moved.stride())
+
+    def flat_gradient(self, param: int) -> Tensor | None:
+        gradient, local = self.params[param].grad, local_tensor(self.params[param])
+        return None if gradient is None else flat_in_order(local_tensor(gradient), dense_strides(local))
+
+    def present(self, param: int, flat: Tensor) -> Tensor:
+        return _like(self.params[param], in_shape(flat, local_tensor(self.params[param])))
+
+    def flatten(self, param: int, state: Tensor) -> Tensor:
+        local = local_tensor(self.params[param])
+        return flat_in_order(_piece_of(self.params[param], state), dense_strides(local))
+
+    def publish(self) -> Work:
+        return DONE
+
+
+def _like(param: Any, local: Tensor) -> Tensor:
+    return DTensor.from_local(
+        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
+    )
+
+
+def _piece_of(param: Any, value: Tensor) -> Tensor:
+    """This rank's piece of `value`, a DTensor placed as `param` is or a whole tensor."""
+    if isinstance(value, DTensor):
+        if value.placements != param.placements:
+            raise CheckpointError(f"optimizer state is placed {value.placements}, its parameter {param.placements}")
+        return local_tensor(value)
+    mesh = param.device_mesh
+    for axis, (placement, place) in enumerate(zip(param.placements, mesh.get_coordinate(), strict=True)):
+        if type(placement) is Shard:
+            parts = torch.chunk(value, mesh.size(axis), placement.dim)
+            value = parts[place] if place < len(parts) else value.narrow(placement.dim, 0, 0)
+        elif type(placement) is not Replicate:
+            raise CheckpointError(
+                f"whole optimizer state cannot be cut as {placement}: load DTensors, as "
+                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes them"
+            )
+    return value

@@ -317,7 +317,7 @@ class Alive(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int]] = {}
+        self._storages: dict[int, tuple[StorageWeakRef, int, int]] = {}
         self.most = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -325,9 +325,17 @@ class Alive(TorchDispatchMode):
         self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
         if isinstance(result, Tensor) and not result.is_meta:
             storage = local_parts({"": result})[""].untyped_storage()
-            self._storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.most = max(self.most, sum(nbytes for _, nbytes in self._storages.values()))
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+        self.most = max(self.most, self._covered())
         return result
+
+    def _covered(self) -> int:
+        """Several storages may be over the same memory, a flat shard and its pieces say."""
+        covered, end = 0, 0
+        for start, nbytes in sorted((start, nbytes) for _, start, nbytes in self._storages.values()):
+            covered += max(0, start + nbytes - max(start, end))
+            end = max(end, start + nbytes)
+        return covered
 
 
 def cut_by_hand(comm: Communicator, make: Callable[[], nn.Module]) -> nn.Module:

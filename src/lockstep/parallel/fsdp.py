@@ -25,6 +25,7 @@ from lockstep.parallel.fsdp_mesh import mesh_for
 from lockstep.parallel.fsdp_unit import WRAPPED, FsdpUnit, units_in
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.outputs import find_tensors
+from lockstep.parallel.shard_context import unit_of
 from lockstep.parallel.shard_policies import cast_floats
 
 
@@ -38,8 +39,8 @@ class FullyShardedDataParallel(Module):
       way, and frozen ones stand among others. `use_orig_params` is so in effect always, and accepted either way;
     - `process_group` may be a lockstep Communicator, `device_mesh` a lockstep Mesh;
     - gathers run one unit ahead in forward and backward, in the order of the last step, so that at most two units are
-      whole at a time. `backward_prefetch`, `forward_prefetch` and `limit_all_gathers` choose other times for the same
-      gathers in torch: here they are accepted and change nothing;
+      whole at a time. `backward_prefetch=None` lets backward wait for each gather and saves memory; the other values,
+      `forward_prefetch` and `limit_all_gathers`, choose other times for the same gathers in torch and nothing here;
     - SHARDED_STATE_DICT holds DTensors, with or without `device_mesh`;
     - `keep_low_precision_grads` and `register_comm_hook` raise UnsupportedArgument.
 
@@ -72,7 +73,8 @@ class FullyShardedDataParallel(Module):
         strategy = understood(ShardingStrategy, sharding_strategy, "sharding_strategy", ShardingStrategy.FULL_SHARD)
         precision = understood(MixedPrecision, mixed_precision, "mixed_precision", MixedPrecision())
         offload = understood(CPUOffload, cpu_offload, "cpu_offload", CPUOffload())
-        understood(BackwardPrefetch, backward_prefetch, "backward_prefetch", BackwardPrefetch.BACKWARD_PRE)
+        if backward_prefetch is not None:
+            understood(BackwardPrefetch, backward_prefetch, "backward_prefetch", BackwardPrefetch.BACKWARD_PRE)
         ignored = understand_ignored(ignored_modules, ignored_states)
         policy = precision.policy()
         mesh = mesh_for(strategy, process_group, device_mesh)
@@ -83,6 +85,7 @@ class FullyShardedDataParallel(Module):
                 "process_group": mesh,
                 "sharding_strategy": strategy,
                 "cpu_offload": cpu_offload,
+                "backward_prefetch": backward_prefetch,
                 "mixed_precision": mixed_precision,
                 "param_init_fn": param_init_fn,
                 "device_id": device_id,
@@ -106,6 +109,9 @@ class FullyShardedDataParallel(Module):
             offload_policy=offload.policy(),
             ignored_params=ignored.params,
         )
+        unit = unit_of(module)
+        assert unit is not None, "fully_shard has made one"
+        unit.prefetches_in_backward = backward_prefetch is not None
         for inner in units_in(module):
             inner.is_root = False
         self._fsdp_wrapped_module = module

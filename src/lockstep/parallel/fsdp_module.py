@@ -11,6 +11,7 @@ from torch.nn import Module
 
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.shard_context import context_of, unit_of
+from lockstep.parallel.shard_group import ShardState
 from lockstep.parallel.shard_unit import ShardUnit
 from lockstep.parallel.uneven_inputs import Batch, JoinedBatches
 
@@ -23,9 +24,9 @@ class UnshardHandle:
 
     def wait(self) -> None:
         """Return when the module has its whole parameters."""
-        if self._unit is not None:
-            self._unit.finish()
-            self._unit = None
+        unit, self._unit = self._unit, None
+        if unit is not None and any(group.state is ShardState.GATHERING for group in unit.groups):
+            unit.finish()
 
 
 class FSDPModule:
@@ -153,7 +154,7 @@ class FSDPModule:
             unit.reshard_after_forward = reshard_after_forward
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are given back after backward; where not, the next forward uses them again."""
+        """Whether whole parameters are given back after backward; the next forward gathers anew in any case."""
         for unit in self._units(recurse):
             unit.reshard_after_backward = reshard_after_backward
 

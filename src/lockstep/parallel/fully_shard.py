@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 import torch
+from torch import Tensor
 from torch.nn import Module, ModuleDict, ModuleList, Parameter
 
 from lockstep.errors import ConfigError, ShardingError, UnsupportedArgument
@@ -68,7 +69,7 @@ def fully_shard(
     policy = understand_policy(mp_policy)
     where = resolve_mesh(mesh)
     managed = _managed_modules(modules)
-    ignored = set(map(id, ignored_params or ()))
+    ignored = _identities(ignored_params)
     members = _members(managed, ignored, shard_placement_fn)
     _move_buffers(managed, where.device)
     groups = _group(members, where, policy, understand_offload(offload_policy))
@@ -96,6 +97,13 @@ def _check_arguments(modules: Sequence[Module], dp_mesh_dims: Any) -> None:
             raise ShardingError(f"fully_shard was called on this {type(module).__name__} before")
     if dp_mesh_dims is not None:
         raise UnsupportedArgument("dp_mesh_dims", "pass the data axes of the mesh: mesh=mesh['replicate', 'shard']")
+
+
+def _identities(params: Any) -> set[int]:
+    for param in params or ():
+        if not isinstance(param, Tensor):
+            raise ConfigError(f"ignored_params holds a {type(param).__name__}: it is a set of parameters")
+    return set(map(id, params or ()))
 
 
 def _reshards(asked: Any, world_size: int) -> bool | None:

@@ -18,18 +18,19 @@ from lockstep.parallel.shard_group import ShardGroup, ShardState, slot_of
 from lockstep.parallel.shard_pass import Outcome, PassKind, ShardOp, ShardPass
 from lockstep.parallel.shard_unit import ShardUnit
 
-_units: weakref.WeakKeyDictionary[Module, ShardUnit] = weakref.WeakKeyDictionary()
+_UNIT = "_lockstep_unit"  # in a module's own dict: module and unit are one cycle, and go together
 
 
 def unit_of(module: Module) -> ShardUnit | None:
     """The unit that fully_shard made of `module`, if it did."""
-    return _units.get(module)
+    unit = vars(module).get(_UNIT)
+    return unit if unit is not None and module in unit.modules else None
 
 
 def register_unit(unit: ShardUnit) -> None:
     """Make `unit` known as that of its modules."""
     for module in unit.modules:
-        _units[module] = unit
+        vars(module)[_UNIT] = unit
 
 
 def context_of(unit: ShardUnit) -> ShardContext:
@@ -57,7 +58,6 @@ class ShardContext:
             self.groups += unit.groups
             self.gradients += unit.gradients
         self.counts = True  # False on a rank that has run out of inputs: its gradients are zeros
-        self.prefetch_depth = 1
         self.flights = 1  # reductions that may be under way at once
         self._in_flight: list[ShardGradients] = []
         self._pool = BufferPool()
@@ -107,17 +107,20 @@ class ShardContext:
         self._place()
         kind = PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION
         self._forward = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run)
-        self._begin_shared()
+        try:
+            self._begin_shared()
+        except BaseException:
+            self._forward = None
+            raise
         return True
 
     def _place(self) -> None:
-        """Parameters may have changed since the last pass: what is whole is gathered again, unless kept on purpose."""
+        """Parameters may have changed since the last pass: what is whole is gathered again, unless made so by hand."""
         for unit in self.units:
-            keeps = unit.made_by_hand or not unit.reshard_after_backward
             unit.check()
             for group in unit.groups:
                 group.place(self.sharing)
-                if not (keeps and group.is_current):
+                if not unit.made_by_hand:
                     group.reshard()
             unit.made_by_hand = False
 
@@ -142,8 +145,10 @@ class ShardContext:
             if group.state is not ShardState.UNSHARDED:
                 current.need(op)
         unit.finish()
-        prefetch = unit.backward_prefetch if self._backward is not None else unit.forward_prefetch
-        depth = max(self.prefetch_depth, len(prefetch))
+        if self._backward is not None:
+            depth = len(unit.backward_prefetch) or int(unit.prefetches_in_backward)
+        else:
+            depth = len(unit.forward_prefetch) or 1
         for _ in range(depth - sum(group.state is ShardState.GATHERING for group in self._gathered())):
             following = current.following
             if following is None or following.verb != "gather":
@@ -170,16 +175,19 @@ class ShardContext:
             self._end_forward(current, failed=True)
 
     def _end_forward(self, current: ShardPass, failed: bool) -> None:
-        if not failed:
-            for group in self.groups:
-                group.check_untouched()
-        outcome = current.end(failed=failed)
+        changed = [] if failed else [fqn for group in self.groups for fqn in group.changed_wholes()]
+        outcome = current.end(failed=failed or bool(changed))
         self._plans[current.kind] = outcome.plan
         keep = torch.is_grad_enabled() and not outcome.failed
         for unit in self.units:
             unit.forward_ended(keep)
         if outcome.failed and current.kind is PassKind.FORWARD:
             self._abandon()
+        if changed:
+            raise ShardingError(
+                f"rank {self.comm.rank}: {', '.join(changed)} changed in place while whole, and so on every rank, in "
+                "the same memory. Change parameters between steps, when they are sharded"
+            )
         if not failed:
             self._check_peers(outcome, "forward")
 
@@ -215,18 +223,28 @@ class ShardContext:
         """Autograd has accumulated a gradient of a whole parameter."""
         self._enter_backward()
         gradients = unit.gradients[number]
-        if gradients.arrive(index):
+        is_complete = gradients.arrive(index, self.counts)
+        if self._in_flight and self._in_flight[0].may_finish(in_need=gradients.many_wait):
+            self._in_flight.pop(0).finish_oldest(self._pool)
+        if len(self._in_flight) < self.flights:  # else the buffer is in use, and another one would cost memory
+            gradients.lay_waiting(self._pool)
+        if is_complete:
             self._group_ready(unit, unit.first_index + number)
 
     def _group_ready(self, unit: ShardUnit, place: int) -> None:
         assert self._backward is not None
-        gradients = self.gradients[place]
-        if gradients.settings.sync:
+        if unit.reshard_after_backward and not unit.open_forwards:
+            self.groups[place].reshard()
+        if self.gradients[place].settings.sync:
             self._backward.need(ShardOp("reduce", place))
         else:
-            gradients.hold(self.counts)
-        if unit.reshard_after_backward:
-            self.groups[place].reshard()
+            self.gradients[place].forget_arrivals()
+
+    def unit_through(self, unit: ShardUnit) -> None:
+        """The gradients of a forward's inputs are there: backward has used the whole parameters for the last time."""
+        unit.open_forwards = max(0, unit.open_forwards - 1)
+        if self._backward is not None and unit.reshard_after_backward and not unit.open_forwards:
+            unit.reshard()
 
     def _leave_backward(self, current: ShardPass) -> None:
         """Autograd is through: reduce what is left, serve the others, hand the gradients out."""
@@ -235,8 +253,9 @@ class ShardContext:
         try:
             for unit in self.units:
                 for number, gradients in enumerate(unit.gradients):
-                    if gradients.has_arrived or (gradients.settings.sync and gradients.has_held):
+                    if gradients.is_due:
                         self._group_ready(unit, unit.first_index + number)
+                    gradients.forget_arrivals()
             outcome = current.end(self._used)
             self._plans[current.kind] = outcome.plan
             self._finish_reductions()
@@ -254,7 +273,8 @@ class ShardContext:
 
     def _reshard_after_backward(self) -> None:
         for unit in self.units:
-            if unit.reshard_after_backward:
+            unit.open_forwards = 0
+            if unit.reshard_after_backward and self._forward is None:  # a forward may take gradients inside
                 unit.reshard()
 
     def _backward_died(self) -> None:
@@ -271,6 +291,7 @@ class ShardContext:
     def _finish_reductions(self) -> None:
         while self._in_flight:
             self._in_flight.pop(0).finish_oldest(self._pool)
+        self._pool.trim()
 
     def _abandon(self) -> None:
         self._in_flight.clear()
@@ -281,22 +302,23 @@ class ShardContext:
 
     # ------------------------------------------------------------------ operations
 
-    def _run(self, op: ShardOp, keep: bool) -> None:
+    def _run(self, op: ShardOp, keep: bool) -> bool:
         if op.verb == "gather":
             group = self.groups[op.group]
             was_sharded = group.state is ShardState.SHARDED
             group.launch()
             if was_sharded and not keep:
                 group.reshard()
-            return
+            return was_sharded and keep
         gradients = self.gradients[op.group]
         start = sum(len(group.params) for group in self.groups[: op.group])
-        for index, used in enumerate(gradients.used(self.counts)):
+        for index, used in enumerate(gradients.used):
             self._used[start + index] |= used
         while len(self._in_flight) >= self.flights:
             self._in_flight.pop(0).finish_oldest(self._pool)
-        gradients.launch(self._pool, self.counts)
+        gradients.launch(self._pool)
         self._in_flight.append(gradients)
+        return keep
 
     def _check_peers(self, outcome: Outcome, where: str) -> None:
         if outcome.failed:

@@ -111,6 +111,7 @@ class Extended(Unsharded):
         self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, around.dtype, out=self.views[0])
 
     def release(self) -> None:
-        self._work.wait()
+        work, self._work = self._work, DONE
         for tensor in self._gathered:
             tensor.untyped_storage().resize_(0)
+        work.wait()

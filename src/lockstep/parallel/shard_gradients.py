@@ -15,11 +15,14 @@ from lockstep.parallel.dtensors import as_dtensor, local_tensor
 from lockstep.parallel.shard_group import ShardGroup
 
 # Life of the tensors here:
-#   wholes[i].grad     autograd's; freed as soon as it is copied into `buffer`
+#   wholes[i].grad     autograd's; freed as soon as it has arrived, when it is copied into `buffer`
 #   held[i]            gradients kept on this rank only (no_sync), in the dtype of reduction, until the next reduction
-#   buffer     [W * S] from launch to finish; in memory that the communicator moves best
+#   buffer     [W * S] from the first arrival to finish; in memory that the communicator moves best
 #   partial    [S]     summed along `shard` and not yet along `replicate` (requires_all_reduce = False)
 #   group.grad [S]     from the first reduction on; `.grad` of the sharded parameters are views of it
+
+
+_WAITING_PARTS = 4  # one part in so many of a group's gradients may wait for the reduction before them
 
 
 class Settings(NamedTuple):
@@ -50,6 +53,9 @@ class ShardGradients:
         self.active_ranks: int | None = None  # that have inputs; None: all of them
         self._reduce_dtype = reduce_dtype
         self._arrived: set[int] = set()
+        self._buffer: Tensor | None = None  # the pool's, while gradients arrive
+        self._waiting: set[int] = set()  # parameters whose gradients have come and are not in it yet
+        self._laid: set[int] = set()  # parameters whose gradients are in it
         self._held: dict[int, Tensor] = {}
         self._flights: list[_Flight] = []
         self._partial: Tensor | None = None
@@ -65,58 +71,102 @@ class ShardGradients:
 
     # ------------------------------------------------------------------ as backward goes on
 
-    def arrive(self, index: int) -> bool:
-        """A gradient has come; whether all of the group are here."""
+    def arrive(self, index: int, counts: bool) -> bool:
+        """A gradient has come; whether all of the group are here now.
+
+        counts: False on a rank that has run out of inputs, whose gradients are zeros.
+        """
+        whole = self.group.wholes[index]
         self._arrived.add(index)
+        if not counts:
+            whole.grad = None
+        if whole.grad is not None:
+            if self.settings.sync:
+                self._waiting.add(index)
+            else:
+                self._hold(index)
         return len(self._arrived) == sum(param.requires_grad for param in self.group.params)
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether there is anything that was not reduced yet."""
-        return bool(self._arrived)
+    def _hold(self, index: int) -> None:
+        whole, before = self.group.wholes[index], self._held.get(index)
+        assert whole.grad is not None
+        with torch.no_grad():
+            self._held[index] = whole.grad.to(self.dtype) if before is None else before.add_(whole.grad)
+        whole.grad = None
+
+    def lay_waiting(self, pool: BufferPool) -> None:
+        """Put the gradients that have come where they are going to be reduced from, and free them."""
+        with torch.no_grad():
+            for index in self._waiting:
+                grad, self.group.wholes[index].grad = self.group.wholes[index].grad, None
+                if grad is not None:
+                    self._lay(index, grad, pool)
+        self._waiting.clear()
 
     @property
-    def has_held(self) -> bool:
-        """Whether there is something from backwards that did not reduce."""
-        return bool(self._held)
+    def is_due(self) -> bool:
+        """Whether there is anything that has to be reduced in this backward and was not yet."""
+        return self.settings.sync and bool(self._arrived or self._held)
 
-    def used(self, counts: bool) -> list[int]:
-        """Per parameter, 1 where this rank has a gradient to add; what has arrived is one if it `counts`."""
-        arrived = self._arrived if counts else ()
-        return [int(i in arrived or i in self._held or i in self._owed) for i in range(len(self.group.params))]
+    @property
+    def used(self) -> list[int]:
+        """Per parameter, 1 where this rank has a gradient to add."""
+        ours = self._waiting | self._laid | self._owed | (self._held.keys() if self.settings.sync else set())
+        return [int(index in ours) for index in range(len(self.group.params))]
 
-    def hold(self, counts: bool) -> None:
-        """Keep what has arrived on this rank, if it `counts`, for a later reduction."""
-        for index in self._arrived:
-            grad = self._take(index)
-            if grad is not None and counts:
-                before = self._held.get(index)
-                self._held[index] = grad.to(self.dtype) if before is None else before.add_(grad)
+    def forget_arrivals(self) -> None:
+        """What has arrived stays on this rank."""
         self._arrived.clear()
 
-    def _take(self, index: int) -> Tensor | None:
-        whole = self.group.wholes[index]
-        grad, whole.grad = whole.grad, None
-        return grad
+    def _lay(self, index: int, grad: Tensor, pool: BufferPool) -> None:
+        """Put a whole gradient into the buffer, cut as the ranks' shards are; add it where there is one already."""
+        layout = self.group.layout
+        by_rank = self._buffer_for(pool)  # [W, S]
+        adds, start, stop = index in self._laid, *layout.local_span(index, 0)
+        self._laid.add(index)
+        if layout.is_even(index):
+            _put(by_rank[:, start:stop], grad.reshape(layout.world_size, -1), adds)
+            return
+        for rank in range(layout.world_size):
+            start, stop = layout.local_span(index, rank)
+            rows = grad.narrow(layout.cuts[index].dim, *layout.rows(index, rank))
+            _put(by_rank[rank, start:stop].view(rows.shape), rows, adds)
+            by_rank[rank, slice(*layout.padding(index, rank))].zero_()
+
+    def _buffer_for(self, pool: BufferPool) -> Tensor:
+        group = self.group
+        numel = group.layout.world_size * group.layout.shard_numel
+        if self._buffer is None:
+            is_alone = group.comm.world_size == 1
+            self._buffer = self._target() if is_alone else pool.take(group.comm, numel, self.dtype, group.device)
+        return self._buffer[:numel].view(group.layout.world_size, -1)
 
     # ------------------------------------------------------------------ reduction
 
-    def launch(self, pool: BufferPool, counts: bool) -> None:
-        """Begin to reduce what has arrived, if it `counts`, and what was held; zeros stand for the rest."""
+    def launch(self, pool: BufferPool) -> None:
+        """Begin to reduce what has arrived and what was held; zeros stand for the rest."""
         group = self.group
-        world_size, numel = group.comm.world_size, group.layout.shard_numel
-        used = {index for index, is_used in enumerate(self.used(counts)) if is_used}
+        used = {index for index, is_used in enumerate(self.used) if is_used}
         self._owed = set() if self.settings.all_reduce or group.replicate_comm is None else used
+        self.lay_waiting(pool)
         with torch.no_grad():
-            out = self._target()
-            if world_size == 1:
-                self._fill(out.view(1, -1), counts)
-                self._flights.append(_Flight(None, None, out))
+            held = self._held if self.settings.sync else {}  # else another rank asked for this reduction
+            for index, grad in held.items():
+                self._lay(index, grad, pool)
+            by_rank = self._buffer_for(pool)
+            for index in range(len(group.params)):
+                if index not in self._laid:
+                    by_rank[:, group.layout.starts[index] : group.layout.padding(index, 0)[1]].zero_()
+            buffer, self._buffer = self._buffer, None
+            self._arrived.clear()
+            held.clear()
+            self._laid.clear()
+            if group.comm.world_size == 1:
+                self._flights.append(_Flight(None, None, by_rank.view(-1)))
                 return
-            buffer = pool.take(group.comm, world_size * numel, self.dtype, group.device)
-            whole = buffer[: world_size * numel]
-            self._fill(whole.view(world_size, -1), counts)
-            work = group.comm.reduce_scatter_tensor(out, whole, async_op=True, label=f"reduce {group.label}")
+            out = self._target()
+            label = f"reduce {group.label}"
+            work = group.comm.reduce_scatter_tensor(out, by_rank.view(-1), async_op=True, label=label)
         self._flights.append(_Flight(work, buffer, out))
 
     def _target(self) -> Tensor:
@@ -139,30 +189,21 @@ class ShardGradients:
             return replicas.empty(group.layout.shard_numel, dtype)
         return torch.empty(group.layout.shard_numel, dtype=dtype, device=group.device)
 
-    def _fill(self, by_rank: Tensor, counts: bool) -> None:
-        """Lay the gradients out as the ranks' shards, [W, S]."""
-        for index in range(len(self.group.params)):
-            grad = self._take(index) if index in self._arrived else None
-            grad = grad if counts else None
-            held = self._held.pop(index, None)
-            if held is not None:
-                grad = held if grad is None else held.add_(grad)
-            self._lay(by_rank, index, grad)
-        self._arrived.clear()
+    @property
+    def many_wait(self) -> bool:
+        """Whether what waits for a buffer is so much that memory counts more than time, on a CPU at least."""
+        numel = sum(self.group.wholes[index].numel() for index in self._waiting)
+        return numel * _WAITING_PARTS > self.group.layout.whole_numel and self.group.device.type == "cpu"
 
-    def _lay(self, by_rank: Tensor, index: int, grad: Tensor | None) -> None:
-        layout = self.group.layout
-        start, stop = layout.starts[index], layout.padding(index, 0)[1]
-        if grad is None:
-            by_rank[:, start:stop].zero_()
-        elif layout.is_even(index):
-            by_rank[:, start:stop].copy_(grad.reshape(layout.world_size, -1))
-        else:
-            for rank in range(layout.world_size):
-                start, stop = layout.local_span(index, rank)
-                rows = grad.narrow(layout.cuts[index].dim, *layout.rows(index, rank))
-                by_rank[rank, start:stop].view(rows.shape).copy_(rows)
-                by_rank[rank, slice(*layout.padding(index, rank))].zero_()
+    def may_finish(self, in_need: bool) -> bool:
+        """Whether to finish the oldest reduction now: it has ended, or its buffer is needed.
+
+        Not where finishing begins another operation: its time is for all ranks to agree on.
+        """
+        if not self._flights or self.group.replicate_comm is not None:
+            return False
+        work = self._flights[0].work
+        return in_need or work is None or work.is_done()
 
     def finish_oldest(self, pool: BufferPool) -> None:
         """Wait for a reduction and add its result to this rank's gradients."""
@@ -203,8 +244,9 @@ class ShardGradients:
         if not kept and not self._summed:
             self._replace(out)
         else:
-            assert group.grad is not None or kept
-            grad = torch.zeros_like(out) if group.grad is None else group.grad
+            grad = group.grad
+            if grad is None or (not self._summed and self._is_kept()):
+                grad, self._views = torch.zeros_like(out), []
             self._make_own(grad, kept)
             grad.add_(out)
             group.grad = grad
@@ -257,8 +299,11 @@ class ShardGradients:
 
     def discard(self) -> None:
         """Forget the gradients of this step: it failed on some rank."""
-        for index in range(len(self.group.wholes)):
-            self._take(index)
+        for whole in self.group.wholes:
+            whole.grad = None
+        self._buffer = None
+        self._waiting.clear()
+        self._laid.clear()
         self._arrived.clear()
         self._held.clear()
         self._flights.clear()
@@ -275,6 +320,13 @@ class ShardGradients:
             piece = grad[start:stop].view(group.layout.piece_shape(index, group.comm.rank))
             faces.append(as_dtensor(piece, group.mesh.device_mesh, group.mesh.placements(cut.dim), cut.shape))
         return faces
+
+
+def _put(place: Tensor, grad: Tensor, adds: bool) -> None:
+    if adds:
+        place.add_(grad)
+    else:
+        place.copy_(grad)
 
 
 def _wide(travels: torch.dtype, kept: torch.dtype) -> torch.dtype:

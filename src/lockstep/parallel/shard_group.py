@@ -103,7 +103,6 @@ class ShardGroup:
         self.offloads = offload is not None
         self.pins = offload is not None and offload.pin_memory
         self.state = ShardState.SHARDED
-        self._version = -1  # of `flat` when it was last gathered
         self.unsharded: Unsharded | None = None
         self.grad: Tensor | None = None  # [S] reduced gradients, laid out and typed as `flat`; see ShardGradients
         self.kept_dtype = first.dtype
@@ -199,22 +198,12 @@ class ShardGroup:
         """Whether what they see is a copy, in another dtype say, of what the optimizer changes."""
         return isinstance(self.unsharded, Resident) and self.unsharded.is_copy
 
-    @property
-    def is_current(self) -> bool:
-        """Whether whole parameters are those of the pieces as they are now, as far as autograd's counter tells."""
-        if self.state is ShardState.SHARDED or self.flat is None:
-            return self.state is not ShardState.SHARDED
-        return self._version == self.flat._version
-
-    def check_untouched(self) -> None:
-        """Raises: ShardingError where a forward has changed whole parameters, which all ranks have in one memory."""
-        if self.state is ShardState.UNSHARDED and self.is_shared:
-            for fqn, whole, version in zip(self.fqns, self.wholes, self._whole_versions, strict=True):
-                if whole._version != version:
-                    raise ShardingError(
-                        f"rank {self.mesh.whole.rank}: parameter {fqn!r} was changed in place while it was whole, and "
-                        "so by every rank in the same memory. Change parameters between steps, when they are sharded"
-                    )
+    def changed_wholes(self) -> list[str]:
+        """Parameters that were changed in place while whole, in memory that all ranks see."""
+        if not self.is_shared or not self._whole_versions:
+            return []
+        versions = zip(self.fqns, self.wholes, self._whole_versions, strict=True)
+        return [fqn for fqn, whole, version in versions if whole._version != version]
 
     def launch(self) -> None:
         """Begin to make the parameters whole; where they are, only give the other ranks this one's shard."""
@@ -226,7 +215,6 @@ class ShardGroup:
                 return
             self.unsharded.launch(flat)
         self.state = ShardState.GATHERING
-        self._version = -1 if self.flat is None else self.flat._version
 
     def finish(self) -> None:
         """Let the modules have the whole parameters."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, final
+from typing import Literal, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor
@@ -48,8 +48,9 @@ _WORDS = {
     PassKind.LOCAL_BACKWARD: "a backward without gradient synchronisation",
 }
 
-# What a rank says in a round: 1 + 2 * group + (1 for reduce), or one of these
+# What a rank says in a round: 1 + 2 * group + (1 for reduce), or one of these; where a pass begins: _HELLO - kind
 _END, _END_WITH_WASTE, _FAILED = 0, -1, -2
+_HELLO = -10
 
 
 class Outcome(NamedTuple):
@@ -64,7 +65,8 @@ class Outcome(NamedTuple):
 class ShardPass:
     """One pass on one rank.
 
-    run: executes an operation; its second argument says whether this rank will use the result.
+    run: executes an operation; its second argument says whether this rank will use the result. Returns whether that
+        will be there when it is needed.
     width: length of the vector given to `end`, equal on all ranks.
     Collective: every rank of `comm` makes one, of the same kind, and ends it; needs may differ between ranks.
     """
@@ -74,19 +76,22 @@ class ShardPass:
         comm: Communicator,
         kind: PassKind,
         plan: Sequence[ShardOp],
-        run: Callable[[ShardOp, bool], None],
+        run: Callable[[ShardOp, bool], bool],
         width: int = 0,
     ) -> None:
         self.kind = kind
         self._comm = comm
-        self._plan = tuple(plan)
+        self._order = gather_early(plan)  # places in `plan`
+        self._plan = tuple(plan[place] for place in self._order)
         self._run = run
         self._width = width
         self._cursor = 0
         self._executed: list[ShardOp] = []
+        self._useful: list[bool] = []  # per executed operation, whether any rank had use for it
         self._wanted: list[bool] = []  # per executed operation, whether this rank had use for it
         self._early: dict[ShardOp, int] = {}  # prefetched and not asked for yet -> place in `_executed`
-        self._kinds = torch.full((1,), int(kind), dtype=torch.int32, device=comm.device)
+        self._is_over = False  # the ranks turned out to do different things
+        self._kinds = torch.full((1,), _HELLO - kind, dtype=torch.int32, device=comm.device)
         self._all_kinds = torch.empty(comm.world_size, dtype=torch.int32, device=comm.device)
         self._hello = DONE
         self._met = comm.world_size == 1
@@ -99,13 +104,18 @@ class ShardPass:
             return
         self._hello.wait()
         self._met = True
-        kinds = [PassKind(kind) for kind in self._all_kinds.tolist()]
-        if len(set(kinds)) > 1:
-            said = "; ".join(f"rank {rank} begins {_WORDS[kind]}" for rank, kind in enumerate(kinds))
-            raise CollectiveMismatch(
-                f"the ranks of a sharded model are not in step: {said}. Every rank has to call forward and backward "
-                "equally often (for ranks with fewer batches there is model.join(batches))"
-            )
+        words = self._all_kinds.tolist()
+        if any(word != _HELLO - self.kind for word in words):
+            self._refuse(words)
+
+    def _refuse(self, words: Sequence[int]) -> NoReturn:
+        """Ranks do different things, and all know it: nothing more is said in this pass."""
+        self._is_over = True
+        said = "; ".join(f"rank {rank} {_meaning(word)}" for rank, word in enumerate(words))
+        raise CollectiveMismatch(
+            f"the ranks of a sharded model are not in step: {said}. Every rank has to call forward and backward "
+            "equally often (for ranks with fewer batches there is model.join(batches))"
+        )
 
     def need(self, op: ShardOp) -> None:
         """Return when `op` has been run for this rank: from the plan, or in rounds with the others."""
@@ -117,12 +127,21 @@ class ShardPass:
             self._execute(op, True, True)
             return
         if op in self._plan[self._cursor :]:
-            while self._step(wanted=op) != op:
-                pass
+            self._go_to(op)
             return
         self._run_out()
         while self._round(_code(op), op)[0] != op:
             pass
+
+    def _go_to(self, op: ShardOp) -> None:
+        """Run the plan up to `op`. What stands before it ahead of its own need is kept, the rest only others need."""
+        target = self._plan.index(op, self._cursor)
+        while self._cursor < target:
+            if self._order[self._cursor] > self._order[target]:
+                self.run_ahead()
+            else:
+                self._step(wanted=None)
+        self._step(wanted=op)
 
     @property
     def following(self) -> ShardOp | None:
@@ -134,46 +153,48 @@ class ShardPass:
         self.meet()
         op = self._plan[self._cursor]
         self._cursor += 1
-        self._early[op] = len(self._executed)
-        self._execute(op, wanted=False, keep=True)
+        if self._execute(op, wanted=False, keep=True):
+            self._early[op] = len(self._executed) - 1
 
     def end(self, used: Sequence[int] | None = None, failed: bool = False) -> Outcome:
         """Run what the plan still has, serve the other ranks until all have ended, and say how it went.
 
-        used: `width` numbers, 0 or 1, added over ranks.
+        used: `width` numbers, 0 or 1, added over ranks, as they are when all have ended.
         """
-        vector = list(used or [0] * self._width)
+        used = [0] * self._width if used is None else used
+        if self._is_over:
+            return Outcome([], list(used), self._plan)
         if self._comm.world_size == 1:
-            return Outcome([0] if failed else [], vector, ())
+            return Outcome([0] if failed else [], list(used), ())
         self.meet()
         self._run_out()
         code = _FAILED if failed else _END_WITH_WASTE if not all(self._wanted) else _END
         while True:
-            ran, said = self._round(code, None, vector)
+            ran, said = self._round(code, None, used)  # which what runs for others may change
             if ran is None:
                 break
         codes = said[:, 0].tolist()
         failed_ranks = [rank for rank, word in enumerate(codes) if word == _FAILED]
+        self._useful = [True] * len(self._executed)
         if any(word == _END_WITH_WASTE for word in codes):
             self._drop_waste()
         return Outcome(failed_ranks, said[:, 1:].sum(0).tolist(), self._next_plan())
 
     # ------------------------------------------------------------------ parts of the above
 
-    def _step(self, wanted: ShardOp | None) -> ShardOp:
+    def _step(self, wanted: ShardOp | None) -> None:
         op = self._plan[self._cursor]
         self._cursor += 1
         self._execute(op, op == wanted, op == wanted)
-        return op
 
     def _run_out(self) -> None:
         while self._cursor < len(self._plan):
             self._step(wanted=None)
 
-    def _execute(self, op: ShardOp, wanted: bool, keep: bool) -> None:
+    def _execute(self, op: ShardOp, wanted: bool, keep: bool) -> bool:
         self._executed.append(op)
         self._wanted.append(wanted)
-        self._run(op, keep)
+        return self._run(op, keep)
 
     def _round(
         self, code: int, mine: ShardOp | None, vector: Sequence[int] | None = None
@@ -186,37 +207,51 @@ class ShardPass:
         everything = torch.empty(self._comm.world_size * said.numel(), dtype=said.dtype, device=said.device)
         self._comm.all_gather_into_tensor(everything, said, label="shard.round")
         everything = everything.view(self._comm.world_size, -1)
-        needs = [word for word in everything[:, 0].tolist() if word > 0]
+        words = everything[:, 0].tolist()
+        if min(words) <= _HELLO:
+            self._refuse(words)
+        needs = [word for word in words if word > 0]
         if not needs:
             return None, everything
-        op = _op(min(needs))
+        op = self._first(needs)
         self._execute(op, op == mine, op == mine)
         return op, everything
+
+    def _first(self, codes: Sequence[int]) -> ShardOp:
+        """Of what ranks need, what most probably others are going to need too: forward goes up, backward down."""
+        ops = [_op(code) for code in codes]
+        goes_up = self.kind in (PassKind.FORWARD, PassKind.EVALUATION)
+        return min(ops, key=lambda op: (op.group if goes_up else -op.group, op.verb))
 
     def _drop_waste(self) -> None:
         """Take out of the record what no rank had use for."""
         wanted = torch.tensor(self._wanted, dtype=torch.int32, device=self._comm.device)
         self._comm.all_reduce(wanted, "max", label="shard.waste")
-        self._executed = [op for op, useful in zip(self._executed, wanted.tolist(), strict=True) if useful]
+        self._useful = [bool(useful) for useful in wanted.tolist()]
 
     def _next_plan(self) -> tuple[ShardOp, ...]:
-        executed = tuple(self._executed)
-        return executed if executed == self._plan else gather_early(executed)
+        """What was of use, in the order in which it was needed: the plan's own, and then what came in rounds."""
+        places = [*self._order, *range(len(self._order), len(self._executed))]
+        ran = sorted(zip(places, self._executed, self._useful, strict=True))
+        return tuple(op for _, op, useful in ran if useful)
 
 
-def gather_early(ops: Sequence[ShardOp]) -> tuple[ShardOp, ...]:
-    """`ops` with each gather one reduce earlier: so it is under way while the unit before it still computes.
+def gather_early(ops: Sequence[ShardOp]) -> tuple[int, ...]:
+    """The places of `ops` with each gather one reduce earlier: it is under way while the unit before it computes.
 
-    Recorded is G2 R2 G1 R1, each gather where it was needed; planned is G2 G1 R2 R1. One step, so that never more than
-    two units are whole at a time.
+    Needed is G2 R2 G1 R1, planned is G2 G1 R2 R1. One step, so that never more than two units are whole at a time.
     """
-    planned: list[ShardOp] = []
-    for op in ops:
-        if op.verb == "gather" and planned and planned[-1].verb == "reduce":
-            planned.insert(len(planned) - 1, op)
+    planned: list[int] = []
+    for place, op in enumerate(ops):
+        if op.verb == "gather" and planned and ops[planned[-1]].verb == "reduce":
+            planned.insert(len(planned) - 1, place)
         else:
-            planned.append(op)
+            planned.append(place)
     return tuple(planned)
+
+
+def _meaning(word: int) -> str:
+    return f"begins {_WORDS[PassKind(_HELLO - word)]}" if word <= _HELLO else "is in the middle of a pass"
 
 
 def _code(op: ShardOp) -> int:

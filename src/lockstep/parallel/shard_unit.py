@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor
 from torch.nn import Module
+from torch.utils import _pytree
 
 from lockstep.errors import ShardingError
 from lockstep.parallel.eager import compile_only_the_module
@@ -21,6 +22,9 @@ from lockstep.parallel.shard_policies import MixedPrecisionPolicy, cast_floats
 
 if TYPE_CHECKING:
     from lockstep.parallel.shard_context import ShardContext
+
+
+_TELLS = "_lockstep_tells"  # on a whole parameter whose gradients are announced
 
 
 @final
@@ -49,9 +53,10 @@ class ShardUnit:
         self.made_by_hand = False  # whole since `unshard()`, for the next forward
         self.forward_prefetch: list[ShardUnit] = []
         self.backward_prefetch: list[ShardUnit] = []
+        self.prefetches_in_backward = True  # False: less memory, and waiting for each gather
         self.context: ShardContext | None = None
         self._ran: set[int] = set()  # modules of this unit that ran in the current forward
-        self._hooked: set[int] = set()  # wholes that tell of their gradients
+        self.open_forwards = 0  # whose backward will tell when it is through with the parameters
         self._parameters = _count_parameters(self._managed)
         self._attach_to_state_dicts()
         compile_only_the_module(ShardUnit, ("run",), ("_enter", "_before", "_after", "_raised", "_leave"))
@@ -128,7 +133,21 @@ class ShardUnit:
         if self.policy.cast_forward_inputs:
             args, kwargs = (cast_floats(part, self.policy.param_dtype) for part in (args, kwargs))
         context.make_whole(self)
+        if torch.is_grad_enabled() and not context.in_backward and self.ops():
+            args, kwargs = self._tell_when_through(args, kwargs)
         return args, kwargs
+
+    def _tell_when_through(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Where parameters are gathered: let the inputs tell when backward has come through this unit."""
+        leaves, structure = _pytree.tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
+        if not places:
+            return args, kwargs
+        self.open_forwards += 1
+        passed = _Through.apply(weakref.ref(self), *[leaves[i] for i in places])
+        for place, tensor in zip(places, passed, strict=True):
+            leaves[place] = tensor
+        return _pytree.tree_unflatten(leaves, structure)
 
     def _raised(self, context: ShardContext, is_outermost: bool) -> None:
         if is_outermost:
@@ -173,8 +192,8 @@ class ShardUnit:
         for number, group in enumerate(self.groups):
             group.finish()
             for index, whole in enumerate(group.wholes):
-                if whole.requires_grad and id(whole) not in self._hooked:
-                    self._hooked.add(id(whole))
+                if whole.requires_grad and not hasattr(whole, _TELLS):
+                    setattr(whole, _TELLS, True)
                     whole.register_post_accumulate_grad_hook(_Arrival(self, number, index))
 
     def reshard(self) -> None:
@@ -190,6 +209,22 @@ class ShardUnit:
 
 def _count_parameters(modules: Sequence[Module]) -> int:
     return sum(param is not None for module in modules for param in module._parameters.values())
+
+
+class _Through(torch.autograd.Function):
+    """The inputs of a unit, unchanged; in backward the last of it."""
+
+    @staticmethod
+    def forward(ctx: Any, unit: weakref.ref[ShardUnit], *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
+        ctx.unit = unit
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore
+        unit = ctx.unit()
+        if unit is not None and unit.context is not None:
+            unit.context.unit_through(unit)
+        return (None, *grads)
 
 
 @final

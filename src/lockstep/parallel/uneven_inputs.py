@@ -42,6 +42,7 @@ class JoinedBatches(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         comm, nothing = self._context.comm, object()
+        self.has_own, self.active_ranks = True, comm.world_size
         own = iter(self._batches)
         batch: Any = nothing
         try:

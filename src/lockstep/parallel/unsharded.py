@@ -11,6 +11,7 @@ autograd keeps references to the whole parameters and to views of them from forw
 from __future__ import annotations
 
 import abc
+import math
 from typing import final
 
 import torch
@@ -58,10 +59,16 @@ class Resident(Unsharded):
     def __init__(self, layout: ShardLayout, flat: Tensor, rank: int, is_copy: bool) -> None:
         self.is_copy = is_copy
         self.views = [_part(flat, *layout.whole_span(i), cut.shape) for i, cut in enumerate(layout.cuts)]
-        self.mine = [
-            flat[slice(*layout.whole_span(i))].view(cut.shape).narrow(cut.dim, *layout.rows(i, rank))
-            for i, cut in enumerate(layout.cuts)
-        ]
+        self.mine = [self._piece(flat, layout, i, rank) for i in range(len(layout.cuts))]
+
+    def _piece(self, flat: Tensor, layout: ShardLayout, index: int, rank: int) -> Tensor:
+        shape, dim = layout.cuts[index]
+        start, stop = layout.whole_span(index)
+        first, rows = layout.rows(index, rank)
+        if self.is_copy:
+            return flat[start:stop].view(shape).narrow(dim, first, rows)
+        row = math.prod(shape[1:])  # the pieces are the truth, cut along dim 0
+        return own_part(flat, start + first * row, start + (first + rows) * row, layout.piece_shape(index, rank))
 
     def write(self, pieces: list[Tensor]) -> None:
         """Let this rank's part of the whole have the values of its `pieces`."""
@@ -144,18 +151,29 @@ class Gathered(Unsharded):
                 rows.copy_(by_rank[rank, start:stop].view(rows.shape))
 
     def release(self) -> None:
-        if (
-            self._gathered is not None
-        ):  # launched for the others' sake: the operation has to end, its result is not used
-            self._work.wait()
-            self._forget()
+        work = self._work
+        self._forget()
         self._flat.untyped_storage().resize_(0)
+        work.wait()  # of a gather for the others' sake; it has to end, and its result is not used
 
 
 def pieces_of(shard: Tensor, layout: ShardLayout, rank: int) -> list[Tensor]:
-    """The pieces of a flat shard [S], each in its own shape. Memory: views."""
+    """The pieces of a flat shard [S], each in its own shape. Memory: the same."""
     spans = [layout.local_span(index, rank) for index in range(len(layout.cuts))]
-    return [shard[start:stop].view(layout.piece_shape(i, rank)) for i, (start, stop) in enumerate(spans)]
+    return [own_part(shard, start, stop, layout.piece_shape(i, rank)) for i, (start, stop) in enumerate(spans)]
+
+
+def own_part(flat: Tensor, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:
+    """Elements of `flat` as a tensor with a storage of its own over the same memory.
+
+    What saves a storage as a whole, as torch.save does, then saves this part and nothing else.
+    """
+    if flat.is_meta:
+        return flat[start:stop].view(shape)
+    first = flat.storage_offset()
+    size = flat.element_size()
+    storage = flat.untyped_storage()[(first + start) * size : (first + stop) * size]
+    return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
 
 
 def _part(flat: Tensor, start: int, stop: int, shape: tuple[int, ...]) -> Tensor:

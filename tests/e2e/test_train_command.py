@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.checkpoint.store import latest, load, step_of
+from lockstep.train.checkpoints import latest as latest_of_any_kind
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -183,6 +184,27 @@ def test_stopped_killed_and_resumed_run_equals_one_that_nothing_happened_to(
     assert "sample of what the model writes" in plain
     config = json.loads((folder / "plain" / "config.json").read_text())
     assert config["optim.lr"] == 0.01
+
+
+def test_cut_run_goes_on_with_another_sharding_on_another_number_of_ranks(
+    folder: Path, start: Callable[..., Run]
+) -> None:
+    here = ("--data.path=text", "--out=cut", *_SMALL, "--resume=auto")
+    said = start("-n", "2", *here, "--train.sharding=full", "--train.steps=25").end(0)
+    assert "parameters, sharding full" in said
+    assert "sample of what the model writes" in said
+    before = float(re.findall(r"validation after step 25: loss (\S+)", said)[0])
+    saved = latest_of_any_kind(folder / "cut" / "checkpoints")
+    assert saved is not None
+    assert {path.name for path in saved.iterdir()} == {
+        "manifest.json",
+        "rank-00000.safetensors",
+        "rank-00001.safetensors",
+    }
+    said = start("-n", "1", *here, "--train.sharding=optimizer", "--train.steps=25").end(0)
+    assert re.search(r"resumed from .*step-00000025 \(step 25, made by 2 ranks\)", said)
+    assert "train.sharding: full -> optimizer" in said
+    assert float(re.findall(r"validation after step 25: loss (\S+)", said)[0]) == pytest.approx(before, abs=2e-4)
 
 
 def test_other_ranks_end_with_the_launcher(start: Callable[..., Run]) -> None:

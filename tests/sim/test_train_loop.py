@@ -18,6 +18,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 from lockstep.train import loop
+from lockstep.train.checkpoints import find_all
 from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.train.loop import TrainResult, train
 from lockstep.train.model import build_model
@@ -176,3 +177,74 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_touched(run: 
     with pytest.raises(RankFailed, match="choose another with --out") as caught:
         go(replace(run, out=short), 2)
     assert {error.kind for error in caught.value.errors.values()} == {"ConfigError"}
+
+
+# ------------------------------------------------------------------ the same run, cut over the ranks
+
+
+def cut(run: RunConfig, sharding: str, **fields: Any) -> RunConfig:
+    """One microbatch, and widths that leave every rank whole vectors: then the order of all sums is that of `none`."""
+    run = with_option(with_option(run, "model", width=32), "train", sharding=sharding, microbatch=None)
+    return replace(run, **fields)
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients", "full", "hybrid"])
+def test_every_sharding_ends_with_the_same_weights(run: RunConfig, sharding: str) -> None:
+    whole = go(cut(run, "none", out=run.out / "whole"), 2)[0]
+    results = go(cut(run, sharding), 2)
+    assert len(set(results)) == 1
+    assert (results[0].digest, results[0].val_loss) == (whole.digest, whole.val_loss)
+    assert (run.out / "sample.txt").read_text() == (run.out / "whole" / "sample.txt").read_text()
+    assert results[0].checkpoint.is_dir() == (sharding != "optimizer")
+
+
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_cut_model_of_any_world_is_that_of_one_process(run: RunConfig, world_size: int) -> None:
+    """The last ranks have fewer batches to validate on than the others; microbatches add up where they are cut."""
+    alone = go(run, 1)[0]
+    result = go(with_option(replace(run, out=run.out / "many"), "train", sharding="full"), world_size)[0]
+    assert result.val_loss == pytest.approx(alone.val_loss, rel=1e-5)
+    assert result.checkpoint.is_dir()
+
+
+def test_run_goes_on_with_any_other_sharding_bit_for_bit(run: RunConfig) -> None:
+    whole = go(cut(run, "none", out=run.out / "whole"), 2)[0]
+    kinds = []
+    for step, sharding in enumerate(("none", "full", "optimizer", "gradients", "hybrid"), 1):
+        stopped = go(cut(run, sharding), 2, resume="auto", stop_at=2)[0]
+        assert (stopped.step, stopped.was_stopped) == (step, True)
+        kinds.append(stopped.checkpoint.is_dir())
+    assert kinds == [False, True, False, True, True]
+    assert go(cut(run, "none"), 2, resume="auto")[0].digest == whole.digest
+
+
+def test_run_goes_on_with_another_sharding_on_other_ranks(run: RunConfig) -> None:
+    whole = go(cut(run, "none", out=run.out / "whole"), 1)[0]
+    for sharding, world_size in (("full", 2), ("optimizer", 3), ("hybrid", 4), ("none", 2), ("gradients", 3)):
+        stopped = go(cut(run, sharding), world_size, resume="auto", stop_at=2)[0]
+    assert stopped.step == 5
+    resumed = go(cut(run, "full", out=run.out / "other"), 1, resume=str(stopped.checkpoint))[0]
+    assert resumed.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
+
+
+def test_only_the_newest_checkpoints_of_both_kinds_are_kept(run: RunConfig) -> None:
+    kept = replace(run, checkpoint=CheckpointConfig(every=1, keep=3))
+    go(kept, 2, stop_at=4)
+    go(with_option(kept, "train", sharding="full"), 2, resume="auto", stop_at=3)
+    names = [path.name for path in find_all(run.out / "checkpoints")]
+    assert names == ["step-00000003.safetensors", "step-00000004", "step-00000005"]
+    assert sorted(names) == sorted(path.name for path in (run.out / "checkpoints").iterdir())
+
+
+def test_folder_of_another_model_or_a_damaged_one_is_refused(run: RunConfig) -> None:
+    """Files are covered above."""
+    stopped = go(cut(run, "full"), 2, stop_at=2)[0]
+    with pytest.raises(RankFailed, match=r"--model\.width") as caught:
+        go(with_option(cut(run, "full"), "model", width=16), 2, resume="auto")
+    assert {error.kind for error in caught.value.errors.values()} == {"ConfigError"}
+    piece = stopped.checkpoint / "rank-00001.safetensors"
+    piece.write_bytes(piece.read_bytes()[:-1])
+    for sharding in ("none", "full"):
+        with pytest.raises(RankFailed, match=r"rank-00001\.safetensors is damaged") as caught:
+            go(cut(run, sharding), 2, resume=str(stopped.checkpoint))
+        assert {error.kind for error in caught.value.errors.values()} == {"CheckpointError"}

@@ -110,3 +110,5 @@ def test_resume_names_what_may_change() -> None:
     assert changes_on_resume(saved, with_option("train.batch", 96)) == ["train.batch: 48 -> 96"]
     assert changes_on_resume(saved, with_option("train.microbatch", 4)) == ["train.microbatch: None -> 4"]
     assert changes_on_resume(saved, with_option("out", Path("elsewhere"))) == []
+    del saved["train.sharding"]  # made before there was such an option
+    assert changes_on_resume(saved, RunConfig()) == []

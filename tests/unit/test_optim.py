@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from lockstep.errors import CheckpointError
+from lockstep.parallel.named_state import load_optimizer_state, optimizer_state
 from lockstep.train.config import OptimConfig
-from lockstep.train.optim import build_optimizer, learning_rate, load_optimizer_state, optimizer_state
+from lockstep.train.optim import build_optimizer, learning_rate
 
 CONFIG = OptimConfig(lr=1.0, min_lr=0.1, warmup_steps=10)
 
@@ -48,7 +49,7 @@ class Tied(nn.Module):
         return self.head(self.norm(self.embedding(tokens)))
 
 
-def trained(seed: int, steps: int) -> tuple[Tied, torch.optim.AdamW]:
+def trained(seed: int, steps: int) -> tuple[Tied, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = Tied()
     optimizer = build_optimizer(model, OptimConfig())
@@ -57,7 +58,7 @@ def trained(seed: int, steps: int) -> tuple[Tied, torch.optim.AdamW]:
     return model, optimizer
 
 
-def step_once(model: Tied, optimizer: torch.optim.AdamW) -> None:
+def step_once(model: Tied, optimizer: torch.optim.Optimizer) -> None:
     model(torch.arange(5)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -48,15 +51,18 @@ def load(path: Path) -> State:
 
     Raises: CheckpointError for a file that is missing, cut off, or no checkpoint.
     """
-    try:
-        with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            if header.get("format") != _FORMAT:
-                raise CheckpointError(f"{path} is not a lockstep checkpoint (format {header.get('format')!r})")
-            tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
-    except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
+    with _opened(path) as (file, header):
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
     return unflatten_state(FlatState(tensors, json.loads(header["values"]), json.loads(header["aliases"])))
+
+
+def load_values(path: Path) -> State:
+    """The state in checkpoint `path` without its tensors, which are not read. Not collective.
+
+    Raises: CheckpointError as `load`.
+    """
+    with _opened(path) as (_, header):
+        return unflatten_state(FlatState({}, json.loads(header["values"]), {}))
 
 
 def latest(directory: Path) -> Path | None:
@@ -67,6 +73,19 @@ def latest(directory: Path) -> Path | None:
 def step_of(path: Path) -> int:
     """The step in a checkpoint's name."""
     return int(path.stem.removeprefix("step-"))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, dict[str, str]]]:
+    """The open file and its header."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            if header.get("format") != _FORMAT:
+                raise CheckpointError(f"{path} is not a lockstep checkpoint (format {header.get('format')!r})")
+            yield file, header
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"cannot read checkpoint {path}: {error}") from error
 
 
 def _write(path: Path, flat: FlatState) -> None:

@@ -57,6 +57,9 @@ class TrainConfig:
     """Sequences per step, over all ranks and microbatches."""
     microbatch: int | None = None
     """Sequences in one forward on one rank; None takes a rank's whole share of the batch."""
+    sharding: Literal["none", "optimizer", "gradients", "full", "hybrid"] = "none"
+    """What each rank keeps a part of: nothing; the optimizer's state; gradients and parameters too, whole from forward
+    to backward; whole in forward and in backward only (full), or so among the ranks of a host (hybrid)."""
     log_every: int = 10
     """Steps between two lines of metrics."""
     eval_every: int = 250
@@ -190,7 +193,7 @@ def to_json(config: RunConfig) -> dict[str, Any]:
 
 
 def changes_on_resume(saved: dict[str, Any], config: RunConfig) -> list[str]:
-    """What differs from the config in a checkpoint and may, as `name: old -> new`.
+    """What differs from the config in a checkpoint and may, as `name: old -> new`; without options it did not know.
 
     Raises: ConfigError for what may not: the model and the tokens.
     """
@@ -202,4 +205,4 @@ def changes_on_resume(saved: dict[str, Any], config: RunConfig) -> list[str]:
                 f"the checkpoint was made with --{name} {saved.get(name)}, this run has {current[name]}: "
                 f"leave --{name} as it was, or start a new run without --resume"
             )
-    return [f"{name}: {saved.get(name)} -> {current[name]}" for name in names]
+    return [f"{name}: {saved[name]} -> {current[name]}" for name in names if name in saved]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ReplicaError
+from lockstep.parallel.named_state import whole_tensors
+from lockstep.parallel.strategy import in_step
 
 IGNORED = -100  # targets that count for nothing: padding
 
@@ -35,9 +38,11 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: C
     """
     totals = torch.zeros(2, dtype=torch.float64, device=comm.device)  # sum of losses, tokens
     model.eval()
-    for inputs, targets in batches:
-        totals[0] += token_losses(model, inputs.to(comm.device), targets.to(comm.device))
-        totals[1] += int((targets != IGNORED).sum())
+    for (inputs, targets), is_own in in_step(model, batches):
+        loss = token_losses(model, inputs.to(comm.device), targets.to(comm.device))
+        if is_own:
+            totals[0] += loss
+            totals[1] += int((targets != IGNORED).sum())
     model.train()
     comm.all_reduce(totals, label="evaluate")
     return float(totals[0] / totals[1])
@@ -47,7 +52,10 @@ def evaluate(model: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], comm: C
 def sample(
     model: nn.Module, prompt: list[int], length: int, context: int, device: torch.device, seed: int
 ) -> list[int]:
-    """`length` tokens that the model writes after `prompt`, drawn at temperature 0.8. Not collective."""
+    """`length` tokens that the model writes after `prompt`, drawn at temperature 0.8.
+
+    Collective: where the model's parameters are cut over ranks, each of them, with equal arguments.
+    """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
     model.eval()
@@ -61,13 +69,16 @@ def sample(
 
 @torch.no_grad()
 def parameter_digest(model: nn.Module) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names."""
+    """SHA-256 over names, dtypes, shapes and bytes of all parameters and buffers, in the order of their names.
+
+    Collective: where parameters are cut over ranks, each of them. Memory: one whole tensor.
+    """
     digest = hashlib.sha256()
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    for fqn in sorted(tensors):
-        tensor = tensors[fqn].detach().cpu().contiguous()
+    for fqn, whole in whole_tensors(model):
+        tensor = whole.cpu().contiguous()
         digest.update(f"{fqn} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        data: Any = tensor.flatten().view(torch.uint8).numpy()
+        digest.update(data)
     return digest.hexdigest()
 
 

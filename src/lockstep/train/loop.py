@@ -14,19 +14,20 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from lockstep.checkpoint.store import save
 from lockstep.comm.communicator import Communicator
 from lockstep.data.loader import TokenLoader, validation_batches
 from lockstep.data.tokens import TokenizedText, prepare_tokens
 from lockstep.errors import ConfigError, DataError
-from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.named_state import is_cut
+from lockstep.parallel.strategy import parallelize
+from lockstep.train.checkpoints import restore, save
 from lockstep.train.config import RunConfig, microbatches_per_rank, to_json
 from lockstep.train.console import Console, open_console
 from lockstep.train.evaluate import evaluate, prove_equal, sample
 from lockstep.train.metrics import Meter, MetricsFile, StepMetrics
 from lockstep.train.model import build_model
 from lockstep.train.optim import build_optimizer, learning_rate
-from lockstep.train.run_dir import Start, checkpoints_of, find_start, make_ready, restore, snapshot
+from lockstep.train.run_dir import Start, checkpoints_of, find_start, make_ready
 from lockstep.train.step import accumulate_gradient, agree, clip_gradient
 
 
@@ -64,7 +65,7 @@ class Job:
     loader: TokenLoader
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    replica: DistributedDataParallel  # the model, with its gradients averaged over ranks
+    replica: nn.Module  # the model, with its gradients averaged over ranks
     metrics: MetricsFile | None  # on rank 0
     start: Start
     moved: str  # where an older run was moved to
@@ -109,13 +110,13 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str) -
     )
     check_enough(run, loader, text)
     start = find_start(run, comm, resume)
-    model = build_model(run.model, text.tokenizer, run.seed).to(comm.device)
-    optimizer = build_optimizer(model, run.optim)
+    model = build_model(run.model, text.tokenizer, run.seed)
+    replica = parallelize(model, run.train.sharding, mesh=comm)
+    optimizer = build_optimizer(replica, run.optim)
     if start.found:
         check_same_text(start, text)
-        restore(model, optimizer, start.state)
-        loader.load_state_dict(start.state["data"])
-    replica = DistributedDataParallel(model, process_group=comm)
+        restore(comm, Path(start.found), model, optimizer)
+        loader.load_state_dict(start.values["data"])
     moved = make_ready(run, comm, start)
     metrics = MetricsFile(run.out / "metrics.jsonl", start.step) if comm.rank == 0 else None
     return Job(run, comm, console, text, loader, model, optimizer, replica, metrics, start, moved)
@@ -159,9 +160,10 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
     checkpoint = save_checkpoint(job, step, tokens_done)
     val_loss = None if was_stopped else validate(job, step)
     result = TrainResult(step, val_loss, prove_equal(job.model, comm), checkpoint, was_stopped)
+    written = "" if was_stopped else write_sample(job)
     if metrics:
         metrics.close()
-        conclude(job, result)
+        conclude(job, result, written)
     return result
 
 
@@ -182,7 +184,7 @@ def check_enough(run: RunConfig, loader: TokenLoader, text: TokenizedText) -> No
 
 def check_same_text(start: Start, text: TokenizedText) -> None:
     """Raises: ConfigError where the checkpoint was trained on other text."""
-    before = start.state["data"]["digest"]
+    before = start.values["data"]["digest"]
     if before != text.digest:
         raise ConfigError(
             f"checkpoint {start.found} was trained on other text (sha256 {before[:12]}) than {text.source} is "
@@ -197,15 +199,15 @@ def is_due(step: int, every: int, steps: int) -> bool:
 
 def save_checkpoint(job: Job, step: int, tokens_done: int) -> Path:
     """Put everything that `step` has come to on disk. Collective: every rank; blocks."""
-    state = {
+    values = {
         "step": step,
         "tokens": tokens_done,
         "world_size": job.comm.world_size,
         "config": to_json(job.run),
         "data": job.loader.state_dict(),
-        **snapshot(job.model, job.optimizer),
     }
-    return save(job.comm, checkpoints_of(job.run), step, state, job.run.checkpoint.keep)
+    keep = job.run.checkpoint.keep
+    return save(job.comm, checkpoints_of(job.run), step, job.model, job.optimizer, values, keep)
 
 
 def validate(job: Job, step: int) -> float:
@@ -224,6 +226,16 @@ def validate(job: Job, step: int) -> float:
     return val_loss
 
 
+def write_sample(job: Job) -> str:
+    """What the model writes after a line's end. Collective: every rank, as the model's parameters may be cut."""
+    run, tokenizer = job.run, job.text.tokenizer
+    if not run.train.sample_tokens:
+        return ""
+    prompt = tokenizer.encode([b"\n"])[0].tolist()  # in the middle of a document, at the beginning of a line
+    tokens = sample(job.model, prompt, run.train.sample_tokens, run.model.context, job.comm.device, run.seed)
+    return tokenizer.decode(tokens)
+
+
 def introduce(job: Job) -> None:
     """What is about to be trained, on what, and where it is written."""
     run, say = job.run, job.console.say
@@ -233,7 +245,8 @@ def introduce(job: Job) -> None:
         if news:
             say(news)
     say(f"text   {job.text.description}")
-    say(f"model  {run.model.family}, {shape}, {millions:.2f} M parameters")
+    cut = "" if run.train.sharding == "none" else f", sharding {run.train.sharding}"
+    say(f"model  {run.model.family}, {shape}, {millions:.2f} M parameters{cut}")
     say(
         f"batch  {run.train.batch} sequences = {run.train.batch * run.model.context:,} tokens per step: "
         f"{job.comm.world_size} ranks x {microbatches_per_rank(run.train, job.comm.world_size)} microbatch(es) x "
@@ -244,18 +257,15 @@ def introduce(job: Job) -> None:
         say(f"already at step {job.start.step}, asked for {run.train.steps}: nothing left to train, see --train.steps")
 
 
-def conclude(job: Job, result: TrainResult) -> None:
+def conclude(job: Job, result: TrainResult, written: str) -> None:
     """The last words of rank 0: a sample, the proof, where the weights are and how to go on."""
-    run, text, say = job.run, job.text, job.console.say
+    run, say = job.run, job.console.say
     job.console.close()
-    if run.train.sample_tokens and not result.was_stopped:
-        prompt = text.tokenizer.encode([b"\n"])[0].tolist()  # in the middle of a document, at the beginning of a line
-        tokens = sample(job.model, prompt, run.train.sample_tokens, run.model.context, job.comm.device, run.seed)
-        written = text.tokenizer.decode(tokens)
+    if written:
         (run.out / "sample.txt").write_text(written)
         say("sample of what the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
-    ranks = job.comm.world_size
-    say(f"proof  {ranks} of {ranks} ranks hold the same weights: sha256 {result.digest}")
+    ranks, what = job.comm.world_size, "pieces of the same weights" if is_cut(job.model) else "the same weights"
+    say(f"proof  {ranks} of {ranks} ranks hold {what}: sha256 {result.digest}")
     say(f"saved  {result.checkpoint}")
     if result.was_stopped:
         say(

@@ -1,14 +1,13 @@
-"""AdamW with decay for matrices only, its learning rate as a function of the step, and its state by parameter name."""
+"""AdamW with decay for matrices only, and its learning rate as a function of the step."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import nn
 
-from lockstep.errors import CheckpointError
+from lockstep.parallel.strategy import optimizer_for
 from lockstep.train.config import OptimConfig
 
 
@@ -23,9 +22,10 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     return config.min_lr + 0.5 * (config.lr - config.min_lr) * (1 + math.cos(math.pi * progress))
 
 
-def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters: matrices and embeddings decay, biases and norms do not.
 
+    Collective: every rank that trains `model`.
     Source: Loshchilov and Hutter 2019, arXiv 1711.05101.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -33,21 +33,5 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
-
-
-def optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
-    """Parameter name -> what the optimizer keeps for it. Memory: no copy."""
-    return {fqn: dict(optimizer.state[p]) for fqn, p in model.named_parameters() if p in optimizer.state}
-
-
-def load_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, dict[str, Any]]) -> None:
-    """Put back what `optimizer_state` returned. Raises: CheckpointError for a name this model does not have."""
-    by_name = dict(model.named_parameters())
-    unknown = sorted(set(state) - set(by_name))
-    if unknown:
-        raise CheckpointError(f"the checkpoint has optimizer state for {unknown[0]!r}, which this model does not have")
-    in_order = [p for group in optimizer.param_groups for p in group["params"]]
-    index = {id(p): i for i, p in enumerate(in_order)}
-    numbered = {index[id(by_name[fqn])]: entry for fqn, entry in state.items()}
-    optimizer.load_state_dict({"state": numbered, "param_groups": optimizer.state_dict()["param_groups"]})
+    betas = (config.beta1, config.beta2)
+    return optimizer_for(model, torch.optim.AdamW, groups, lr=config.lr, betas=betas, fused=True)

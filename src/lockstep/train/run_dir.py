@@ -1,9 +1,9 @@
-"""The directory of a run, and what of it goes into a checkpoint and comes back.
+"""The directory of a run: what is in it, where a run begins, and where an older one goes.
 
 out/config.json      the options, resolved
 out/metrics.jsonl    one line per logged step
 out/sample.txt       what the model writes in the end
-out/checkpoints/     step-00000250.safetensors, ...
+out/checkpoints/     step-00000250.safetensors, or a folder step-00000250 where parameters are cut, ...
 out/older-1/         the same of a run that was here before
 """
 
@@ -15,15 +15,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import nn
-
+from lockstep.checkpoint.manifest import NAME
 from lockstep.checkpoint.state import State
-from lockstep.checkpoint.store import latest, load
 from lockstep.comm.communicator import Communicator
-from lockstep.errors import CheckpointError, ConfigError
+from lockstep.errors import ConfigError
+from lockstep.train.checkpoints import latest, load_values
 from lockstep.train.config import RunConfig, changes_on_resume, to_json
-from lockstep.train.optim import load_optimizer_state, optimizer_state
 
 _OURS = ("config.json", "metrics.jsonl", "sample.txt", "checkpoints")
 
@@ -35,7 +32,7 @@ class Start:
     step: int  # optimizer steps done before
     tokens: int  # trained on before, over all ranks
     found: str  # the checkpoint it begins from; "": from random weights
-    state: State  # in that checkpoint
+    values: State  # in that checkpoint: all but tensors
     news: tuple[str, ...]  # what the user should know about it
 
 
@@ -54,12 +51,12 @@ def find_start(run: RunConfig, comm: Communicator, resume: str) -> Start:
     if not found:
         news = (f"nothing to resume in {checkpoints_of(run)}: starting anew",) if resume else ()
         return Start(0, 0, "", {}, news)
-    state = load(Path(found))
-    changes = changes_on_resume(state["config"], run)
-    news = [f"resumed from {found} (step {state['step']}, made by {state['world_size']} ranks)"]
+    values = load_values(Path(found))
+    changes = changes_on_resume(values["config"], run)
+    news = [f"resumed from {found} (step {values['step']}, made by {values['world_size']} ranks)"]
     if changes:
         news.append(f"changed since then: {', '.join(changes)}")
-    return Start(state["step"], state["tokens"], found, state, tuple(news))
+    return Start(values["step"], values["tokens"], found, values, tuple(news))
 
 
 def make_ready(run: RunConfig, comm: Communicator, start: Start) -> str:
@@ -71,20 +68,6 @@ def make_ready(run: RunConfig, comm: Communicator, start: Start) -> str:
     return _tell_all(comm, lambda: _prepare(run, start.found))
 
 
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """The weights and the optimizer's state by parameter name. Memory: no copy."""
-    return {"model": dict(model.state_dict()), "optimizer": optimizer_state(model, optimizer)}
-
-
-def restore(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Put the weights and the optimizer of a `snapshot` back. Raises: CheckpointError where it is of another model."""
-    try:
-        model.load_state_dict(state["model"])
-    except RuntimeError as error:
-        raise CheckpointError(f"the checkpoint's weights do not fit this model: {error}") from error
-    load_optimizer_state(model, optimizer, state.get("optimizer", {}))
-
-
 def _find(run: RunConfig, resume: str) -> str:
     """The checkpoint that `resume` means, "" for none."""
     if not resume:
@@ -92,7 +75,7 @@ def _find(run: RunConfig, resume: str) -> str:
     if resume == "auto":
         return str(latest(checkpoints_of(run)) or "")
     path = Path(resume)
-    if path.is_dir():
+    if path.is_dir() and not (path / NAME).is_file():
         newest = latest(path / "checkpoints") or latest(path)
         if newest is None:
             raise ConfigError(f"--resume {path} holds no checkpoint")

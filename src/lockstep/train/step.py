@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import NonFiniteLoss, TrainingError
-from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.clip import clip_grad_norm_
+from lockstep.parallel.strategy import microbatch
 from lockstep.train.evaluate import IGNORED, token_losses
 
 Microbatch = tuple[Tensor, Tensor]  # inputs and targets of one forward, [b, T] int64; IGNORED targets count for nothing
@@ -35,7 +35,7 @@ def agree(comm: Communicator, microbatches: Sequence[Microbatch], wants_to_stop:
 
 
 def accumulate_gradient(
-    replica: DistributedDataParallel,
+    replica: nn.Module,
     microbatches: Sequence[Microbatch],
     tokens: int,
     seed: int,
@@ -44,8 +44,8 @@ def accumulate_gradient(
 ) -> float:
     """Leave in `.grad` the gradient of the mean loss over the `tokens` of all ranks' microbatches; return that loss.
 
-    Only the last backward averages over ranks. Weighting by tokens of the whole step, not of the microbatch, is what
-    makes the result that of one big batch when some have more padding than others.
+    `replica`, which `parallelize` returned, averages over ranks. Weighting by tokens of the whole step, not of the
+    microbatch, is what makes the result that of one big batch when some have more padding than others.
 
     Units: nats per token.
     Collective: every rank of `comm`, with as many microbatches each; blocks.
@@ -54,7 +54,7 @@ def accumulate_gradient(
     total = torch.zeros(1, dtype=torch.float64, device=comm.device)
     for number, (inputs, targets) in enumerate(microbatches, 1):
         torch.manual_seed(microbatch_seed(seed, step, comm.rank * len(microbatches) + number))
-        with nullcontext() if number == len(microbatches) else replica.no_sync():
+        with microbatch(replica, is_last=number == len(microbatches)):
             loss = token_losses(replica, inputs.to(comm.device), targets.to(comm.device))
             (loss * (comm.world_size / max(1, tokens))).backward()  # the replica divides by world_size again
         total += loss.detach()
@@ -70,12 +70,13 @@ def accumulate_gradient(
     return sum(losses) / max(1, tokens)
 
 
-def clip_gradient(replica: DistributedDataParallel, limit: float, step: int) -> float:
+def clip_gradient(replica: nn.Module, limit: float, step: int) -> float:
     """Scale the whole gradient down to norm `limit` (0: leave it); return the norm before.
 
+    Collective: every rank.
     Raises: TrainingError where it is not finite although the loss was; equal on every rank, as the gradients are.
     """
-    norm = float(torch.nn.utils.clip_grad_norm_(replica.parameters(), limit if limit > 0 else math.inf))
+    norm = float(clip_grad_norm_(replica.parameters(), limit if limit > 0 else math.inf))
     if not math.isfinite(norm):
         raise TrainingError(f"the gradient's norm is {norm} at step {step + 1} on every rank: try a lower --optim.lr")
     return norm

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.clip import clip_grad_norm_
     from lockstep.parallel.ddp import DistributedDataParallel
     from lockstep.parallel.fsdp import FullyShardedDataParallel
-    from lockstep.parallel.fsdp_arguments import (
+    from lockstep.parallel.fsdp1.arguments import (
         BackwardPrefetch,
         CPUOffload,
         MixedPrecision,
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "BackwardPrefetch": "lockstep.parallel.fsdp_arguments",
-    "CPUOffload": "lockstep.parallel.fsdp_arguments",
+    "BackwardPrefetch": "lockstep.parallel.fsdp1.arguments",
+    "CPUOffload": "lockstep.parallel.fsdp1.arguments",
     "CPUOffloadPolicy": "lockstep.parallel.shard_policies",
     "Communicator": "lockstep.comm.communicator",
     "DistributedDataParallel": "lockstep.parallel.ddp",
@@ -47,12 +47,12 @@ _HOME = {
     "FullyShardedDataParallel": "lockstep.parallel.fsdp",
     "GradScaler": "lockstep.parallel.grad_scaler",
     "Mesh": "lockstep.comm.mesh",
-    "MixedPrecision": "lockstep.parallel.fsdp_arguments",
+    "MixedPrecision": "lockstep.parallel.fsdp1.arguments",
     "MixedPrecisionPolicy": "lockstep.parallel.shard_policies",
     "OffloadPolicy": "lockstep.parallel.shard_policies",
     "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
-    "ShardingStrategy": "lockstep.parallel.fsdp_arguments",
-    "StateDictType": "lockstep.parallel.fsdp_arguments",
+    "ShardingStrategy": "lockstep.parallel.fsdp1.arguments",
+    "StateDictType": "lockstep.parallel.fsdp1.arguments",
     "average_gradients": "lockstep.parallel.naive",
     "clip_grad_norm_": "lockstep.parallel.clip",
     "fully_shard": "lockstep.parallel.fully_shard",

@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel as TorchFsdp
 from torch.distributed.fsdp import api, fully_sharded_data_parallel
 
 from lockstep.errors import ConfigError
-from lockstep.parallel import fsdp_arguments
 from lockstep.parallel.fsdp import FullyShardedDataParallel
+from lockstep.parallel.fsdp1 import arguments as fsdp_arguments
 
 # Defaults that differ, and why
 DTENSORS = "SHARDED_STATE_DICT always holds DTensors"

@@ -14,7 +14,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.fsdp import FullyShardedDataParallel as Fsdp
-from lockstep.parallel.fsdp_arguments import (
+from lockstep.parallel.fsdp1.arguments import (
     BackwardPrefetch,
     CPUOffload,
     FullOptimStateDictConfig,
@@ -23,7 +23,7 @@ from lockstep.parallel.fsdp_arguments import (
     ShardingStrategy,
     StateDictType,
 )
-from lockstep.parallel.fsdp_tensors import full_tensor
+from lockstep.parallel.fsdp1.tensors import full_tensor
 from lockstep.parallel.shard_group import slot_of
 from lockstep.parallel.shard_policies import CPUOffloadPolicy
 from lockstep.parallel.wrap_policies import CustomPolicy, ModuleWrapPolicy

@@ -1,4 +1,4 @@
-"""Whatever units the ranks use, in whatever order, whoever raises or runs out of batches: one model, as on one process."""
+"""Whatever units ranks use, in whatever order, whoever raises or accumulates: one model, as on one process."""
 
 from __future__ import annotations
 

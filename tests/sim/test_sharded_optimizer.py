@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
 from lockstep.errors import ConfigError, ModelMismatch, UnsupportedArgument
-from lockstep.parallel.optimizer_chunk import flat_in_order
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.zero.chunk import flat_in_order
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 from optimizer_cases import WORLDS, Uneven, give_gradients, on_one, on_rank, same_tensors, train, weights

@@ -14,8 +14,8 @@ from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, PeerFailed, UnsupportedArgument
 from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.optimizer_overlap import ReduceScatterMean
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.zero.overlap import ReduceScatterMean
 from lockstep.testing.worlds import run_threads
 from optimizer_cases import WORLDS, same_tensors, state_difference, weights
 

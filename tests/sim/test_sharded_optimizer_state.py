@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.parallel.optimizer_state import merge_state_dicts
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.zero.state import merge_state_dicts
 from lockstep.testing.worlds import run_threads
 from optimizer_cases import (
     WORLDS,

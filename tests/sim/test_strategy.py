@@ -16,7 +16,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import is_dtensor, local_of, part_of
 from lockstep.errors import ConfigError
 from lockstep.parallel.clip import clip_grad_norm_
-from lockstep.parallel.fsdp_tensors import gathered
+from lockstep.parallel.fsdp1.tensors import gathered
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import (
     is_cut,

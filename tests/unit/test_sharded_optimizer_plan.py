@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.parallel.optimizer_plan import ALIGNMENT, FlatLayout, Span, cut
-from lockstep.parallel.optimizer_probe import runs_fused, why_not_elementwise
+from lockstep.parallel.zero.plan import ALIGNMENT, FlatLayout, Span, cut
+from lockstep.parallel.zero.probe import runs_fused, why_not_elementwise
 
 NUMELS = st.lists(st.integers(0, 200), max_size=12)
 

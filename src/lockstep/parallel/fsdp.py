@@ -11,9 +11,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lockstep.errors import UnsupportedArgument
-from lockstep.parallel import fsdp_optim_state, fsdp_preparation, fsdp_state, fsdp_summon
 from lockstep.parallel.clip import clip_grad_norm_
-from lockstep.parallel.fsdp_arguments import (
+from lockstep.parallel.fsdp1 import optim_state as fsdp_optim_state
+from lockstep.parallel.fsdp1 import preparation as fsdp_preparation
+from lockstep.parallel.fsdp1 import state as fsdp_state
+from lockstep.parallel.fsdp1 import summon as fsdp_summon
+from lockstep.parallel.fsdp1.arguments import (
     BackwardPrefetch,
     CPUOffload,
     MixedPrecision,
@@ -21,8 +24,8 @@ from lockstep.parallel.fsdp_arguments import (
     understand_ignored,
     understood,
 )
-from lockstep.parallel.fsdp_mesh import mesh_for
-from lockstep.parallel.fsdp_unit import WRAPPED, FsdpUnit, units_in
+from lockstep.parallel.fsdp1.mesh import mesh_for
+from lockstep.parallel.fsdp1.unit import WRAPPED, FsdpUnit, units_in
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.outputs import find_tensors
 from lockstep.parallel.shard_context import unit_of

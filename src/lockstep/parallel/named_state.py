@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep.errors import CheckpointError
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp_tensors import gathered, sharded_like
+from lockstep.parallel.fsdp1.tensors import gathered, sharded_like
 from lockstep.parallel.shard_context import unit_of
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 

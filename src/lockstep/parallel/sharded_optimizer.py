@@ -14,12 +14,12 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import Work
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.optimizer_chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
-from lockstep.parallel.optimizer_overlap import ReduceScatterMean
-from lockstep.parallel.optimizer_pieces import Build, PieceOptimizer
-from lockstep.parallel.optimizer_probe import OptimizerClass, runs_fused, why_not_elementwise
-from lockstep.parallel.optimizer_share import Member, Share, sharded_already, share_buckets, share_local, share_whole
-from lockstep.parallel.optimizer_state import (
+from lockstep.parallel.zero.chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
+from lockstep.parallel.zero.overlap import ReduceScatterMean
+from lockstep.parallel.zero.pieces import Build, PieceOptimizer
+from lockstep.parallel.zero.probe import OptimizerClass, runs_fused, why_not_elementwise
+from lockstep.parallel.zero.share import Member, Share, sharded_already, share_buckets, share_local, share_whole
+from lockstep.parallel.zero.state import (
     Group,
     StateDict,
     States,

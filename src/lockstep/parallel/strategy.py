@@ -29,15 +29,15 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.fsdp_arguments import ShardingStrategy
-from lockstep.parallel.fsdp_mesh import mesh_for
+from lockstep.parallel.fsdp1.arguments import ShardingStrategy
+from lockstep.parallel.fsdp1.mesh import mesh_for
 from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.fully_shard import fully_shard
-from lockstep.parallel.optimizer_probe import runs_fused
 from lockstep.parallel.replica import broadcast_coalesced, describe_model, verify_same_model
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.wrap_policies import CustomPolicy, modules_to_shard
+from lockstep.parallel.zero.probe import runs_fused
 
 Sharding = Literal["none", "optimizer", "gradients", "full", "hybrid"]
 Batch = TypeVar("Batch")

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.bucket import dense_strides
-from lockstep.parallel.optimizer_chunk import Chunk, ReplicatedChunk, in_shape
-from lockstep.parallel.optimizer_probe import IMPLEMENTATION
+from lockstep.parallel.zero.chunk import Chunk, ReplicatedChunk, in_shape
+from lockstep.parallel.zero.probe import IMPLEMENTATION
 
 Group = dict[str, Any]  # one of param_groups
 StateDict = dict[str, Any]

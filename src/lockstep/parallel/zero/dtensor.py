@@ -12,8 +12,8 @@ from lockstep.comm.op import DONE, Work
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.bucket import dense_strides
 from lockstep.parallel.dtensors import DTensor, Replicate, Shard, local_tensor
-from lockstep.parallel.optimizer_chunk import Chunk, Piece, flat_in_order, in_shape
-from lockstep.parallel.optimizer_plan import Span, cut
+from lockstep.parallel.zero.chunk import Chunk, Piece, flat_in_order, in_shape
+from lockstep.parallel.zero.plan import Span, cut
 
 
 @final

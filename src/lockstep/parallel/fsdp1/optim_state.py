@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp_arguments import (
+from lockstep.parallel.fsdp1.arguments import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
@@ -28,9 +28,9 @@ from lockstep.parallel.fsdp_arguments import (
     StateDictType,
     understood,
 )
-from lockstep.parallel.fsdp_state import get_state_dict_type, reshard_all
-from lockstep.parallel.fsdp_tensors import gathered, resharded
-from lockstep.parallel.fsdp_unit import clean_name, units_in
+from lockstep.parallel.fsdp1.state import get_state_dict_type, reshard_all
+from lockstep.parallel.fsdp1.tensors import gathered, resharded
+from lockstep.parallel.fsdp1.unit import clean_name, units_in
 
 StateDict = dict[str, Any]
 OptimInput = Iterable[Any] | None  # what was given to the optimizer: parameters, or groups of them

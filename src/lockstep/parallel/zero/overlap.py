@@ -18,7 +18,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.bucket import Bucket
 from lockstep.parallel.comm_hooks import CommHook
 from lockstep.parallel.grad_pieces import own_gradients
-from lockstep.parallel.optimizer_chunk import ReplicatedChunk
+from lockstep.parallel.zero.chunk import ReplicatedChunk
 
 
 class Arrived(NamedTuple):

@@ -10,9 +10,9 @@ from torch.nn import Module
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp_arguments import FullStateDictConfig, StateDictSettings, StateDictType
-from lockstep.parallel.fsdp_tensors import gathered, resharded
-from lockstep.parallel.fsdp_unit import WRAPPED, FsdpUnit, clean_name, unit_of, units_in
+from lockstep.parallel.fsdp1.arguments import FullStateDictConfig, StateDictSettings, StateDictType
+from lockstep.parallel.fsdp1.tensors import gathered, resharded
+from lockstep.parallel.fsdp1.unit import WRAPPED, FsdpUnit, clean_name, unit_of, units_in
 
 _PREFIX = f"{WRAPPED}."
 

@@ -13,10 +13,10 @@ from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, GradSpec, plan_buckets
 from lockstep.parallel.comm_hooks import Mean
 from lockstep.parallel.ddp import DistributedDataParallel
-from lockstep.parallel.optimizer_chunk import Chunk, ReplicatedChunk
-from lockstep.parallel.optimizer_overlap import ReduceScatterMean
-from lockstep.parallel.optimizer_plan import FlatLayout
-from lockstep.parallel.optimizer_verify import check_params, verify_same_params, verify_same_values
+from lockstep.parallel.zero.chunk import Chunk, ReplicatedChunk
+from lockstep.parallel.zero.overlap import ReduceScatterMean
+from lockstep.parallel.zero.plan import FlatLayout
+from lockstep.parallel.zero.verify import check_params, verify_same_params, verify_same_values
 
 
 class Member(NamedTuple):
@@ -41,7 +41,7 @@ def sharded_already(member: Member) -> bool:
 
 def share_local(members: Sequence[Member], longest: int | None) -> Share:
     """Parameters of which each rank has its own piece."""
-    from lockstep.parallel.optimizer_dtensor import ShardedChunk  # DTensor is half a second of imports
+    from lockstep.parallel.zero.dtensor import ShardedChunk  # DTensor is half a second of imports
 
     chunk = ShardedChunk([m.param for m in members], [m.name for m in members], longest)
     return Share(chunk, [m.group for m in members])

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, ModelMismatch
-from lockstep.parallel.optimizer_chunk import ReplicatedChunk
 from lockstep.parallel.replica import verify_same_model
+from lockstep.parallel.zero.chunk import ReplicatedChunk
 
 _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LABEL = "optimizer.verify"

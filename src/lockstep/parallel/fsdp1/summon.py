@@ -14,8 +14,8 @@ from torch.nn import Module, Parameter
 from lockstep.errors import UnsupportedArgument
 from lockstep.parallel import shard_context
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp_tensors import gathered, piece_of
-from lockstep.parallel.fsdp_unit import FsdpUnit, unit_of, units_in
+from lockstep.parallel.fsdp1.tensors import gathered, piece_of
+from lockstep.parallel.fsdp1.unit import FsdpUnit, unit_of, units_in
 from lockstep.parallel.shard_unit import ShardUnit
 
 

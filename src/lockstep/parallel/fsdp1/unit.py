@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.nn import Module, Parameter
 
-from lockstep.parallel.fsdp_arguments import Ignored, MixedPrecision, ShardingStrategy, StateDictSettings
+from lockstep.parallel.fsdp1.arguments import Ignored, MixedPrecision, ShardingStrategy, StateDictSettings
 from lockstep.parallel.shard_mesh import ShardMesh
 
 if TYPE_CHECKING:
-    from lockstep.parallel.fsdp_summon import Summoned
+    from lockstep.parallel.fsdp1.summon import Summoned
 
 WRAPPED = "_fsdp_wrapped_module"  # torch's name: its checkpoint and activation-checkpoint code takes it out of names
 _CHECKPOINTED = "_checkpoint_wrapped_module"

@@ -10,7 +10,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import hosts_of
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DeviceMesh
-from lockstep.parallel.fsdp_arguments import ShardingStrategy
+from lockstep.parallel.fsdp1.arguments import ShardingStrategy
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 
 # One grid for all wrappers over the same ranks. A grid keeps its ranks' transport, so no id is in use twice.

@@ -13,7 +13,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, Work
 from lockstep.errors import ConfigError
 from lockstep.parallel.bucket import dense_strides
-from lockstep.parallel.optimizer_plan import FlatLayout, Span
+from lockstep.parallel.zero.plan import FlatLayout, Span
 
 UNFUSED_ELEMENTS = 64 * 1024  # on a CPU: the operands of one pass of an unfused kernel stay in a core's cache
 

@@ -11,8 +11,8 @@ from torch.nn import Module
 
 from lockstep.comm.tensor_parts import give_memory
 from lockstep.errors import ConfigError
-from lockstep.parallel.fsdp_arguments import Ignored, MixedPrecision
-from lockstep.parallel.fsdp_unit import clean_name, modules_outside_units, unit_of
+from lockstep.parallel.fsdp1.arguments import Ignored, MixedPrecision
+from lockstep.parallel.fsdp1.unit import clean_name, modules_outside_units, unit_of
 from lockstep.parallel.replica import broadcast_coalesced
 from lockstep.parallel.shard_mesh import ShardMesh
 from lockstep.parallel.wrap_policies import CustomPolicy, Overrides, unit_overrides

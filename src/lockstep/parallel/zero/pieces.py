@@ -10,9 +10,9 @@ from torch import Tensor
 
 from lockstep.comm.op import Work
 from lockstep.errors import ConfigError
-from lockstep.parallel.optimizer_chunk import Chunk
-from lockstep.parallel.optimizer_probe import OptimizerClass
-from lockstep.parallel.optimizer_state import Group, States
+from lockstep.parallel.zero.chunk import Chunk
+from lockstep.parallel.zero.probe import OptimizerClass
+from lockstep.parallel.zero.state import Group, States
 
 NOT_SHARED = ("params", "param_names", "fused")  # what the user's group and the pieces' group say differently
 

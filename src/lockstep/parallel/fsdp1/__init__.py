@@ -1,0 +1,1 @@
+"""What stands behind FullyShardedDataParallel: torch's older names, understood."""

@@ -1,0 +1,1 @@
+"""What stands behind ShardedOptimizer: which elements a rank owns, steps and gathers."""

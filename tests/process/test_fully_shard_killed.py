@@ -1,0 +1,75 @@
+"""`kill -9` of a rank in the middle of a sharded step: the others hear of it, by its name, and nothing stays."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import CommError, PeerLost
+from lockstep.testing.failures import RankFailed
+from lockstep.testing.waiting import wait_until
+from lockstep.testing.worlds import run_processes
+from shard_models import MLP_UNITS, mlp
+from shard_sides import ADAMW, seeded
+from shm_ranks import LIMIT_S, share
+
+VICTIM = 1
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_and_die(comm: Communicator, folder: str, is_shared: bool, place: str) -> list[CommError]:
+    """Rank 1 dies at `place` in the third step; what the others hear, then and from the step that they try after."""
+    ours = share(comm) if is_shared else comm
+    model = seeded(mlp)
+    for name in MLP_UNITS:
+        lockstep.fully_shard(model.get_submodule(name), mesh=ours)
+    lockstep.fully_shard(model, mesh=ours)
+    optimizer = ADAMW(model.parameters())
+    heard: list[CommError] = []
+    for step in range(5):
+        dies = comm.rank == VICTIM and step == 2
+        if dies and place == "forward":
+            model[1].register_forward_hook(die)
+        try:
+            out = model(torch.randn(4, 8))
+            if dies and place == "backward":
+                out.register_hook(die)
+            out.sum().backward()
+            if dies and place == "optimizer":
+                optimizer.register_step_post_hook(die)
+            optimizer.step()
+            optimizer.zero_grad()
+        except CommError as error:
+            heard.append(error.with_traceback(None))
+    (Path(folder) / f"heard{comm.rank}").touch()
+    assert wait_until(lambda: len(list(Path(folder).glob("heard*"))) == comm.world_size - 1, LIMIT_S)
+    if is_shared:
+        ours.close()
+    return heard
+
+
+@pytest.mark.parametrize(
+    ("place", "is_shared"),
+    [("forward", True), ("backward", True), ("optimizer", True), ("backward", False)],
+    ids=["forward", "backward", "optimizer", "backward-gloo"],
+)
+def test_a_rank_that_is_killed(place: str, is_shared: bool, tmp_path: Path) -> None:
+    before = sorted(os.listdir("/dev/shm"))
+    with pytest.raises(RankFailed) as raised:
+        run_processes(3, train_and_die, str(tmp_path), is_shared, place, timeout_s=LIMIT_S)
+    assert raised.value.errors.keys() == {VICTIM}, str(raised.value)
+    assert raised.value.errors[VICTIM].message == "killed by SIGKILL"
+    for first, *later in raised.value.results.values():
+        assert isinstance(first, PeerLost)
+        assert first.rank == VICTIM or not is_shared  # Gloo cannot always say who
+        assert len(later) >= 1  # whoever goes on all the same is told again, and does not hang
+    assert [file for file in sorted(os.listdir("/dev/shm")) if file not in before] == []

@@ -1,0 +1,221 @@
+"""Ranks that need different things run the same operations in the same order, and each what it needs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import CommOp, Work
+from lockstep.comm.transport import Transport, TransportLayer
+from lockstep.errors import CollectiveMismatch
+from lockstep.parallel.shard_pass import Outcome, PassKind, ShardOp, ShardPass, gather_early
+from lockstep.testing.worlds import run_threads
+
+
+def ops(text: str) -> tuple[ShardOp, ...]:
+    """`G2 R2`: gather group 2, reduce group 2."""
+    return tuple(ShardOp("gather" if word[0] == "G" else "reduce", int(word[1:])) for word in text.split())
+
+
+def words(found: Sequence[ShardOp]) -> str:
+    return " ".join(f"{op.verb[0].upper()}{op.group}" for op in found)
+
+
+def early(text: str) -> str:
+    given = ops(text)
+    return words([given[place] for place in gather_early(given)])
+
+
+@pytest.mark.parametrize(
+    ("needed", "planned"),
+    [
+        ("", ""),
+        ("G0 G1 G2", "G0 G1 G2"),
+        ("R2 R1 R0", "R2 R1 R0"),
+        ("G2 R2 G1 R1 G0 R0", "G2 G1 R2 G0 R1 R0"),
+        ("R0 G2 R2 R3 G1 R1", "G2 R0 R2 G1 R3 R1"),
+        ("G2 R2 G2 R2", "G2 G2 R2 R2"),
+    ],
+)
+def test_gathers_come_one_reduce_earlier(needed: str, planned: str) -> None:
+    assert early(needed) == planned
+
+
+class Counter(TransportLayer):
+    """Counts the rounds."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        self.rounds = 0
+
+    def submit(self, op: CommOp) -> Work:
+        self.rounds += op.label == "shard.round"
+        return self.inner.submit(op)
+
+    def over(self, inner: Transport) -> Counter:
+        return Counter(inner)
+
+
+class Went(NamedTuple):
+    """One pass on one rank."""
+
+    ran: str
+    kept: str
+    outcome: Outcome
+    rounds: int
+
+
+class Rank:
+    """Goes through passes; in every operation the ranks tell each other which one they are at."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self.counter = Counter(comm.transport)
+        self.comm = Communicator(self.counter)
+        self.plan: tuple[ShardOp, ...] = ()
+
+    def go(
+        self,
+        needs: str,
+        kind: PassKind = PassKind.BACKWARD,
+        *,
+        ahead: int = 0,
+        used: Sequence[int] = (),
+        fails: bool = False,
+    ) -> Went:
+        """`ahead`: how many gathers of the plan to run before the first need."""
+        ran: list[ShardOp] = []
+        kept: list[ShardOp] = []
+        whole: set[int] = set()  # groups that this rank has now
+        self.counter.rounds = 0
+
+        def run(op: ShardOp, keep: bool) -> bool:
+            assert set(self.comm.all_gather_object(words([op]))) == {words([op])}  # all ranks are at the same one
+            ran.append(op)
+            if not keep or (op.verb == "gather" and op.group in whole):
+                return False
+            kept.append(op)
+            whole.update([op.group] if op.verb == "gather" else [])
+            return True
+
+        current = ShardPass(self.comm, kind, self.plan, run, len(used))
+        for _ in range(ahead):
+            current.run_ahead()
+        for op in ops(needs):
+            if op.verb == "reduce":
+                whole.discard(op.group)  # given back before its gradients are reduced
+            current.need(op)
+            assert op.group in whole or op.verb == "reduce"
+        outcome = current.end(used, failed=fails)
+        self.plan = outcome.plan
+        return Went(words(ran), words(kept), outcome, self.counter.rounds)
+
+
+def test_the_first_pass_is_in_rounds_and_the_second_is_not() -> None:
+    def body(comm: Communicator) -> list[tuple[str, int]]:
+        rank = Rank(comm)
+        return [rank.go("G2 R2 G1 R1")[::3] for _ in range(3)]
+
+    planned = ("G2 G1 R2 R1", 1)
+    for went in run_threads(3, body):
+        assert went == [("G2 R2 G1 R1", 5), planned, planned]
+
+
+@pytest.mark.parametrize("user", [0, 1])
+def test_a_unit_that_one_rank_uses_has_its_place_in_the_plan(user: int) -> None:
+    def body(comm: Communicator) -> list[Went]:
+        rank = Rank(comm)
+        return [rank.go("G2 R2 G1 R1 G0 R0" if comm.rank == user else "G2 R2 G0 R0") for _ in range(4)]
+
+    for passes in run_threads(2, body):
+        assert [went.ran for went in passes] == ["G2 R2 G1 R1 G0 R0"] + ["G2 G1 R2 G0 R1 R0"] * 3
+        assert [went.rounds for went in passes] == [7, 1, 1, 1]
+
+
+def test_a_forward_goes_up_and_a_backward_down() -> None:
+    """Where ranks need different units, the one that others come to later waits."""
+
+    def body(comm: Communicator, kind: PassKind) -> str:
+        return Rank(comm).go("G1" if comm.rank else "G2", kind).ran
+
+    assert run_threads(2, body, PassKind.FORWARD) == ["G1 G2"] * 2
+    assert run_threads(2, body, PassKind.EVALUATION) == ["G1 G2"] * 2
+    assert run_threads(2, body, PassKind.BACKWARD) == ["G2 G1"] * 2
+
+
+def test_what_nobody_needs_any_more_leaves_the_plan() -> None:
+    def body(comm: Communicator) -> list[str]:
+        rank = Rank(comm)
+        return [
+            words(rank.go(needs).outcome.plan) for needs in ("G2 R2 G1 R1", "G2 R2", "G2 R2", "G1 R1", "G2 R2 G1 R1")
+        ]
+
+    for plans in run_threads(2, body):
+        assert plans == ["G2 R2 G1 R1", "G2 R2", "G2 R2", "G1 R1", "G2 R2 G1 R1"]
+
+
+def test_what_was_run_ahead_is_not_run_again() -> None:
+    def body(comm: Communicator) -> tuple[str, str, str]:
+        rank = Rank(comm)
+        rank.go("G0 G1 G2", PassKind.FORWARD)
+        went = rank.go("G0 G1", PassKind.FORWARD, ahead=2)
+        return went.ran, went.kept, words(went.outcome.plan)
+
+    assert run_threads(2, body) == [("G0 G1 G2", "G0 G1", "G0 G1")] * 2
+
+
+def test_all_ranks_learn_who_failed_and_what_was_used() -> None:
+    def body(comm: Communicator) -> list[Any]:
+        rank = Rank(comm)
+        rank.go("G1 R1 G0 R0", used=[1, 1])
+        failed = rank.go("G1" if comm.rank == 1 else "G1 R1 G0 R0", used=[comm.rank, 1], fails=comm.rank == 1)
+        again = rank.go("G1 R1 G0 R0", used=[1, 0])
+        return [failed.ran, failed.outcome[:2], again.outcome[:2]]
+
+    for found in run_threads(3, body):
+        assert found == ["G1 G0 R1 R0", ([1], [3, 3]), ([], [3, 0])]
+
+
+def test_ranks_that_do_different_things_all_learn_it_and_can_go_on() -> None:
+    def body(comm: Communicator) -> tuple[str, str]:
+        rank = Rank(comm)
+        for _ in range(2):
+            rank.go("G0 G1", PassKind.FORWARD)
+        plan = rank.plan
+        if comm.rank == 2:
+            rank.plan = ()
+        kind = PassKind.BACKWARD if comm.rank == 2 else PassKind.FORWARD
+        current = ShardPass(rank.comm, kind, rank.plan, lambda op, keep: rank.comm.barrier() is not None)
+        with pytest.raises(CollectiveMismatch) as raised:
+            current.need(ops("G0")[0])
+        current.end(failed=True)
+        rank.plan = plan
+        return str(raised.value), rank.go("G0 G1", PassKind.FORWARD).ran
+
+    for message, after in run_threads(3, body, timeout_s=10):
+        assert "rank 1 begins a forward with gradients; rank 2 begins a backward." in message
+        assert after == "G0 G1"
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_any_needs_of_any_rank(seed: int) -> None:
+    """All run the same operations, and each has what it needs when it needs it (`Rank` looks)."""
+
+    def body(comm: Communicator) -> list[Went]:
+        draw = random.Random(seed)  # equal on all ranks
+        rank = Rank(comm)
+        passes: list[Went] = []
+        for _ in range(draw.randrange(2, 6)):
+            needs = []
+            for _ in range(comm.world_size):
+                groups = [group for group in range(5) for _ in range(draw.choice((0, 1, 1, 2)))]
+                draw.shuffle(groups)
+                needs.append(" ".join(f"G{group} R{group}" for group in groups))
+            passes += [rank.go(needs[comm.rank]) for _ in range(draw.choice((1, 3)))]
+        return passes
+
+    by_rank = run_threads(2 + seed % 3, body)
+    assert len({tuple((went.ran, went.outcome.plan) for went in passes) for passes in by_rank}) == 1

@@ -17,17 +17,14 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import lockstep
-from comm_variants import over_gloo, over_shared_memory
+from gpt import GPT_30M, Groups, batch_of, model_of
 from harness import (
     Rank,
     Result,
@@ -41,15 +38,14 @@ from harness import (
     slowest_rank,
     threads_per_rank,
 )
-from lockstep.comm.communicator import Communicator
-from lockstep.comm.process_group import register_backend, transport_of
+from lockstep.comm.process_group import transport_of
 
 # Two ends of what a rank does in a step: many tokens through few weights, few tokens through many weights.
 SHAPES: dict[str, dict[str, int]] = {
     "compute": {"n_layer": 4, "n_embd": 192, "n_head": 6, "vocab_size": 512, "B": 4, "T": 128},
     "compute-heavy": {"n_layer": 4, "n_embd": 256, "n_head": 8, "vocab_size": 512, "B": 4, "T": 256},
     "communication": {"n_layer": 6, "n_embd": 512, "n_head": 8, "vocab_size": 4096, "B": 1, "T": 16},
-    "gpt-30m": {"n_layer": 9, "n_embd": 512, "n_head": 8, "vocab_size": 4096, "B": 1, "T": 32},
+    "gpt-30m": GPT_30M,
 }
 ROUNDS = {"compute": 80, "compute-heavy": 40, "communication": 60, "gpt-30m": 60}
 SHARED, GLOO = "lockstep on shared memory", "lockstep on gloo"
@@ -60,52 +56,6 @@ VARIANTS = (GLOO, "torch on lockstep", SHARED)
 WIDE = ("naive", "lockstep no_sync", "torch views", "torch no_sync")
 GOAL_ADDED = 1.02  # of the step alone, where there is much to compute
 GOAL_GONE = 75.0  # percent of what torch on Gloo adds, where there is much to communicate
-
-
-def model_of(shape: dict[str, int]) -> nn.Module:
-    """The same weights on every rank and in every variant."""
-    torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=shape["vocab_size"],
-        n_positions=shape["T"],
-        n_embd=shape["n_embd"],
-        n_layer=shape["n_layer"],
-        n_head=shape["n_head"],
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    config.loss_type = "ForCausalLMLoss"
-    return GPT2LMHeadModel(config)
-
-
-def batch_of(shape: dict[str, int], rank: int, number: int) -> Tensor:
-    """This rank's tokens [B, T] of one round, equal for all variants."""
-    generator = torch.Generator().manual_seed(number * 1000 + rank + 1_000_000)
-    return torch.randint(shape["vocab_size"], (shape["B"], shape["T"]), generator=generator)
-
-
-class Groups:
-    """The same ranks as groups of several kinds, each made when a variant first asks. Collective: in equal order."""
-
-    @cached_property
-    def gloo(self) -> Communicator:
-        """torch's default group."""
-        return over_gloo()
-
-    @cached_property
-    def shared(self) -> Communicator:
-        """Shared memory, met over Gloo."""
-        return over_shared_memory(self.gloo)
-
-    @cached_property
-    def backend(self) -> Any:
-        """A torch group of the backend "lockstep"."""
-        register_backend()
-        return dist.new_group(backend="lockstep")
 
 
 class Variant:

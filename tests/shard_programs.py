@@ -241,7 +241,6 @@ AGAINST_ONE_PROCESS = (
     zero_grad_that_keeps_tensors,
     units_that_no_gradient_reaches,
     optimizers_in_backward,
-    a_model_is_freed,
 )
 # Its copy of gradients takes no empty tensor, its buffers that were made for inference cannot be trained with, and what
 # it frees in the first of two backwards is gone in the second.

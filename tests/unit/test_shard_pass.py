@@ -115,13 +115,13 @@ class Rank:
 
 
 def test_the_first_pass_is_in_rounds_and_the_second_is_not() -> None:
-    def body(comm: Communicator) -> list[tuple[str, int]]:
+    def body(comm: Communicator) -> list[Went]:
         rank = Rank(comm)
-        return [rank.go("G2 R2 G1 R1")[::3] for _ in range(3)]
+        return [rank.go("G2 R2 G1 R1") for _ in range(3)]
 
-    planned = ("G2 G1 R2 R1", 1)
-    for went in run_threads(3, body):
-        assert went == [("G2 R2 G1 R1", 5), planned, planned]
+    for passes in run_threads(3, body):
+        assert [went.ran for went in passes] == ["G2 R2 G1 R1", "G2 G1 R2 R1", "G2 G1 R2 R1"]
+        assert [went.rounds for went in passes] == [5, 1, 1]
 
 
 @pytest.mark.parametrize("user", [0, 1])
@@ -180,24 +180,51 @@ def test_all_ranks_learn_who_failed_and_what_was_used() -> None:
 
 
 def test_ranks_that_do_different_things_all_learn_it_and_can_go_on() -> None:
-    def body(comm: Communicator) -> tuple[str, str]:
+    """Nothing is said after that, and the plan stays what it was."""
+
+    def body(comm: Communicator) -> tuple[str, bool, str]:
         rank = Rank(comm)
         for _ in range(2):
-            rank.go("G0 G1", PassKind.FORWARD)
-        plan = rank.plan
-        if comm.rank == 2:
-            rank.plan = ()
-        kind = PassKind.BACKWARD if comm.rank == 2 else PassKind.FORWARD
-        current = ShardPass(rank.comm, kind, rank.plan, lambda op, keep: rank.comm.barrier() is not None)
+            rank.go("G1 R1 G0 R0")
+        differs = comm.rank == 2
+        kind = PassKind.FORWARD if differs else PassKind.BACKWARD
+        current = ShardPass(rank.comm, kind, () if differs else rank.plan, lambda op, keep: keep)
+        with pytest.raises(CollectiveMismatch) as raised:
+            current.need(ops("G1")[0])
+        plan = current.end(failed=True).plan
+        return str(raised.value), plan == (() if differs else rank.plan), rank.go("G1 R1 G0 R0").ran
+
+    for message, stays, after in run_threads(3, body, timeout_s=10):
+        assert "rank 1 begins a backward; rank 2 begins a forward with gradients." in message
+        assert stays
+        assert after == "G1 G0 R1 R0"
+
+
+def test_a_rank_that_begins_anew_in_the_middle_of_a_pass() -> None:
+    """What it says is not taken for an operation that it needs."""
+
+    def body(comm: Communicator) -> str:
+        current = ShardPass(comm, PassKind.FORWARD, (), lambda op, keep: keep)
+        current.meet()
+        if comm.rank == 1:
+            current = ShardPass(comm, PassKind.FORWARD, (), lambda op, keep: keep)
         with pytest.raises(CollectiveMismatch) as raised:
             current.need(ops("G0")[0])
-        current.end(failed=True)
-        rank.plan = plan
-        return str(raised.value), rank.go("G0 G1", PassKind.FORWARD).ran
+        return str(raised.value)
 
-    for message, after in run_threads(3, body, timeout_s=10):
-        assert "rank 1 begins a forward with gradients; rank 2 begins a backward." in message
-        assert after == "G0 G1"
+    for message in run_threads(2, body, timeout_s=10):
+        assert "rank 0 is in the middle of a pass; rank 1 begins a forward with gradients" in message
+
+
+def test_a_gather_of_what_is_in_use_is_not_there_later() -> None:
+    """The plan has the second gather of a group before its first one has been given back."""
+
+    def body(comm: Communicator) -> str:
+        rank = Rank(comm)
+        rank.plan = ops("G2 R3 G2 R2")
+        return rank.go("G2 R3 R2 G2 R2").ran
+
+    assert run_threads(2, body) == ["G2 G2 R3 R2 G2 R2"] * 2
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -142,7 +142,7 @@ class FSDPModule:
             that still have batches of their own.
         Collective: every rank, as often as the one with the most batches asks for one.
         """
-        return JoinedBatches(context_of(self._unit), batches, divide_by_initial_world_size)
+        return JoinedBatches(self._unit, batches, divide_by_initial_world_size)
 
     # ------------------------------------------------------------------ when to be whole
 

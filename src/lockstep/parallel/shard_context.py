@@ -83,7 +83,10 @@ class ShardContext:
                 unit.context._refuse_if_running()
         for module in root.modules:
             _name(module, found)
-        return cls(root, found)
+        counts = all(unit.context.counts for unit in found if unit.context is not None)
+        made = cls(root, found)
+        made.counts = counts
+        return made
 
     @property
     def in_backward(self) -> bool:
@@ -224,17 +227,28 @@ class ShardContext:
         self._enter_backward()
         gradients = unit.gradients[number]
         is_complete = gradients.arrive(index, self.counts)
+        self._make_room(gradients)
+        if is_complete:
+            unit.complete.append(unit.first_index + number)
+            if not unit.open_forwards:
+                self._unit_ready(unit)
+
+    def _make_room(self, gradients: ShardGradients) -> None:
+        """Let gradients go where they are reduced from, as soon as many have come and no reduction has the buffer."""
         if self._in_flight and self._in_flight[0].may_finish(in_need=gradients.many_wait):
             self._in_flight.pop(0).finish_oldest(self._pool)
-        if len(self._in_flight) < self.flights:  # else the buffer is in use, and another one would cost memory
+        if gradients.many_wait and len(self._in_flight) < self.flights:
             gradients.lay_waiting(self._pool)
-        if is_complete:
-            self._group_ready(unit, unit.first_index + number)
 
-    def _group_ready(self, unit: ShardUnit, place: int) -> None:
+    def _unit_ready(self, unit: ShardUnit) -> None:
+        """Backward is through with what is complete of `unit`: give the parameters back, then reduce."""
+        if unit.reshard_after_backward:
+            unit.reshard_complete()
+        while unit.complete:
+            self._group_ready(unit.complete.pop(0))
+
+    def _group_ready(self, place: int) -> None:
         assert self._backward is not None
-        if unit.reshard_after_backward and not unit.open_forwards:
-            self.groups[place].reshard()
         if self.gradients[place].settings.sync:
             self._backward.need(ShardOp("reduce", place))
         else:
@@ -242,9 +256,10 @@ class ShardContext:
 
     def unit_through(self, unit: ShardUnit) -> None:
         """The gradients of a forward's inputs are there: backward has used the whole parameters for the last time."""
-        unit.open_forwards = max(0, unit.open_forwards - 1)
-        if self._backward is not None and unit.reshard_after_backward and not unit.open_forwards:
-            unit.reshard()
+        if self._backward is not None and not unit.open_forwards:
+            if unit.reshard_after_backward:
+                unit.reshard()
+            self._unit_ready(unit)
 
     def _leave_backward(self, current: ShardPass) -> None:
         """Autograd is through: reduce what is left, serve the others, hand the gradients out."""
@@ -254,7 +269,7 @@ class ShardContext:
             for unit in self.units:
                 for number, gradients in enumerate(unit.gradients):
                     if gradients.is_due:
-                        self._group_ready(unit, unit.first_index + number)
+                        self._group_ready(unit.first_index + number)
                     gradients.forget_arrivals()
             outcome = current.end(self._used)
             self._plans[current.kind] = outcome.plan
@@ -273,7 +288,7 @@ class ShardContext:
 
     def _reshard_after_backward(self) -> None:
         for unit in self.units:
-            unit.open_forwards = 0
+            unit.complete.clear()
             if unit.reshard_after_backward and self._forward is None:  # a forward may take gradients inside
                 unit.reshard()
 
@@ -298,6 +313,7 @@ class ShardContext:
         for gradients in self.gradients:
             gradients.discard()
         for unit in self.units:
+            unit.complete.clear()
             unit.reshard()
 
     # ------------------------------------------------------------------ operations

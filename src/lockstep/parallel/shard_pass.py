@@ -81,6 +81,7 @@ class ShardPass:
     ) -> None:
         self.kind = kind
         self._comm = comm
+        self._given = tuple(plan)
         self._order = gather_early(plan)  # places in `plan`
         self._plan = tuple(plan[place] for place in self._order)
         self._run = run
@@ -163,7 +164,7 @@ class ShardPass:
         """
         used = [0] * self._width if used is None else used
         if self._is_over:
-            return Outcome([], list(used), self._plan)
+            return Outcome([], list(used), self._given)
         if self._comm.world_size == 1:
             return Outcome([0] if failed else [], list(used), ())
         self.meet()

@@ -56,7 +56,9 @@ class ShardUnit:
         self.prefetches_in_backward = True  # False: less memory, and waiting for each gather
         self.context: ShardContext | None = None
         self._ran: set[int] = set()  # modules of this unit that ran in the current forward
-        self.open_forwards = 0  # whose backward will tell when it is through with the parameters
+        # Forwards whose backward will tell when it is through with the parameters; a dropped graph drops its own
+        self.open_forwards: weakref.WeakSet[_OpenForward] = weakref.WeakSet()
+        self.complete: list[int] = []  # groups, by their place in the context, whose gradients are all here
         self._parameters = _count_parameters(self._managed)
         self._attach_to_state_dicts()
         compile_only_the_module(ShardUnit, ("run",), ("_enter", "_before", "_after", "_raised", "_leave"))
@@ -143,8 +145,9 @@ class ShardUnit:
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not places:
             return args, kwargs
-        self.open_forwards += 1
-        passed = _Through.apply(weakref.ref(self), *[leaves[i] for i in places])
+        opened = _OpenForward()
+        self.open_forwards.add(opened)
+        passed = _Through.apply(weakref.ref(self), opened, *[leaves[i] for i in places])
         for place, tensor in zip(places, passed, strict=True):
             leaves[place] = tensor
         return _pytree.tree_unflatten(leaves, structure)
@@ -201,6 +204,11 @@ class ShardUnit:
         for group in self.groups:
             group.reshard()
 
+    def reshard_complete(self) -> None:
+        """Let the modules have the shards of the groups whose gradients are all here."""
+        for place in self.complete:
+            self.groups[place - self.first_index].reshard()
+
     @property
     def is_whole(self) -> bool:
         """Whether the modules have the whole parameters."""
@@ -211,20 +219,28 @@ def _count_parameters(modules: Sequence[Module]) -> int:
     return sum(param is not None for module in modules for param in module._parameters.values())
 
 
+@final
+class _OpenForward:
+    """Stands for one forward, as long as its graph lives and no backward has come through it."""
+
+
 class _Through(torch.autograd.Function):
     """The inputs of a unit, unchanged; in backward the last of it."""
 
     @staticmethod
-    def forward(ctx: Any, unit: weakref.ref[ShardUnit], *inputs: Tensor) -> tuple[Tensor, ...]:  # pyright: ignore
-        ctx.unit = unit
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, unit: weakref.ref[ShardUnit], opened: _OpenForward, *inputs: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.unit, ctx.opened = unit, opened
         return inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # pyright: ignore
         unit = ctx.unit()
         if unit is not None and unit.context is not None:
+            unit.open_forwards.discard(ctx.opened)
             unit.context.unit_through(unit)
-        return (None, *grads)
+        return (None, None, *grads)
 
 
 @final

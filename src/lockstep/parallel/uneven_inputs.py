@@ -11,7 +11,8 @@ from torch.utils import _pytree
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import DataError
-from lockstep.parallel.shard_context import ShardContext
+from lockstep.parallel.shard_context import context_of
+from lockstep.parallel.shard_unit import ShardUnit
 
 Batch = TypeVar("Batch")
 
@@ -33,15 +34,15 @@ class JoinedBatches(Generic[Batch]):
     Raises: DataError on every rank where one had no batch at all, and the others' cannot stand in for it.
     """
 
-    def __init__(self, context: ShardContext, batches: Iterable[Batch], divide_by_initial_world_size: bool) -> None:
+    def __init__(self, unit: ShardUnit, batches: Iterable[Batch], divide_by_initial_world_size: bool) -> None:
         self.has_own = True
-        self.active_ranks = context.comm.world_size  # that still have batches of their own
-        self._context = context
+        self.active_ranks = context_of(unit).comm.world_size  # that still have batches of their own
+        self._unit = unit
         self._batches = batches
         self._divides_by_all = divide_by_initial_world_size
 
     def __iter__(self) -> Iterator[Batch]:
-        comm, nothing = self._context.comm, object()
+        comm, nothing = context_of(self._unit).comm, object()
         self.has_own, self.active_ranks = True, comm.world_size
         own = iter(self._batches)
         batch: Any = nothing
@@ -63,8 +64,9 @@ class JoinedBatches(Generic[Batch]):
             self._set(counts=True, active=None)
 
     def _set(self, counts: bool, active: int | None) -> None:
-        self._context.counts = counts
-        for gradients in self._context.gradients:
+        context = context_of(self._unit)  # another one, if a larger model was made of this one meanwhile
+        context.counts = counts
+        for gradients in context.gradients:
             gradients.active_ranks = active
 
 

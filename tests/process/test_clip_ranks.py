@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
@@ -141,6 +142,7 @@ def train(model: nn.Module, clip: Any, steps: int = 4) -> list[float]:
 
 def train_in_units(comm: Communicator, sharder: str) -> tuple[list[float], list[Tensor]]:
     """A mesh of two dimensions for one unit, of one for the others, and a part that stays whole."""
+    _clear_sharding_prop_cache()  # else torch gives its parameters an equal mesh of an earlier test, whose groups are gone
     world = comm.world_size
     grid = init_device_mesh("cpu", GRIDS[world][0], mesh_dim_names=("replica", "shard"))
     model = Uneven()

@@ -142,7 +142,7 @@ def train(model: nn.Module, clip: Any, steps: int = 4) -> list[float]:
 
 def train_in_units(comm: Communicator, sharder: str) -> tuple[list[float], list[Tensor]]:
     """A mesh of two dimensions for one unit, of one for the others, and a part that stays whole."""
-    _clear_sharding_prop_cache()  # else torch gives its parameters an equal mesh of an earlier test, whose groups are gone
+    _clear_sharding_prop_cache()  # else torch gives parameters an equal mesh of an earlier test, whose groups are gone
     world = comm.world_size
     grid = init_device_mesh("cpu", GRIDS[world][0], mesh_dim_names=("replica", "shard"))
     model = Uneven()

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
     from lockstep.comm.mesh import Mesh
     from lockstep.comm.process_group import register_backend
     from lockstep.data.sampler import DistributedSampler
-    from lockstep.parallel.clip import clip_grad_norm_
+    from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from lockstep.parallel.ddp import DistributedDataParallel
     from lockstep.parallel.fsdp import FullyShardedDataParallel
     from lockstep.parallel.fsdp1.arguments import (
         BackwardPrefetch,
         CPUOffload,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
         MixedPrecision,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
         ShardingStrategy,
         StateDictType,
     )
@@ -30,9 +34,15 @@ if TYPE_CHECKING:
     from lockstep.parallel.grad_scaler import GradScaler
     from lockstep.parallel.materialize import materialize
     from lockstep.parallel.naive import average_gradients
+    from lockstep.parallel.named_state import whole_state_dict
     from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from lockstep.parallel.sharded_optimizer import ShardedOptimizer
     from lockstep.parallel.strategy import in_step, microbatch, optimizer_for, parallelize
+    from lockstep.parallel.wrap_policies import (
+        ModuleWrapPolicy,
+        size_based_auto_wrap_policy,
+        transformer_auto_wrap_policy,
+    )
 
 __version__ = "0.1.0"
 
@@ -44,18 +54,25 @@ _HOME = {
     "DistributedDataParallel": "lockstep.parallel.ddp",
     "DistributedSampler": "lockstep.data.sampler",
     "FSDPModule": "lockstep.parallel.fsdp_module",
+    "FullOptimStateDictConfig": "lockstep.parallel.fsdp1.arguments",
+    "FullStateDictConfig": "lockstep.parallel.fsdp1.arguments",
     "FullyShardedDataParallel": "lockstep.parallel.fsdp",
     "GradScaler": "lockstep.parallel.grad_scaler",
     "Mesh": "lockstep.comm.mesh",
     "MixedPrecision": "lockstep.parallel.fsdp1.arguments",
     "MixedPrecisionPolicy": "lockstep.parallel.shard_policies",
+    "ModuleWrapPolicy": "lockstep.parallel.wrap_policies",
     "OffloadPolicy": "lockstep.parallel.shard_policies",
+    "ShardedOptimStateDictConfig": "lockstep.parallel.fsdp1.arguments",
     "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
+    "ShardedStateDictConfig": "lockstep.parallel.fsdp1.arguments",
     "ShardingStrategy": "lockstep.parallel.fsdp1.arguments",
     "StateDictType": "lockstep.parallel.fsdp1.arguments",
     "average_gradients": "lockstep.parallel.naive",
     "clip_grad_norm_": "lockstep.parallel.clip",
+    "clip_grads_with_norm_": "lockstep.parallel.clip",
     "fully_shard": "lockstep.parallel.fully_shard",
+    "get_total_norm": "lockstep.parallel.clip",
     "in_step": "lockstep.parallel.strategy",
     "init": "lockstep.comm.init",
     "load_safetensors": "lockstep.checkpoint.weights",
@@ -65,6 +82,9 @@ _HOME = {
     "parallelize": "lockstep.parallel.strategy",
     "register_backend": "lockstep.comm.process_group",
     "register_fsdp_forward_method": "lockstep.parallel.fully_shard",
+    "size_based_auto_wrap_policy": "lockstep.parallel.wrap_policies",
+    "transformer_auto_wrap_policy": "lockstep.parallel.wrap_policies",
+    "whole_state_dict": "lockstep.parallel.named_state",
 }
 
 __all__ = [
@@ -75,18 +95,25 @@ __all__ = [
     "DistributedDataParallel",
     "DistributedSampler",
     "FSDPModule",
+    "FullOptimStateDictConfig",
+    "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradScaler",
     "Mesh",
     "MixedPrecision",
     "MixedPrecisionPolicy",
+    "ModuleWrapPolicy",
     "OffloadPolicy",
+    "ShardedOptimStateDictConfig",
     "ShardedOptimizer",
+    "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictType",
     "average_gradients",
     "clip_grad_norm_",
+    "clip_grads_with_norm_",
     "fully_shard",
+    "get_total_norm",
     "in_step",
     "init",
     "load_safetensors",
@@ -96,6 +123,9 @@ __all__ = [
     "parallelize",
     "register_backend",
     "register_fsdp_forward_method",
+    "size_based_auto_wrap_policy",
+    "transformer_auto_wrap_policy",
+    "whole_state_dict",
 ]
 
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import local_of
 
 if TYPE_CHECKING:
     from lockstep.parallel.shard_group import ShardSlot
@@ -83,7 +84,7 @@ def held_tensors(tensors: Sequence[Tensor]) -> HeldGradients:
     for tensor in tensors:
         if any(placement.is_partial() for placement in getattr(tensor, "placements", ())):
             tensor = tensor.full_tensor()  # pyright: ignore[reportAttributeAccessIssue] (a DTensor)
-        held.setdefault(found.of(tensor), []).append(_local(tensor))
+        held.setdefault(found.of(tensor), []).append(local_of(tensor))
     return held
 
 
@@ -160,9 +161,4 @@ def _piece_of_gradient(param: Tensor) -> Tensor:
     placements = getattr(param, "placements", None)
     if placements is not None and grad.placements != placements:
         param.grad = grad = grad.redistribute(placements=placements)
-    return grad._values() if grad.layout == torch.sparse_coo else _local(grad)
-
-
-def _local(tensor: Any) -> Tensor:
-    """This rank's piece of a DTensor; any other tensor itself."""
-    return tensor.to_local() if hasattr(tensor, "placements") else tensor
+    return grad._values() if grad.layout == torch.sparse_coo else local_of(grad)

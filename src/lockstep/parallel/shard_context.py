@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from typing import Any, final
 
@@ -57,6 +58,8 @@ class ShardContext:
             unit.first_index = len(self.groups)
             self.groups += unit.groups
             self.gradients += unit.gradients
+        sizes = [len(group.params) for group in self.groups]
+        *self._starts, self._num_params = itertools.accumulate(sizes, initial=0)  # of each group among all parameters
         self.counts = True  # False on a rank that has run out of inputs: its gradients are zeros
         self.flights = 1  # reductions that may be under way at once
         self._in_flight: list[ShardGradients] = []
@@ -66,7 +69,6 @@ class ShardContext:
         self._forward: ShardPass | None = None
         self._backward: ShardPass | None = None
         self._callback: weakref.ref[Any] = weakref.ref(type(self))
-        self._outermost: ShardUnit | None = None
 
     @classmethod
     def over(cls, root: ShardUnit) -> ShardContext:
@@ -106,7 +108,6 @@ class ShardContext:
             if self._backward is None or self._callback() is not None:
                 return False
             self._backward_died()
-        self._outermost = unit
         self._place()
         kind = PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION
         self._forward = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run)
@@ -165,13 +166,13 @@ class ShardContext:
 
     def leave_forward(self) -> None:
         """The outermost forward has returned."""
-        current, self._forward, self._outermost = self._forward, None, None
+        current, self._forward = self._forward, None
         assert current is not None
         self._end_forward(current, failed=False)
 
     def forward_raised(self) -> None:
         """The outermost forward has raised: give the other ranks what they still wait for, and tell them."""
-        current, self._forward, self._outermost = self._forward, None, None
+        current, self._forward = self._forward, None
         if current is None:
             return
         with contextlib.suppress(TransportClosed):  # closed: nobody is left to be told
@@ -209,9 +210,8 @@ class ShardContext:
             self._backward_died()
         is_synced = any(gradients.settings.sync for gradients in self.gradients)
         kind = PassKind.BACKWARD if is_synced else PassKind.LOCAL_BACKWARD
-        width = sum(len(group.params) for group in self.groups)
-        current = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run, width)
-        self._used = [0] * width
+        current = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run, self._num_params)
+        self._used = [0] * self._num_params
 
         def finish() -> None:
             self._leave_backward(current)
@@ -279,11 +279,8 @@ class ShardContext:
         if outcome.failed:
             self._abandon()
         self._check_peers(outcome, "backward")
-        start = 0
-        for gradients in self.gradients:
-            stop = start + len(gradients.group.params)
-            gradients.hand_out(outcome.used[start:stop])
-            start = stop
+        for gradients, start in zip(self.gradients, self._starts, strict=True):
+            gradients.hand_out(outcome.used[start : start + len(gradients.group.params)])
         self._reshard_after_backward()
 
     def _reshard_after_backward(self) -> None:
@@ -327,9 +324,8 @@ class ShardContext:
                 group.reshard()
             return was_sharded and keep
         gradients = self.gradients[op.group]
-        start = sum(len(group.params) for group in self.groups[: op.group])
-        for index, used in enumerate(gradients.used):
-            self._used[start + index] |= used
+        for index, used in enumerate(gradients.used, self._starts[op.group]):
+            self._used[index] |= used
         while len(self._in_flight) >= self.flights:
             self._in_flight.pop(0).finish_oldest(self._pool)
         gradients.launch(self._pool)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import is_dtensor
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, GradSpec, plan_buckets
 from lockstep.parallel.comm_hooks import Mean
@@ -36,7 +37,7 @@ class Share(NamedTuple):
 
 def sharded_already(member: Member) -> bool:
     """Whether the parameter is a DTensor, told without importing it."""
-    return hasattr(member.param, "_local_tensor")
+    return is_dtensor(member.param)
 
 
 def share_local(members: Sequence[Member], longest: int | None) -> Share:

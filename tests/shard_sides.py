@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import lockstep
+from case_table import first_difference
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.reduction import tree_reduce
 
@@ -250,33 +251,14 @@ def train(
 
 def difference(left: Any, right: Any, tolerance: float | None = None, path: str = "") -> str | None:
     """Where two results differ first, in words; bitwise unless there is a tolerance, relative to a tensor's norm."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        if list(left) != list(right):
-            return f"{path}: keys {list(left)} against {list(right)}"
-        pairs = [(f"{path}.{key}", left[key], right[key]) for key in left]
-    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        if len(left) != len(right):
-            return f"{path}: {len(left)} items against {len(right)}: {left!r} against {right!r}"[:1000]
-        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(left, right, strict=True))]
-    elif isinstance(left, Tensor) and isinstance(right, Tensor):
-        return tensor_difference(left, right, tolerance, path)
-    else:
-        return None if left == right else f"{path}: {left!r:.300} against {right!r:.300}"
-    return next((found for name, a, b in pairs if (found := difference(a, b, tolerance, name))), None)
 
+    def compare(a: Tensor, b: Tensor) -> str | None:
+        apart, whole = a.double() - b.double(), b.double()
+        if tolerance is not None and apart.norm() <= tolerance * whole.norm():
+            return None
+        return (
+            f"differs by up to {apart.abs().max().item():.3g}, its largest value is "
+            f"{whole.abs().max().item():.3g}; the norms' ratio is {(apart.norm() / whole.norm()).item():.3g}"
+        )
 
-def tensor_difference(left: Tensor, right: Tensor, tolerance: float | None, path: str) -> str | None:
-    """The largest difference of two tensors, in words."""
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{path}: {left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}"
-    if not torch.isfinite(left).all():
-        return f"{path}: is not finite"
-    if torch.equal(left, right):
-        return None
-    apart, whole = left.double() - right.double(), right.double()
-    if tolerance is not None and apart.norm() <= tolerance * whole.norm():
-        return None
-    return (
-        f"{path}: differs by up to {apart.abs().max().item():.3g}, its largest value is "
-        f"{whole.abs().max().item():.3g}; the norms' ratio is {(apart.norm() / whole.norm()).item():.3g}"
-    )
+    return first_difference(left, right, compare, path)

@@ -8,22 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, final
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel as TorchDdp
 
 import lockstep
+from case_table import CaseTable, first_difference
 from lockstep.comm.communicator import Communicator
-from lockstep.testing.failures import RankFailed, RankTimeout
-from lockstep.testing.worlds import run_processes
 
 Made = TypeVar("Made", bound=nn.Module)
 SGD = functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9)
@@ -147,30 +144,13 @@ def train(
 
 def difference(left: Any, right: Any, tolerance: float | None, path: str = "") -> str | None:
     """Where two results differ first, in words; bitwise unless there is a tolerance."""
-    if isinstance(left, dict) and isinstance(right, dict):
-        if list(left) != list(right):
-            return f"{path}: keys {list(left)} against {list(right)}"
-        pairs = [(f"{path}.{key}", left[key], right[key]) for key in left]
-    elif isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
-        if len(left) != len(right):
-            return f"{path}: {len(left)} items against {len(right)}"
-        pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(left, right, strict=True))]
-    elif isinstance(left, Tensor) and isinstance(right, Tensor):
-        return tensor_difference(left, right, tolerance, path)
-    else:
-        return None if left == right else f"{path}: {left!r} against {right!r}"
-    return next((found for name, a, b in pairs if (found := difference(a, b, tolerance, name))), None)
 
+    def compare(a: Tensor, b: Tensor) -> str | None:
+        if tolerance and torch.allclose(a, b, rtol=tolerance, atol=tolerance):
+            return None
+        return f"differs by up to {(a - b).abs().max().item():.3g}"
 
-def tensor_difference(left: Tensor, right: Tensor, tolerance: float | None, path: str) -> str | None:
-    """The largest difference of two tensors, in words."""
-    if (left.dtype, left.shape) != (right.dtype, right.shape):
-        return f"{path}: {left.dtype} {list(left.shape)} against {right.dtype} {list(right.shape)}"
-    if not torch.isfinite(left).all():
-        return f"{path}: is not finite"
-    if torch.equal(left, right) or (tolerance and torch.allclose(left, right, rtol=tolerance, atol=tolerance)):
-        return None
-    return f"{path}: differs by up to {(left - right).abs().max().item():.3g}"
+    return first_difference(left, right, compare, path)
 
 
 class Case(NamedTuple):
@@ -182,14 +162,9 @@ class Case(NamedTuple):
     tolerance: dict[int, float]
 
 
-class Cases:
-    """The cases of one test module."""
-
-    def __init__(self, module: str, timeout_s: float = 60.0) -> None:
-        self.module = module
-        self.timeout_s = timeout_s
-        self.by_name: dict[str, Case] = {}
-        self._outcomes: dict[int, dict[str, str | None]] = {}
+@final
+class Cases(CaseTable):
+    """The cases of one test module, on our class and on another side."""
 
     def add(
         self, *worlds: int, against: str = "torch", tolerance: float | dict[int, float] | None = None
@@ -209,45 +184,12 @@ class Cases:
 
         return register
 
-    def parameters(self) -> list[tuple[str, int]]:
-        """(name, world size) of every test."""
-        return [(name, world) for name, case in self.by_name.items() for world in case.worlds]
+    def shared_memory(self, world_size: int) -> str:
+        """Two operands have one sum, in whatever order; with more, torch's bits are those of Gloo's ring."""
+        return "on" if world_size == 2 else "off"
 
-    def check(self, name: str, world_size: int) -> None:
-        """Fail the test with what went wrong in one case; the first question runs all cases of that world size."""
-        outcome = self._outcome(name, world_size)
-        if outcome is not None:
-            pytest.fail(outcome, pytrace=False)
-
-    def _outcome(self, name: str, world_size: int) -> str | None:
-        if world_size not in self._outcomes:
-            names = [name for name, case in self.by_name.items() if world_size in case.worlds]
-            try:
-                # Two operands have one sum, in whatever order; with more, torch's bits are those of Gloo's ring.
-                env = {"LOCKSTEP_SHM": "on" if world_size == 2 else "off"}
-                answers = run_processes(world_size, run_cases, self.module, names, timeout_s=self.timeout_s, env=env)
-            except (RankFailed, RankTimeout) as error:
-                self._outcomes[world_size] = dict.fromkeys(names, str(error))
-            else:
-                self._outcomes[world_size] = {name: _together(answers, name) for name in names}
-        return self._outcomes[world_size][name]
-
-
-def _together(answers: list[dict[str, str | None]], name: str) -> str | None:
-    return "\n".join(f"rank {rank}: {answer[name]}" for rank, answer in enumerate(answers) if answer[name]) or None
-
-
-def run_cases(comm: Communicator, module: str, names: list[str]) -> dict[str, str | None]:
-    """On one rank: each case on its two sides, and what differs."""
-    cases: Cases = importlib.import_module(module).CASES
-    answers: dict[str, str | None] = dict.fromkeys(names, "was not run, because a case before it failed")
-    for name in names:
-        answers[name] = run_case(comm, cases.by_name[name])
-        everyone: list[Any] = [None] * comm.world_size
-        dist.all_gather_object(everyone, not (answers[name] or "").startswith("Traceback"))
-        if not all(everyone):
-            break  # ranks may stand at different collectives
-    return answers
+    def run(self, comm: Communicator, name: str) -> str | None:
+        return run_case(comm, self.by_name[name])
 
 
 def run_case(comm: Communicator, case: Case) -> str | None:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import traceback
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
-import pytest
-import torch.distributed as dist
-
+from case_table import CaseTable
 from lockstep.comm.communicator import Communicator
-from lockstep.testing.failures import RankFailed, RankTimeout
-from lockstep.testing.worlds import run_processes
 from shard_sides import Side, difference
 
 Body = Callable[[Side], Any]
@@ -32,14 +27,9 @@ class Case(NamedTuple):
     tolerance: dict[str, float]
 
 
-class Cases:
-    """The cases of one test module."""
-
-    def __init__(self, module: str, timeout_s: float = 60.0) -> None:
-        self.module = module
-        self.timeout_s = timeout_s
-        self.by_name: dict[str, Case] = {}
-        self._outcomes: dict[int, dict[str, str | None]] = {}
+@final
+class Cases(CaseTable):
+    """The cases of one test module, on our fully_shard and on other sides."""
 
     def add(
         self,
@@ -56,44 +46,11 @@ class Cases:
 
         return register
 
-    def parameters(self) -> list[tuple[str, int]]:
-        """(name, world size) of every test."""
-        return [(name, world) for name, case in self.by_name.items() for world in case.worlds]
+    def shared_memory(self, world_size: int) -> str:
+        return SHARED_MEMORY[world_size]
 
-    def check(self, name: str, world_size: int) -> None:
-        """Fail the test with what went wrong in one case; the first question runs all cases of that world size."""
-        outcome = self._outcome(name, world_size)
-        if outcome is not None:
-            pytest.fail(outcome, pytrace=False)
-
-    def _outcome(self, name: str, world_size: int) -> str | None:
-        if world_size not in self._outcomes:
-            names = [name for name, case in self.by_name.items() if world_size in case.worlds]
-            try:
-                env = {"LOCKSTEP_SHM": SHARED_MEMORY[world_size]}
-                answers = run_processes(world_size, run_cases, self.module, names, timeout_s=self.timeout_s, env=env)
-            except (RankFailed, RankTimeout) as error:
-                self._outcomes[world_size] = dict.fromkeys(names, str(error))
-            else:
-                self._outcomes[world_size] = {name: _together(answers, name) for name in names}
-        return self._outcomes[world_size][name]
-
-
-def _together(answers: list[dict[str, str | None]], name: str) -> str | None:
-    return "\n".join(f"rank {rank}: {answer[name]}" for rank, answer in enumerate(answers) if answer[name]) or None
-
-
-def run_cases(comm: Communicator, module: str, names: list[str], subject: str = "ours") -> dict[str, str | None]:
-    """On one rank: each case on its sides, and what differs."""
-    cases: Cases = importlib.import_module(module).CASES
-    answers: dict[str, str | None] = dict.fromkeys(names, "was not run, because a case before it failed")
-    for name in names:
-        answers[name] = run_case(comm, cases.by_name[name], subject)
-        everyone: list[Any] = [None] * comm.world_size
-        dist.all_gather_object(everyone, not (answers[name] or "").startswith("Traceback"))
-        if not all(everyone):
-            break  # ranks may stand at different collectives
-    return answers
+    def run(self, comm: Communicator, name: str) -> str | None:
+        return run_case(comm, self.by_name[name])
 
 
 def run_case(comm: Communicator, case: Case, subject: str = "ours") -> str | None:

@@ -243,6 +243,6 @@ def one_rank_adds_in_another_dtype_on_shm(comm: Communicator) -> object:
 
 
 def test_ranks_that_add_in_different_dtypes() -> None:
-    run_threads(3, one_rank_adds_in_another_dtype)
+    run_threads(2, one_rank_adds_in_another_dtype)  # of three, whoever comes first is compared with rank 0
     run_processes(3, one_rank_adds_in_another_dtype_on_shm)
     run_processes(2, other_dtypes_are_refused)

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp2_sides import Cases, run_cases
+from fsdp2_sides import Cases
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method as torch_register
 
 import lockstep
+from case_table import run_cases
 from lockstep.testing.worlds import run_processes
 from shard_models import MLP_UNITS, NESTED_UNITS, Nested, mlp
 from shard_sides import ADAMW, SGD, Side, layout, scalar, seeded

@@ -19,6 +19,11 @@ def mlp() -> nn.Sequential:
 MLP_UNITS = ("0", "2", "4")
 
 
+def large() -> nn.Sequential:
+    """Weights of several hundred KiB, which two and four ranks can share equally, and which only one can."""
+    return nn.Sequential(nn.Linear(8, 260), nn.ReLU(), nn.Linear(260, 264), nn.Tanh(), nn.Linear(264, 263))
+
+
 class Tiny(nn.Module):
     """Parameters of one element and of one row, and a frozen one."""
 

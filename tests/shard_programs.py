@@ -38,6 +38,7 @@ from shard_models import (
     Tiny,
     adapted,
     conv,
+    large,
     mlp,
 )
 from shard_sides import ADAMW, SGD, Side, scalar, seeded, train
@@ -53,6 +54,10 @@ def nested_units_for_twenty_steps(side: Side) -> Any:
 
 def one_unit(side: Side) -> Any:
     return train(side, mlp, optimizer=SGD)
+
+
+def large_parameters(side: Side) -> Any:
+    return train(side, large, MLP_UNITS, steps=2)
 
 
 def parameters_of_one_element(side: Side) -> Any:

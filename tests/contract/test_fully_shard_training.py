@@ -22,7 +22,12 @@ for program in shard_programs.ROUNDED_BY_TORCH:
     CASES.add(2, tolerance={"torch": 1e-6})(program)
 for program in shard_programs.REFUSED_BY_TORCH:
     CASES.add(2, against="plain")(program)
-for program in (shard_programs.one_unit, shard_programs.parameters_of_one_element, shard_programs.a_model_is_freed):
+for program in (
+    shard_programs.one_unit,
+    shard_programs.large_parameters,
+    shard_programs.parameters_of_one_element,
+    shard_programs.a_model_is_freed,
+):
     CASES.add(2, 3, 4)(program)
 
 

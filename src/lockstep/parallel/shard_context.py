@@ -127,6 +127,8 @@ class ShardContext:
                 if not unit.made_by_hand:
                     group.reshard()
             unit.made_by_hand = False
+        for gradients in self.gradients:
+            gradients.let_go()
 
     def _begin_shared(self) -> None:
         """Where ranks see the same memory: begin when all have changed their pieces of it."""

@@ -19,7 +19,7 @@ from lockstep.parallel.shard_group import ShardGroup
 #   held[i]            gradients kept on this rank only (no_sync), in the dtype of reduction, until the next reduction
 #   buffer     [W * S] from the first arrival to finish; in memory that the communicator moves best
 #   partial    [S]     summed along `shard` and not yet along `replicate` (requires_all_reduce = False)
-#   group.grad [S]     from the first reduction on; `.grad` of the sharded parameters are views of it
+#   group.grad [S]     from the reduction until the user has cleared all `.grad`, which are views of it
 
 
 _WAITING_PARTS = 4  # one part in so many of a group's gradients may wait for the reduction before them
@@ -68,6 +68,12 @@ class ShardGradients:
     def dtype(self) -> torch.dtype:
         """In which gradients travel."""
         return self._reduce_dtype or self.group.dtype
+
+    def let_go(self) -> None:
+        """Give back the memory of gradients that the user has cleared."""
+        if self.group.grad is not None and all(param.grad is None for param in self.group.params):
+            self.group.grad = None
+            self._views = []
 
     # ------------------------------------------------------------------ as backward goes on
 
@@ -170,20 +176,9 @@ class ShardGradients:
         self._flights.append(_Flight(work, buffer, out))
 
     def _target(self) -> Tensor:
-        """Where the sum goes: the group's gradient itself if nobody needs what is in it."""
+        """Where the sum goes."""
         group = self.group
         dtype = self.dtype if group.comm.world_size == 1 else _wide(self.dtype, group.kept_dtype)
-        grad = group.grad
-        if (
-            grad is not None
-            and self.settings.all_reduce
-            and (grad.dtype, grad.device) == (dtype, group.device)
-            and not self._summed
-            and all(flight.out is not grad for flight in self._flights)
-            and all(param.grad is None for param in group.params)
-            and not self._is_kept()
-        ):
-            return grad
         replicas = group.replicate_comm
         if replicas is not None and replicas.device == group.device:
             return replicas.empty(group.layout.shard_numel, dtype)

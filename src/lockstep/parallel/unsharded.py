@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import DONE, Work
+from lockstep.comm.op import DONE, AllWork, Work
 from lockstep.parallel.shard_layout import ShardLayout
+
+_PLACED_BYTES = 256 * 1024  # a whole parameter of this size is worth an operation of its own
 
 
 class Unsharded(abc.ABC):
@@ -89,9 +91,11 @@ class Resident(Unsharded):
 
 @final
 class Gathered(Unsharded):
-    """Made of all ranks' shards by an all-gather, and freed after use.
+    """Made of all ranks' shards by all-gathers, and freed after use.
 
-    Memory: between launch and finish [W * S] of gathered shards; from finish to release the whole parameters.
+    On a CPU a large parameter is gathered into its place, each rank's rows going where they belong. The others, and
+    all of them on a GPU, where one operation costs less than several, go together through a buffer.
+    Memory: from launch to release the whole parameters; from launch to finish the buffer, W times what is in it.
     """
 
     needs_gather = True
@@ -105,56 +109,84 @@ class Gathered(Unsharded):
         self._flat = torch.empty(layout.whole_numel, dtype=dtype, device=device)  # the one owner of the storage
         self._nbytes = self._flat.untyped_storage().nbytes()
         self.views = [_part(self._flat, *layout.whole_span(i), cut.shape) for i, cut in enumerate(layout.cuts)]
-        self._gathered: Tensor | None = None
+        indices = range(len(layout.cuts))
+        self._placed = [i for i in indices if device.type == "cpu" and self._is_worth_an_operation(i)]
+        self._staged = [i for i in indices if i not in self._placed]
+        self._buffer: Tensor | None = None
         self._work: Work = DONE
         self.release()
 
+    def _is_worth_an_operation(self, index: int) -> bool:
+        shape, dim = self._layout.cuts[index]
+        return dim == 0 and math.prod(shape) * self._flat.element_size() >= _PLACED_BYTES
+
     def launch(self, flat: Tensor | None) -> None:
-        self._gathered, self._work = self._gather(flat)
+        self._flat.untyped_storage().resize_(self._nbytes)
+        self._buffer, self._work = self._gather(flat, self._flat)
 
     def contribute(self, flat: Tensor | None) -> None:
-        self._gather(flat)[1].wait()
+        self._gather(flat, torch.empty_like(self._flat))[1].wait()
 
-    def _gather(self, flat: Tensor | None) -> tuple[Tensor, Work]:
+    def _gather(self, flat: Tensor | None, whole: Tensor) -> tuple[Tensor, Work]:
+        """Begin to fill the places in `whole` [whole_numel], and a buffer [W, what is staged] with the rest."""
         assert flat is not None
-        mine = flat.to(self._flat.dtype)  # [S]
-        if self._comm.world_size == 1:
-            return mine, DONE
-        gathered = torch.empty(self._comm.world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
-        return gathered, self._comm.all_gather_into_tensor(gathered, mine, async_op=True, label=self._label)
+        works: list[Work] = []
+        for index in self._placed:
+            places = [self._rows(whole, index, rank) for rank in range(self._layout.world_size)]
+            places[self._comm.rank].copy_(self._piece(flat, index))
+            works.append(self._comm.all_gather(places, places[self._comm.rank], async_op=True, label=self._label))
+        pieces = [flat[slice(*self._room(index))] for index in self._staged]
+        mine = torch.cat([piece.to(whole.dtype) for piece in pieces]) if pieces else whole.new_empty(0)
+        buffer = whole.new_empty(self._layout.world_size, mine.numel())
+        if mine.numel():
+            works.append(self._comm.all_gather_into_tensor(buffer, mine, async_op=True, label=self._label))
+        return buffer, AllWork(works)
+
+    def _piece(self, flat: Tensor, index: int) -> Tensor:
+        return flat[slice(*self._layout.local_span(index, self._comm.rank))]
+
+    def _room(self, index: int) -> tuple[int, int]:
+        """Where parameter `index` lies in a flat shard, with what pads it."""
+        return self._layout.starts[index], self._layout.padding(index, 0)[1]
+
+    def _rows(self, whole: Tensor, index: int, rank: int) -> Tensor:
+        """The elements of `whole` that `rank` has, of a parameter cut along dim 0."""
+        row = math.prod(self._layout.cuts[index].shape[1:])
+        first, rows = self._layout.rows(index, rank)
+        start = self._layout.whole_starts[index] + first * row
+        return whole[start : start + rows * row]
 
     def finish(self) -> None:
-        if self._gathered is None:
+        if self._buffer is None:
             return
         self._work.wait()
-        self._flat.untyped_storage().resize_(self._nbytes)
-        by_rank = self._gathered.view(self._comm.world_size, -1)  # [W, S]
-        for index in range(len(self._layout.cuts)):
-            self._copy_out(index, by_rank)
+        start = 0
+        for index in self._staged:
+            begin, end = self._room(index)
+            self._copy_out(index, self._buffer[:, start : start + end - begin])
+            start += end - begin
         self._forget()
 
     def _forget(self) -> None:
-        self._gathered = None
-        self._work = DONE  # which refers to the gathered shards too
+        self._buffer = None
+        self._work = DONE  # which refers to the buffer too
 
     def _copy_out(self, index: int, by_rank: Tensor) -> None:
+        """Put the pieces [W, room] of one parameter together."""
         layout = self._layout
         view = self._flat[slice(*layout.whole_span(index))].view(layout.cuts[index].shape)
         if layout.is_even(index):
-            start, stop = layout.local_span(index, 0)
-            view.view(layout.world_size, stop - start).copy_(by_rank[:, start:stop])
+            view.view(layout.world_size, -1).copy_(by_rank)
             return
         for rank in range(layout.world_size):
-            start, stop = layout.local_span(index, rank)
-            if stop > start:
-                rows = view.narrow(layout.cuts[index].dim, *layout.rows(index, rank))
-                rows.copy_(by_rank[rank, start:stop].view(rows.shape))
+            rows = view.narrow(layout.cuts[index].dim, *layout.rows(index, rank))
+            rows.copy_(by_rank[rank, : rows.numel()].view(rows.shape))
 
     def release(self) -> None:
         work = self._work
         self._forget()
-        self._flat.untyped_storage().resize_(0)
         work.wait()  # of a gather for the others' sake; it has to end, and its result is not used
+        self._flat.untyped_storage().resize_(0)
 
 
 def pieces_of(shard: Tensor, layout: ShardLayout, rank: int) -> list[Tensor]:

@@ -1,15 +1,18 @@
-"""DTensors and cut models for ranks that are threads: meshes without process groups, pieces cut by torch.chunk."""
+"""DTensors and cut models for ranks that are threads, cut by torch.chunk, and a count of the memory that they take."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def mesh_of(shape: Sequence[int], rank: int) -> DeviceMesh:
@@ -53,3 +56,43 @@ def local_parts(state: dict[str, Any]) -> dict[str, Tensor]:
 def expected_part(whole: Tensor, mesh: DeviceMesh, dim: int = 0) -> Tensor:
     """What `cut` keeps of `whole`."""
     return cut(whole, mesh, dim if dim < whole.ndim else 0).to_local()
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of the storages that operations made, as long as they are alive; the most there were at once.
+
+    The pages of a safetensors file are not counted: they take memory as long as nothing else needs it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._storages: dict[int, tuple[StorageWeakRef, int, int]] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
+        if isinstance(result, Tensor) and not result.is_meta:
+            storage = local_parts({"": result})[""].untyped_storage()
+            self._storages[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+        if self._covered() > self.most:
+            files = mapped_files()
+            self._storages = {
+                key: held for key, held in self._storages.items() if not any(held[1] in pages for pages in files)
+            }
+            self.most = max(self.most, self._covered())
+        return result
+
+    def _covered(self) -> int:
+        """Several storages may be over the same memory, a flat shard and its pieces say."""
+        covered, end = 0, 0
+        for start, nbytes in sorted((start, nbytes) for _, start, nbytes in self._storages.values()):
+            covered += max(0, start + nbytes - max(start, end))
+            end = max(end, start + nbytes)
+        return covered
+
+
+def mapped_files() -> list[range]:
+    """The addresses at which this process has safetensors files."""
+    lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(".safetensors")]
+    return [range(*(int(address, 16) for address in line.split()[0].split("-"))) for line in lines]

@@ -129,7 +129,7 @@ def scattered(comm: Communicator) -> int:
     checked = 0
     for dtype in DTYPES:
         reals: tuple[Reduction, ...] = ("sum", "mean") if dtype.is_complex else REDUCTIONS
-        for number, count in enumerate((0, 1, 1009, 20_003)):
+        for number, count in enumerate((0, 1, 1009, 100_003)):
             reduce = reals[(number + len(str(dtype))) % len(reals)]
             wholes = [noise(r, W * count, dtype) for r in range(W)]
             expected = tree(wholes, reduce)

@@ -12,6 +12,7 @@ from ddp_sides import SGD, Cases, Side, scalar, seeded
 from fsdp_sides import BLOCKS, Block, fsdp_class, net, train, whole, whole_gradients, wrap, wrapped_net
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._comm_hooks.default_hooks import DefaultState, allreduce_hook, reduce_scatter_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecision, ShardingStrategy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -171,6 +172,19 @@ def checkpointed(side: Side) -> Any:
     return train(side, model)
 
 
+@CASES.add()
+def reduced_by_torch_hooks(side: Side) -> Any:
+    ends = []
+    for strategy, hook in (
+        (ShardingStrategy.FULL_SHARD, reduce_scatter_hook),
+        (ShardingStrategy.NO_SHARD, allreduce_hook),
+    ):
+        model = wrapped_net(side, sharding_strategy=strategy)
+        model.register_comm_hook(DefaultState(model.process_group), hook)
+        ends.append(train(side, model))
+    return ends
+
+
 class Watched(nn.Module):
     """Writes down in which dtypes it is run."""
 
@@ -216,6 +230,17 @@ def in_bfloat16(side: Side) -> Any:
 def inputs_cast_by_units(side: Side) -> Any:
     kwargs = {"cast_forward_inputs": True, "cast_root_forward_inputs": False}
     return precise(side, nn.LayerNorm(8), MixedPrecision(torch.bfloat16, torch.float32, **kwargs))
+
+
+@CASES.add()
+def gradients_of_low_precision(side: Side) -> Any:
+    precision = MixedPrecision(torch.bfloat16, torch.float32, keep_low_precision_grads=True)
+    model = wrapped_net(side, mixed_precision=precision)
+    for micro in range(2):
+        scalar(model(side.batch(micro, 6, 5))).backward()
+    dtypes = {str(param.grad.dtype) for param in model.parameters() if param.grad is not None}
+    SGD(model.parameters()).step()
+    return dtypes, train(side, model)
 
 
 @CASES.add()

@@ -12,6 +12,7 @@ from torch.distributed.fsdp import register_fsdp_forward_method as torch_registe
 
 import lockstep
 from case_table import run_cases
+from lockstep.parallel.shard_context import context_of, unit_of
 from lockstep.testing.worlds import run_processes
 from shard_models import MLP_UNITS, NESTED_UNITS, Nested, mlp
 from shard_sides import ADAMW, SGD, Side, layout, scalar, seeded
@@ -118,6 +119,38 @@ def settings_at_run_time(side: Side) -> Any:
             model.first.set_reshard_after_forward(not value, recurse=False)
         found.append(trained(side, model))
     return found
+
+
+@CASES.add(2, against="torch")
+def settings_for_speed(side: Side) -> Any:
+    """What is to change nothing but time and memory changes nothing else."""
+    model = seeded(mlp)
+    side.shard_units(model, MLP_UNITS)
+    model.set_separate_reduce_scatter_group()
+    model.set_reduce_scatter_max_input_buffers(2)
+    for part in units_of(model):
+        part.set_force_sum_reduction_for_comms(True)
+        part.set_allocate_memory_from_process_group_for_comm(False)
+    model.set_reduce_scatter_unused_params(True)
+    model.set_is_last_backward(True)
+    if side.is_ours:
+        assert all(one.comm is not one.group.comm for one in context_of(unit_of(model)).gradients)
+        model.set_post_optim_event(object())
+    found = [trained(side, model)]
+    model.set_separate_reduce_scatter_group(False)
+    return [*found, trained(side, model)]
+
+
+@CASES.add(2, against="torch")
+def gradients_in_the_users_way(side: Side) -> Any:
+    """Another divisor, and a hook on the sum before it becomes a gradient. Neither is for the modules inside."""
+    model = seeded(Nested)
+    side.shard_units(model, NESTED_UNITS)
+    model.first.set_gradient_divide_factor(4.0)
+    model.first.set_force_sum_reduction_for_comms(True)  # Gloo has no other way for torch
+    model.second.set_all_reduce_hook(lambda total: total.mul_(0.5))
+    scalar(model(side.batch(0, 6, 8))).backward()
+    return [side.snapshot(model), trained(side, model)]
 
 
 @CASES.add(2)
@@ -313,7 +346,13 @@ def test_equals_torch_and_the_truth(name: str, world_size: int) -> None:
     CASES.check(name, world_size)
 
 
-OVER_GLOO = ("layout_at_every_point", "unshard_and_reshard_by_hand", "prefetching", "whole_over_a_step")
+OVER_GLOO = (
+    "layout_at_every_point",
+    "settings_for_speed",
+    "unshard_and_reshard_by_hand",
+    "prefetching",
+    "whole_over_a_step",
+)
 
 
 def test_the_same_without_shared_memory() -> None:

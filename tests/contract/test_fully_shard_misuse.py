@@ -5,6 +5,7 @@ Where ours refuses more, or otherwise, the message is checked here alone.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -114,18 +115,42 @@ def what_ours_alone_refuses(side: Side) -> Any:
         "no such dimension": refused(side, lambda: side.shard(linear, shard_placement_fn=lambda p: Shard(2)), "weight"),
         "policy of words": refused(side, lambda: side.shard(linear, mp_policy="bf16"), "mp_policy"),
         "policy of dtypes": refused(side, lambda: side.shard(linear, mp_policy=torch.bfloat16), "mp_policy"),
+        "sparse": refused(side, lambda: side.shard(nn.Embedding(4, 3, sparse=True)), "weight", "sparse=False"),
+        "sparse, a bag": refused(side, lambda: side.shard(nn.EmbeddingBag(4, 3, sparse=True)), "ignored_params"),
         "offload of words": refused(side, lambda: side.shard(linear, offload_policy="cpu"), "offload_policy"),
         "ignored a module": refused(side, lambda: side.shard(linear, ignored_params=[linear]), "ignored_params"),
         "still the same": type(linear).__name__,
     }
 
 
-@CASES.add(4, against="plain")
-def a_smaller_group_after_forward(side: Side) -> Any:
-    """Torch reshards to it; the trivial sizes are taken."""
-    for size in (1, 4):
-        side.shard(nn.Linear(8, 3), reshard_after_forward=size)
-    return refused(side, lambda: side.shard(nn.Linear(8, 3), reshard_after_forward=2), "reshard_after_forward")
+@CASES.add(2, against="plain")
+def methods_that_ours_refuses(side: Side) -> Any:
+    """Each says what to do instead; the model trains on."""
+    model = seeded(mlp)
+    side.shard_units(model, MLP_UNITS)
+    hook = functools.partial(model.set_all_reduce_hook, print) if side.is_ours else print
+    return {
+        "all-gather": refused(side, lambda: model.set_custom_all_gather(print), "TransportLayer", "'all_gather'"),
+        "reduce": refused(side, lambda: model.set_custom_reduce_scatter(print), "TransportLayer", "'reduce_scatter'"),
+        "memory": refused(side, lambda: model.set_symm_mem_for_comm(), "Leave the call out"),
+        "stream": refused(side, lambda: hook(stream=object()), "wait_stream"),
+        "mesh axes": refused(side, lambda: side.shard(nn.Linear(8, 3), dp_mesh_dims=("dp",)), "mesh="),
+        "state": [step(side, model), side.snapshot(model)],
+    }
+
+
+@CASES.add(2, against="plain")
+def sparse_gradients_that_are_not_reduced(side: Side) -> Any:
+    """Frozen or left out, an embedding that was made for them is taken."""
+    if side.is_ours:
+        frozen = nn.Embedding(11, 8, sparse=True).requires_grad_(False)
+        side.shard(frozen)
+        own = nn.Embedding(11, 8, sparse=True)
+        model = nn.Sequential(own, nn.Linear(8, 3))
+        side.shard(model, ignored_params={own.weight})
+        model(torch.arange(4)).sum().backward()
+        assert own.weight.grad.is_sparse
+    return good_step(side)
 
 
 @CASES.add(2, against="plain")
@@ -139,6 +164,7 @@ def meshes_that_do_not_fit(side: Side) -> Any:
     with Mesh(side.comm, {"a": 1, "b": 1, "c": 2}) as three:
         found["three axes"] = refused(side, lambda: side.shard(linear, mesh=three), "3 axes|1-D|a")
     closed = side.comm.split(0)
+    closed.barrier()  # else one rank may close it while another is still connecting
     closed.close()
     found["closed"] = refused(side, lambda: side.shard(linear, mesh=closed), "closed|destroyed")
     found["still the same"] = type(linear).__name__

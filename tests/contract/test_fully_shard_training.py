@@ -21,7 +21,7 @@ for program in shard_programs.ROUNDED:
 for program in shard_programs.ROUNDED_BY_TORCH:
     CASES.add(2, tolerance={"torch": 1e-6})(program)
 for program in shard_programs.REFUSED_BY_TORCH:
-    CASES.add(2, against="plain")(program)
+    CASES.add(2, 3, against="plain")(program)
 for program in (
     shard_programs.one_unit,
     shard_programs.large_parameters,

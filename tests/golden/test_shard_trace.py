@@ -51,7 +51,14 @@ class Model(nn.Module):
         return self.last(self.sometimes(y) if use else y) * self.scale
 
 
-def trace(comm: Communicator, whole: Model, sharing: bool, is_hybrid: bool, users: tuple[int, ...]) -> list[str]:
+def trace(
+    comm: Communicator,
+    whole: Model,
+    sharing: bool,
+    is_hybrid: bool,
+    users: tuple[int, ...],
+    reshard_after_forward: int | None = None,
+) -> list[str]:
     """Three steps of which the ranks `users` run the unit `sometimes`, accumulation, evaluation."""
     lines: list[str] = []
     recorded = Communicator(Recorder(comm.transport, lines))
@@ -62,7 +69,7 @@ def trace(comm: Communicator, whole: Model, sharing: bool, is_hybrid: bool, user
     for name in (*UNITS, ""):
         module = model.get_submodule(name)
         module.register_forward_pre_hook(lambda *_, name=name: lines.append(f"forward of {name or 'the root'}"))
-        lockstep.fully_shard(module, mesh=mesh)
+        lockstep.fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward if name else None)
     unit = unit_of(model)
     assert unit is not None
     context_of(unit).sharing = sharing
@@ -92,6 +99,7 @@ CASES = {
     "gathered, one unit is used by rank 0 only": (2, False, False, (0,)),
     "in shared memory, one unit is used by rank 0 only": (2, True, False, (0,)),
     "gathered, 2 x 2 ranks that replicate and shard": (4, False, True, (0, 1, 2, 3)),
+    "gathered, 2 of 4 ranks keep parts, one unit is used by rank 0 only": (4, False, False, (0,), 2),
 }
 
 

@@ -48,6 +48,25 @@ def test_a_rank_that_is_killed(world_size: int) -> None:
     assert raised.value.results.keys() == set(range(world_size)) - {1}
 
 
+def left_in_a_reduce_scatter(comm: Communicator) -> None:
+    """It is several exchanges: each says who was lost, also the next one, which may not even begin."""
+    whole, part = torch.ones(comm.world_size, 200_000), torch.empty(200_000)
+    comm.reduce_scatter_tensor(part, whole)
+    assert torch.equal(part, torch.full_like(part, comm.world_size))
+    if comm.rank == 1:
+        comm.close()
+        return
+    works = [comm.reduce_scatter_tensor(part.clone(), whole, async_op=True, label="gradient") for _ in range(2)]
+    for work in (*works, comm.reduce_scatter_tensor(part, whole, async_op=True, label="gradient")):
+        for _ in range(2):
+            with pytest.raises(PeerLost, match=r"reduce_scatter float32 sum .*'gradient'.*: lost the connection to"):
+                work.wait()
+
+
+def test_a_rank_that_leaves_during_a_reduce_scatter() -> None:
+    run_processes(3, left_in_a_reduce_scatter, timeout_s=20)
+
+
 def stay_until(path: str, others: int) -> None:
     """Stay alive, outside of any operation, until so many other ranks have left their mark."""
     assert wait_until(lambda: len(list(Path(path).iterdir())) >= others, timeout_s=6)

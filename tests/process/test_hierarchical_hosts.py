@@ -7,6 +7,7 @@ tools (iproute2, util-linux) or the privilege are missing.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -29,6 +30,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport
 from lockstep.comm.reduction import tree_reduce
 from lockstep.errors import CommError, TransportClosed
+from lockstep.parallel.named_state import whole_tensors
 from lockstep.testing.waiting import wait_until
 
 RANKS_PER_HOST = 2
@@ -143,7 +145,9 @@ def hosts() -> Iterator[Hosts]:
     ("victim", "task"), [(3, "work"), (2, "wait")], ids=["and one is killed", "a leader is killed"]
 )
 def test_two_hosts(hosts: Hosts, tmp_path: Path, victim: int, task: str) -> None:
-    """The table of cases, sums of the tree, a DDP step, over shared memory and a network. Then one rank is killed."""
+    """The table of cases, sums of the tree, steps with whole copies and with pieces, over shared memory and a network.
+    Then one rank is killed, in the middle of steps with pieces.
+    """
     for rank, (code, said, log) in enumerate(hosts.run(task, str(victim), folder=tmp_path)):
         assert code == (-signal.SIGKILL if rank == victim else 0), f"rank {rank}:\n{log}"
         assert said["machines"] == 2
@@ -193,6 +197,31 @@ def step_is_the_tree(comm: Communicator) -> None:
             assert torch.equal(param.grad, tree_reduce(grads, "sum"))
 
 
+def cut(comm: Communicator, mesh: Any) -> Any:
+    made: Any = model()
+    for module in (made[0], made[2], made):
+        lockstep.fully_shard(module, mesh=mesh)
+    return made
+
+
+def pieces_are_trained_as_copies(comm: Communicator) -> None:
+    """Cut over all ranks, and over those of each host; weights after some steps, bit for bit."""
+    found: list[list[Tensor]] = []
+    wrapper = lockstep.DistributedDataParallel(model(), process_group=comm)
+    for trained in (wrapper, cut(comm, comm), cut(comm, comm.mesh(host=2, rank=2))):
+        for step in range(3):
+            trained(values(comm.rank + 10 * step, 400).view(10, 40)).pow(2).mean().backward()
+            lockstep.clip_grad_norm_(trained.parameters(), 0.1)
+            with torch.no_grad():
+                for param in trained.parameters():
+                    assert param.grad is not None
+                    param.sub_(param.grad, alpha=0.5)  # no product that is rounded
+            trained.zero_grad()
+        found.append([whole.clone() for _, whole in whole_tensors(trained)])
+    for weights in found[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(weights, found[0], strict=True))
+
+
 def work(comm: Communicator) -> list[str]:
     sums_are_the_tree(comm)
     for order in ([0, 2, 1, 3], [3, 0, 1, 2]):  # neighbours on different hosts
@@ -200,6 +229,7 @@ def work(comm: Communicator) -> list[str]:
         assert group is not None
         sums_are_the_tree(group)
     step_is_the_tree(comm)
+    pieces_are_trained_as_copies(comm)
     closing_ends_what_is_under_way(comm)
     for case in comm_cases.CASES.values():
         case(comm)
@@ -222,13 +252,14 @@ def closing_ends_what_is_under_way(comm: Communicator) -> None:
 
 def error_of_a_dead_rank(comm: Communicator, victim: int) -> CommError:
     """What the others raise once `victim` is gone."""
-    comm.barrier()
-    if comm.rank == victim:
-        os.kill(os.getpid(), signal.SIGKILL)
+    trained = cut(comm, comm)
 
     def train() -> None:
-        while True:
-            comm.all_reduce(torch.ones(100_000), label="gradient")
+        for step in itertools.count():
+            loss = trained(values(comm.rank, 400).view(10, 40)).mean()
+            if comm.rank == victim and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
 
     with pytest.raises(CommError) as raised:
         train()

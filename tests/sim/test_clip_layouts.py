@@ -17,8 +17,9 @@ from torch.nn import Parameter
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, TrainingError, UnsupportedArgument
 from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
-from lockstep.parallel.dtensors import DTensor, Replicate, Shard, as_dtensor, mesh_of_ranks
+from lockstep.parallel.dtensors import DTensor, Replicate, Shard, mesh_of_ranks
 from lockstep.parallel.grad_pieces import in_runs, own_gradients
+from lockstep.parallel.shard_face import Face
 from lockstep.parallel.shard_group import ShardSlot
 from lockstep.parallel.shard_layout import Cut, ShardLayout
 from lockstep.testing.worlds import run_threads
@@ -64,19 +65,20 @@ def sharded(comm: Communicator, wholes: Gradients, replicas: int = 1) -> list[Pa
     layout = ShardLayout([Cut(shape) for shape in shapes], lines.world_size)
     dtype = next((_dtype(whole) for whole in wholes if whole is not None), torch.float32)
     flat = torch.zeros(layout.shard_numel, dtype=dtype)
-    group = SimpleNamespace(comm=lines, params=[], grad=flat)
     placements = (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
+    faces = [Face(shape, shape, mesh, placements, spread=None) for shape in shapes]
+    group = SimpleNamespace(comm=lines, params=[], faces=faces)
     for index, whole in enumerate(wholes):
         start, stop = layout.local_span(index, lines.rank)
         piece = flat[start:stop].view(layout.piece_shape(index, lines.rank))
         local = torch.zeros_like(piece)
-        param: Any = Parameter(as_dtensor(local, mesh, placements, shapes[index]))
+        param: Any = Parameter(faces[index].piece(local))
         param._lockstep_slot = ShardSlot(group, index)  # type: ignore[arg-type]
         group.params.append(param)
         if whole is not None:
             first, count = layout.rows(index, lines.rank)
             piece.copy_(whole.view(shapes[index]).narrow(0, first, count))
-            param.grad = as_dtensor(piece, mesh, placements, shapes[index])
+            param.grad = faces[index].piece(piece)
     return group.params
 
 

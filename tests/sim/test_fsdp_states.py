@@ -68,19 +68,6 @@ def test_local_state_dict_holds_this_rank_s_pieces() -> None:
     assert sum(run_threads(2, body)) == sum(param.numel() for param in build().parameters())
 
 
-def test_sharded_state_dict_loads_under_another_strategy() -> None:
-    def body(comm: Communicator) -> None:
-        model, other = wrapped(comm), wrapped(comm, seed=1)
-        for each in (model, other):
-            Fsdp.set_state_dict_type(each, StateDictType.SHARDED_STATE_DICT)
-        state = model.state_dict()
-        assert all(isinstance(value, DTensor) for name, value in state.items() if "scale" not in name)
-        other.load_state_dict(state)
-        assert equal(copied(other.state_dict()), copied(state))
-
-    run_threads(2, body)
-
-
 def test_state_dict_between_forward_and_backward() -> None:
     """The modules have whole parameters then."""
 

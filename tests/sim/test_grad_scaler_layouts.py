@@ -17,6 +17,7 @@ from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.dtensors import Replicate, Shard, as_dtensor, local_tensor, mesh_of_ranks
 from lockstep.parallel.grad_pieces import own_gradients
 from lockstep.parallel.grad_scaler import GradScaler
+from lockstep.parallel.shard_face import Face
 from lockstep.parallel.shard_group import ShardSlot
 from lockstep.testing.worlds import run_threads
 
@@ -52,8 +53,9 @@ def sharded(comm: Communicator, rows: int, dtype: torch.dtype = torch.float32, r
     chunk = -(-rows // line.world_size)
     local = torch.zeros(max(0, min(chunk, rows - line.rank * chunk)), dtype=dtype)
     placements = (Shard(0),) if replicas == 1 else (Replicate(), Shard(0))
-    param: Any = Parameter(as_dtensor(local, mesh, placements, (rows,)))
-    group = SimpleNamespace(comm=line, params=[param])
+    face = Face((rows,), (rows,), mesh, placements, spread=None)
+    param: Any = Parameter(face.piece(local))
+    group = SimpleNamespace(comm=line, params=[param], faces=[face])
     param._lockstep_slot = ShardSlot(group, 0)  # type: ignore[arg-type]
     return param
 

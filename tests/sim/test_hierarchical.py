@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor
 
 import comm_cases
 import comm_cases_large
+from host_ranks import on_hosts, run_on_hosts
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport, hosts_of
 from lockstep.comm.hosts import collectives, summing
@@ -40,19 +40,6 @@ PLACEMENTS = (  # the host of each rank
     *([0], [0, 0], [0, 1], [0, 0, 1], [0, 1, 0], [0, 0, 1, 1], [0, 1, 0, 1], [0, 1, 1, 1], [0, 1, 2, 3]),
     *([0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1], [0, 1, 2, 2, 1, 0]),
 )
-
-
-def on_hosts(comm: Communicator, machines: Sequence[int]) -> Communicator:
-    """The same ranks, each of them on one of several hosts."""
-    return Communicator(HierarchicalTransport.over(comm.transport, machines, lambda plain: plain))
-
-
-def run_on_hosts(machines: Sequence[int], fn: Callable[..., Any], *args: Any, timeout_s: float = 30.0) -> list[Any]:
-    def body(comm: Communicator) -> Any:
-        with on_hosts(comm, machines) as hosts:
-            return fn(hosts, *args)
-
-    return run_threads(len(machines), body, timeout_s=timeout_s)
 
 
 @pytest.fixture

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from lockstep.comm.communicator import Communicator
@@ -19,7 +16,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.materialize import materialize
 from lockstep.testing.worlds import run_threads
-from sharded_tensors import cut_model, expected_part, local_parts, mesh_of
+from sharded_tensors import Alive, cut_model, expected_part, local_parts, mesh_of
 
 MESHES = ((1,), (2,), (3,), (2, 2))
 
@@ -310,32 +307,6 @@ def test_not_inside_the_block_that_builds_on_meta() -> None:
 
 
 # ------------------------------------------------------------------ memory
-
-
-class Alive(TorchDispatchMode):
-    """Bytes of the storages that operations made, as long as they are alive; the most there were at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._storages: dict[int, tuple[StorageWeakRef, int, int]] = {}
-        self.most = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        self._storages = {key: held for key, held in self._storages.items() if not held[0].expired()}
-        if isinstance(result, Tensor) and not result.is_meta:
-            storage = local_parts({"": result})[""].untyped_storage()
-            self._storages[storage._cdata] = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
-        self.most = max(self.most, self._covered())
-        return result
-
-    def _covered(self) -> int:
-        """Several storages may be over the same memory, a flat shard and its pieces say."""
-        covered, end = 0, 0
-        for start, nbytes in sorted((start, nbytes) for _, start, nbytes in self._storages.values()):
-            covered += max(0, start + nbytes - max(start, end))
-            end = max(end, start + nbytes)
-        return covered
 
 
 def cut_by_hand(comm: Communicator, make: Callable[[], nn.Module]) -> nn.Module:

@@ -36,7 +36,7 @@ class Step(NamedTuple):
 class Plan(NamedTuple):
     world_size: int
     shared: bool
-    reshard_after_forward: bool | None
+    reshard_after_forward: bool | int | None
     nested: bool
     steps: Sequence[Step]
 
@@ -50,7 +50,7 @@ def plans(draw: st.DrawFn) -> Plan:
     return Plan(
         world_size,
         draw(st.booleans()),
-        draw(st.sampled_from([True, False, None])),
+        draw(st.sampled_from([True, False, None, *([2] if world_size == 4 else [])])),
         draw(st.booleans()),
         draw(st.lists(step, min_size=1, max_size=5)),
     )

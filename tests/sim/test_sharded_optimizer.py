@@ -43,17 +43,21 @@ def test_fused_by_default() -> None:
     assert same_tensors(run_threads(2, on_rank, ADAMW)[0][0], on_one(ADAMW, fused=True)[0])
 
 
-def long_rows(comm: Communicator) -> list[int]:
+def long_rows(comm: Communicator, optimizer_cls: Any, **kwargs: Any) -> list[int]:
     """Unfused on a CPU, long parameters are cut for the cache, and state is that of the whole all the same."""
     model = nn.Linear(300, 700, bias=False)
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.RMSprop, process_group=comm)
+    optimizer = ShardedOptimizer(model.parameters(), optimizer_cls, process_group=comm, **kwargs)
     give_gradients(model, 0)
     optimizer.step()
-    return [len(part.chunk.pieces) for part in optimizer._parts] + [optimizer.state[model.weight]["square_avg"].numel()]
+    kept = next(value for value in optimizer.state[model.weight].values() if value.dim())
+    return [*(len(part.chunk.pieces) for part in optimizer._parts), kept.numel()]
 
 
 def test_long_parameters_are_cut_for_the_cache() -> None:
-    assert run_threads(1, long_rows) == [[4, 210_000]]
+    assert run_threads(1, long_rows, torch.optim.RMSprop) == [[4, 210_000]]
+    assert run_threads(1, long_rows, ADAMW) == [[1, 210_000]]
+    assert run_threads(1, long_rows, ADAMW, fused=True) == [[1, 210_000]]
+    assert run_threads(1, long_rows, ADAMW, fused=False) == [[4, 210_000]]
 
 
 # ------------------------------------------------------------------ parameters and groups

@@ -172,6 +172,8 @@ def refused(comm: Communicator) -> None:
     assert isinstance(ddp.reducer.hook, ReduceScatterMean)
     with pytest.raises(ConfigError, match="takes no communication hook"):
         ddp.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
+    with pytest.raises(ConfigError, match=r"rank \d: join\(\) .* would not step its part"):
+        ddp.join()
     with pytest.raises(UnsupportedArgument, match="communication hook"):
         ShardedOptimizer(model.parameters(), ADAMW, ddp=ddp)
     ddp(rows(0, comm.rank), use=False).backward()

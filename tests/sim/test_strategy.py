@@ -16,6 +16,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import is_dtensor, local_of, part_of
 from lockstep.errors import ConfigError
 from lockstep.parallel.clip import clip_grad_norm_
+from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.fsdp1.tensors import gathered
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import (
@@ -276,6 +277,22 @@ def test_precision_and_the_meta_device() -> None:
     assert all(torch.equal(a, b) and a.abs().sum() > 0 for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_a_seed_gives_every_sharding_and_world_the_same_values(world_size: int) -> None:
+    with torch.device("meta"):
+        original = gpt2()
+    expected = dict(materialize(copy.deepcopy(original), seed=5).named_parameters())
+
+    def one(comm: Communicator, sharding: Any) -> None:
+        fill = functools.partial(materialize, seed=5)
+        model = parallelize(copy.deepcopy(original), sharding, mesh=mesh_for(comm, sharding), fill=fill)
+        found = dict(whole_tensors(model))
+        assert all(torch.equal(found[fqn], param) for fqn, param in expected.items())
+
+    for sharding in ALL:
+        run_threads(world_size, one, sharding)
+
+
 class Lists(nn.Module):
     """Lists of blocks, of a block with another list in it, and of what is no module to run."""
 
@@ -324,7 +341,7 @@ def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
     cases: list[tuple[Callable[[Communicator], Any], str]] = [
         (lambda comm: parallelize(nn.Linear(2, 2), "zero3", mesh=comm), "one of none, optimizer"),  # type: ignore[arg-type]
         (lambda comm: parallelize(nn.Linear(2, 2), "none", mesh=comm, mp_policy=policy), "mp_policy is not supported"),
-        (lambda comm: parallelize(meta, "optimizer", mesh=comm), "materialize it before"),
+        (lambda comm: parallelize(meta, "optimizer", mesh=comm), r"'optimizer', fill=lockstep\.materialize\)"),
         (lambda comm: parallelize(nn.Linear(2, 2 + comm.rank), "full", mesh=comm), r"rank 1 has parameter 'weight'"),
         (lambda comm: parallelize(nn.Linear(2, 2), "hybrid", mesh=3), "pass a torch DeviceMesh"),
     ]
@@ -335,6 +352,43 @@ def test_what_cannot_be_done_is_refused_on_every_rank() -> None:
 
 
 # ------------------------------------------------------------------ differently many batches
+
+
+@pytest.mark.parametrize("sharding", [*ALL, "FullyShardedDataParallel"])
+def test_gradients_of_ranks_that_have_run_out_are_zeros(sharding: Any) -> None:
+    """The first of three ranks has no batch at all."""
+    original = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 8))
+    batches = [[torch.randn(3, 4) for _ in range(count)] for count in (0, 1, 3)]
+
+    def one(comm: Communicator) -> tuple[dict[str, Tensor], list[bool]]:
+        model: nn.Module = copy.deepcopy(original)
+        if sharding == "FullyShardedDataParallel":
+            model = FullyShardedDataParallel(model, process_group=comm, use_orig_params=True)
+        else:
+            model = parallelize(model, sharding, mesh=comm)
+        optimizer = optimizer_for(model, torch.optim.AdamW, lr=0.1)
+        said = []
+        for _ in range(2):
+            for batch, is_own in in_step(model, batches[comm.rank]):
+                model(batch).pow(2).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                said.append(is_own)
+        return {fqn.removeprefix("_fsdp_wrapped_module."): whole.clone() for fqn, whole in whole_tensors(model)}, said
+
+    expected = copy.deepcopy(original)
+    optimizer = torch.optim.AdamW(expected.parameters(), lr=0.1, fused=True)
+    for step in (0, 1, 2, 0, 1, 2):
+        for mine in batches:
+            for batch in mine[step : step + 1]:
+                (expected(batch).pow(2).mean() / 3).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    results = run_threads(3, one)
+    assert [said for _, said in results] == [[False] * 6, [True, False, False] * 2, [True] * 6]
+    for found, _ in results:
+        for fqn, param in expected.named_parameters():
+            torch.testing.assert_close(found[fqn], param.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("sharding", ["none", "full"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,17 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from lockstep.checkpoint.store import latest, load
 from lockstep.comm.communicator import Communicator
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
-from lockstep.train import loop
 from lockstep.train.checkpoints import find_all
 from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from lockstep.train.loop import TrainResult, train
-from lockstep.train.model import build_model
+from lockstep.train.console import SilentConsole
+from lockstep.train.loop import TrainResult, prepare, train
+from sharded_tensors import Alive
 
 
 class StopAt:
@@ -40,15 +38,7 @@ class StopAt:
 
 
 @pytest.fixture(autouse=True)
-def _ranks_share_a_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Ranks that are threads share torch's random generator and the machine's cores: one initialises at a time."""
-    turn = threading.Lock()
-
-    def build_in_turn(*args: Any) -> nn.Module:
-        with turn:
-            return build_model(*args)
-
-    monkeypatch.setattr(loop, "build_model", build_in_turn)
+def _ranks_share_a_process() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -196,6 +186,25 @@ def test_every_sharding_ends_with_the_same_weights(run: RunConfig, sharding: str
     assert (results[0].digest, results[0].val_loss) == (whole.digest, whole.val_loss)
     assert (run.out / "sample.txt").read_text() == (run.out / "whole" / "sample.txt").read_text()
     assert results[0].checkpoint.is_dir() == (sharding != "optimizer")
+
+
+@pytest.mark.parametrize(("sharding", "resume"), [("gradients", False), ("full", False), ("full", True)])
+def test_no_rank_ever_holds_more_than_its_pieces_and_one_module(run: RunConfig, sharding: str, resume: bool) -> None:
+    """Also not where it goes on from a checkpoint that ranks with whole parameters made."""
+    wide = with_option(cut(run, sharding), "model", layers=6)
+    if resume:
+        go(with_option(wide, "train", sharding="none"), 2, stop_at=2)
+
+    def one(comm: Communicator) -> None:
+        with Alive() as alive:
+            job = prepare(wide, comm, SilentConsole(), "auto" if resume else "")
+        if job.metrics:
+            job.metrics.close()
+        whole = sum(param.numel() * param.itemsize for param in job.model.parameters())
+        kept = (1 + 2 * resume) * whole / 4  # parameters, and AdamW's two moments
+        assert 0.99 * kept < alive.most < kept + whole / 4
+
+    run_threads(4, one)
 
 
 @pytest.mark.parametrize("world_size", [3, 4])

@@ -25,9 +25,9 @@ def words(found: Sequence[ShardOp]) -> str:
     return " ".join(f"{op.verb[0].upper()}{op.group}" for op in found)
 
 
-def early(text: str) -> str:
+def early(text: str, units: Sequence[int] = range(9)) -> str:
     given = ops(text)
-    return words([given[place] for place in gather_early(given)])
+    return words([given[place] for place in gather_early(given, units)])
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,17 @@ def early(text: str) -> str:
         ("G2 R2 G1 R1 G0 R0", "G2 G1 R2 G0 R1 R0"),
         ("R0 G2 R2 R3 G1 R1", "G2 R0 R2 G1 R3 R1"),
         ("G2 R2 G2 R2", "G2 G2 R2 R2"),
+        ("G3 R3 G2 G1 G0 R0", "G3 G2 R3 G1 G0 R0"),  # frozen: each waits for the one before it
     ],
 )
 def test_gathers_come_one_reduce_earlier(needed: str, planned: str) -> None:
     assert early(needed) == planned
+
+
+def test_all_groups_of_one_unit_come_early() -> None:
+    units = [0, 1, 1, 2]
+    assert early("G3 R3 G2 G1 R2 R1 G0 R0", units) == "G3 G2 G1 R3 R2 G0 R1 R0"
+    assert early("G3 R3 G2 G1 G0 R0", units) == "G3 G2 G1 R3 G0 R0"
 
 
 class Counter(TransportLayer):
@@ -67,6 +74,7 @@ class Went(NamedTuple):
     kept: str
     outcome: Outcome
     rounds: int
+    idle: int  # how many groups at most were there and not needed
 
 
 class Rank:
@@ -101,17 +109,24 @@ class Rank:
             whole.update([op.group] if op.verb == "gather" else [])
             return True
 
-        current = ShardPass(self.comm, kind, self.plan, run, len(used))
+        current = ShardPass(self.comm, kind, self.plan, run, lambda op: whole.remove(op.group), range(9), len(used))
         for _ in range(ahead):
             current.run_ahead()
+        idle = 0
         for op in ops(needs):
             if op.verb == "reduce":
                 whole.discard(op.group)  # given back before its gradients are reduced
             current.need(op)
             assert op.group in whole or op.verb == "reduce"
+            idle = max(idle, len(whole - {op.group}))
         outcome = current.end(used, failed=fails)
         self.plan = outcome.plan
-        return Went(words(ran), words(kept), outcome, self.counter.rounds)
+        return Went(words(ran), words(kept), outcome, self.counter.rounds, idle)
+
+
+def idle_pass(comm: Communicator, kind: PassKind, plan: Sequence[ShardOp] = ()) -> ShardPass:
+    """One whose operations do nothing."""
+    return ShardPass(comm, kind, plan, lambda op, keep: keep, lambda op: None, range(9))
 
 
 def test_the_first_pass_is_in_rounds_and_the_second_is_not() -> None:
@@ -167,6 +182,28 @@ def test_what_was_run_ahead_is_not_run_again() -> None:
     assert run_threads(2, body) == [("G0 G1 G2", "G0 G1", "G0 G1")] * 2
 
 
+def test_what_was_run_ahead_in_vain_is_given_back_when_the_rank_has_passed_it() -> None:
+    """Rank 1 runs every second unit only; the others are gathered early for rank 0's sake."""
+
+    def body(comm: Communicator) -> list[int]:
+        rank = Rank(comm)
+        everything = " ".join(f"G{group} R{group}" for group in range(8, 0, -1))
+        half = " ".join(f"G{group} R{group}" for group in range(8, 0, -2))
+        return [rank.go(half if comm.rank else everything).idle for _ in range(3)]
+
+    assert run_threads(2, body) == [[0, 1, 1]] * 2
+
+
+def test_a_forward_gives_back_what_it_gathered_ahead_in_vain() -> None:
+    def body(comm: Communicator) -> tuple[str, int]:
+        rank = Rank(comm)
+        rank.go("G0 G1 G2 G3", PassKind.FORWARD)
+        went = rank.go("G2 G3" if comm.rank else "G0 G1 G2 G3", PassKind.FORWARD, ahead=3)
+        return went.ran, went.idle
+
+    assert run_threads(2, body) == [("G0 G1 G2 G3", 3), ("G0 G1 G2 G3", 1)]
+
+
 def test_all_ranks_learn_who_failed_and_what_was_used() -> None:
     def body(comm: Communicator) -> list[Any]:
         rank = Rank(comm)
@@ -188,7 +225,7 @@ def test_ranks_that_do_different_things_all_learn_it_and_can_go_on() -> None:
             rank.go("G1 R1 G0 R0")
         differs = comm.rank == 2
         kind = PassKind.FORWARD if differs else PassKind.BACKWARD
-        current = ShardPass(rank.comm, kind, () if differs else rank.plan, lambda op, keep: keep)
+        current = idle_pass(rank.comm, kind, () if differs else rank.plan)
         with pytest.raises(CollectiveMismatch) as raised:
             current.need(ops("G1")[0])
         plan = current.end(failed=True).plan
@@ -204,10 +241,10 @@ def test_a_rank_that_begins_anew_in_the_middle_of_a_pass() -> None:
     """What it says is not taken for an operation that it needs."""
 
     def body(comm: Communicator) -> str:
-        current = ShardPass(comm, PassKind.FORWARD, (), lambda op, keep: keep)
+        current = idle_pass(comm, PassKind.FORWARD)
         current.meet()
         if comm.rank == 1:
-            current = ShardPass(comm, PassKind.FORWARD, (), lambda op, keep: keep)
+            current = idle_pass(comm, PassKind.FORWARD)
         with pytest.raises(CollectiveMismatch) as raised:
             current.need(ops("G0")[0])
         return str(raised.value)

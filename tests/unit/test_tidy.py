@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 23_000  # all of src/lockstep: small enough to read
+LIBRARY_LINES_MAX = 24_000  # all of src/lockstep: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
 TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "manager", "base", "misc", "common")

@@ -51,7 +51,7 @@ def save(comm: Communicator, directory: Path, step: int, state: State, keep: int
         for path in aliases:
             flat.tensors.pop(path, None)
         name = f"rank-{comm.rank:05}.safetensors"
-        file = _together(comm, what, lambda: write_pieces(unfinished / name, flat.tensors, comm.rank))
+        file = _together(comm, what, lambda: _write_own(unfinished, name, flat, comm.rank))
         files = _gather_files(comm, what, flat, name, file)
         manifest = Manifest(step, comm.world_size, files, flat.table(), aliases, flat.values)
         _together(comm, what, lambda: _commit(manifest, unfinished, final, keep) if comm.rank == 0 else None)
@@ -135,6 +135,15 @@ def _begin(rank: int, unfinished: Path, state: State) -> ShardedState:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed
         unfinished.mkdir(parents=True)
     return by_path(state)
+
+
+def _write_own(unfinished: Path, name: str, flat: ShardedState, rank: int) -> FileSum | None:
+    if not unfinished.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see the folder that rank 0 has made, {unfinished}: checkpoints of several hosts "
+            "must be in a folder that all of them see"
+        )
+    return write_pieces(unfinished / name, flat.tensors, rank)
 
 
 def _gather_files(

@@ -46,13 +46,16 @@ def save(comm: Communicator, directory: Path, step: int, state: State, keep: int
     return path
 
 
-def load(path: Path) -> State:
+def load(path: Path, *, mapped: bool = False) -> State:
     """The state in checkpoint `path`, its tensors on the CPU. Not collective.
 
+    Memory: the state's; with `mapped` none, for those who only read: the tensors are the file's own pages.
     Raises: CheckpointError for a file that is missing, cut off, or no checkpoint.
     """
     with _opened(path) as (file, header):
-        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118 (not a dict)
+        tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a dict)
+        if not mapped:
+            tensors = {key: tensor.clone() for key, tensor in tensors.items()}
     return unflatten_state(FlatState(tensors, json.loads(header["values"]), json.loads(header["aliases"])))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import objects
+from lockstep.comm.farewell import end_what_others_wait_for
 from lockstep.comm.op import CommOp, Kind, Reduction, ThenWork, Work
 from lockstep.comm.operands import SUM_LIKE, WIDER, check_reduction, dense, in_place, in_place_list
 from lockstep.comm.transport import Transport
@@ -105,6 +106,7 @@ class Communicator:
     def close(self) -> None:
         """Give back what this communicator holds. Not collective; a second call does nothing."""
         if not self._closed:
+            end_what_others_wait_for()
             self._closed = True
             self.transport.close()
 

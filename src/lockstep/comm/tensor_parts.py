@@ -65,12 +65,9 @@ def part_of(tensor: Any) -> Part:
     coordinate = tensor.device_mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
         return Part(tuple(start), (0,) * tensor.ndim)
-    for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
-            continue
-        if not placement.is_shard():  # _StridedShard says no as well
-            raise ConfigError(f"a DTensor placed as {tensor.placements} has no one box of elements on each rank")
-        dim, n = placement.dim, shape[placement.dim]
+    for axis in _axes_in_order(tensor):
+        dim = tensor.placements[axis].dim
+        n = shape[dim]
         chunk = -(-n // tensor.device_mesh.size(axis))
         first = min(coordinate[axis] * chunk, n)
         start[dim] += first
@@ -82,6 +79,32 @@ def part_of(tensor: Any) -> Part:
             f"by torch.chunk's rule it is {tuple(shape)}"
         )
     return Part(tuple(start), tuple(shape))
+
+
+def _axes_in_order(tensor: Any) -> list[int]:
+    """The mesh axes along which a DTensor is cut, the one that cuts first at the front.
+
+    That is from left to right, but a _StridedShard, as of fully_shard around tensor parallelism, comes after those to
+    its right.
+    """
+    order: list[int] = []
+    last: list[int] = []
+    for axis, placement in enumerate(tensor.placements):
+        parts = getattr(placement, "split_factor", None)
+        if placement.is_shard():
+            order.append(axis)
+        elif parts is not None and parts == _parts_after(tensor, axis):
+            last.insert(0, axis)
+        elif not placement.is_replicate():
+            raise ConfigError(f"a DTensor placed as {tensor.placements} has no one box of elements on each rank")
+    return order + last
+
+
+def _parts_after(tensor: Any, axis: int) -> int:
+    """Into how many parts the axes to the right of `axis` cut the dim that it cuts."""
+    dim = tensor.placements[axis].dim
+    following = enumerate(tensor.placements[axis + 1 :], axis + 1)
+    return math.prod(tensor.device_mesh.size(i) for i, other in following if getattr(other, "dim", None) == dim)
 
 
 def is_first_copy(tensor: Any) -> bool:

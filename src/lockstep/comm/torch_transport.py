@@ -22,6 +22,7 @@ import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, distributed_c10d
 
+from lockstep.comm.exchanged_sums import ExchangedSums
 from lockstep.comm.op import AllWork, CommOp, Reduction, Work, describe
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_by_blocks
@@ -73,6 +74,7 @@ class TorchTransport(Transport):
         self.pending = 0  # operations started here and not yet waited for
         self._children: WeakSet[TorchTransport] = WeakSet()
         self._limit = timedelta(seconds=timeout_s)
+        self._sums = ExchangedSums(self.rank, self.world_size)
         self._all_reduce_options = {reduce: self._all_reduce_option(reduce) for reduce in (*_REDUCE_OPS, "mean")}
 
     @property
@@ -286,15 +288,13 @@ class TorchTransport(Transport):
         return self._work(op, self._reduce_to(op, result, op.peer), self._divide(op, result))
 
     def _reduce_scatter(self, op: CommOp) -> Work:
-        """NCCL's own where it has one; else every rank gets what it has to add, and does so in the order of the tree.
-
-        Gloo's own is an all-reduce, with copies: it takes more than twice as long, and its order depends on the size.
-        """
+        """Gloo: see ExchangedSums. NCCL's own where it has one; else the same in one exchange, added on the stream."""
         reduce = self._reduction(op)
+        if not self._nccl:
+            return self._sums.start(op, partial(self._exchange_parts, op))
         result = op.outputs[0].view(-1)
         parts = pieces(op.inputs, self.world_size)
-        sizes = [part.numel() for part in parts]
-        if self._nccl and result.dtype == parts[0].dtype and len(set(sizes)) == 1:
+        if result.dtype == parts[0].dtype and len({part.numel() for part in parts}) == 1:
             options = dist.ReduceScatterOptions()
             options.reduceOp = self._reduce_op(reduce)
             options.timeout = self._limit
@@ -304,16 +304,18 @@ class TorchTransport(Transport):
                 work = self.process_group.reduce_scatter([result], [list(parts)], options)
             return self._work(op, work)
         came = parts[0].new_empty(self.world_size, result.numel())
-        exchange = dist.AllToAllOptions()
-        exchange.timeout = self._limit
-        if self._nccl:
-            work = self.process_group.alltoall(list(came.unbind()), list(parts), exchange)
-        else:
-            whole = op.inputs[0].view(-1) if len(op.inputs) == 1 else torch.cat([*parts])
-            coming = [result.numel()] * self.world_size
-            work = self.process_group.alltoall_base(came.view(-1), whole, coming, sizes, exchange)
+        work = self.process_group.alltoall(list(came.unbind()), list(parts), self._exchange_options())
         assert op.reduce is not None
         return self._work(op, work, partial(tree_reduce_by_blocks, result, came.unbind(), op.reduce))
+
+    def _exchange_parts(self, op: CommOp, target: Tensor, source: Tensor, coming: list[int], going: list[int]) -> Work:
+        options = self._exchange_options()
+        return self._work(op, self.process_group.alltoall_base(target, source, coming, going, options))
+
+    def _exchange_options(self) -> dist.AllToAllOptions:
+        options = dist.AllToAllOptions()
+        options.timeout = self._limit
+        return options
 
     # ------------------------------------------------------------------ moving data
 
@@ -364,8 +366,7 @@ class TorchTransport(Transport):
     def _exchange(self, op: CommOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         """All to all with any sizes. Gloo works on one tensor per side, so several are copied into one."""
         sources, targets = [_movable(t) for t in inputs], [_movable(t) for t in outputs]
-        options = dist.AllToAllOptions()
-        options.timeout = self._limit
+        options = self._exchange_options()
         if self._nccl:
             return self._work(op, self.process_group.alltoall(targets, sources, options))
         in_sizes, out_sizes = [t.numel() for t in sources], [t.numel() for t in targets]

@@ -5,6 +5,7 @@ Only the representation: nothing here communicates. A DTensor holds this rank's 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +14,20 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import _StridedShard
 
-__all__ = ["DTensor", "DeviceMesh", "Replicate", "Shard", "as_dtensor", "local_tensor", "mesh_of_ranks"]
+__all__ = [
+    "DTensor",
+    "DeviceMesh",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "as_dtensor",
+    "joined_mesh",
+    "local_tensor",
+    "mesh_of_ranks",
+    "shard_within",
+]
 
 
 def as_dtensor(
@@ -35,3 +48,23 @@ def local_tensor(tensor: Tensor) -> Tensor:
 def mesh_of_ranks(device_type: str, ranks: Any, rank: int, names: tuple[str, ...] | None) -> DeviceMesh:
     """A DeviceMesh that only says where `rank` stands among `ranks` (nested lists), for ranks without process group."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False, _rank=rank)
+
+
+def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """One DeviceMesh with the axes of all, and with their process groups.
+
+    Raises: ValueError where they are not different axes of one root mesh.
+    """
+    if any(mesh.mesh_dim_names is None for mesh in meshes):
+        raise ValueError("axes without names")
+    try:
+        return DeviceMesh._concatenate(list(meshes))
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+
+
+def shard_within(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> Placement:
+    """What an axis to the left of `mesh` says of itself that cuts, along `dim`, the pieces of `placements` over it."""
+    cuts = [isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim for placement in placements]
+    parts = math.prod(mesh.size(axis) for axis, is_cut in enumerate(cuts) if is_cut)
+    return Shard(dim) if parts == 1 else _StridedShard(dim, split_factor=parts)

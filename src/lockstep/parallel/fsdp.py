@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Iterable, Iterator
 from typing import Any
 
@@ -10,12 +11,10 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from lockstep.errors import UnsupportedArgument
+from lockstep.comm import torch_names
+from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.clip import clip_grad_norm_
-from lockstep.parallel.fsdp1 import optim_state as fsdp_optim_state
-from lockstep.parallel.fsdp1 import preparation as fsdp_preparation
-from lockstep.parallel.fsdp1 import state as fsdp_state
-from lockstep.parallel.fsdp1 import summon as fsdp_summon
+from lockstep.parallel.fsdp1 import optim_state, preparation, state, summon
 from lockstep.parallel.fsdp1.arguments import (
     BackwardPrefetch,
     CPUOffload,
@@ -28,24 +27,24 @@ from lockstep.parallel.fsdp1.mesh import mesh_for
 from lockstep.parallel.fsdp1.unit import WRAPPED, FsdpUnit, units_in
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.outputs import find_tensors
-from lockstep.parallel.shard_context import unit_of
 from lockstep.parallel.shard_policies import cast_floats
+from lockstep.parallel.uneven_inputs import Batch, JoinedBatches
+
+# torch's hooks that only change the dtype; they stop on a CPU, where there are no streams
+_COMPRESSED = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.bfloat16}
 
 
 class FullyShardedDataParallel(Module):
     """Trains `module` with its parameters, gradients and optimizer state cut over the ranks.
 
-    The arguments are those of torch's class, its enums and dataclasses are taken too, and they mean the same, with
-    these differences:
+    The arguments are those of torch's class, its enums and dataclasses are taken too, and they mean the same, but:
 
     - parameters are DTensors under the names of `module`, never one flat parameter: an optimizer may treat each its own
       way, and frozen ones stand among others. `use_orig_params` is so in effect always, and accepted either way;
     - `process_group` may be a lockstep Communicator, `device_mesh` a lockstep Mesh;
-    - gathers run one unit ahead in forward and backward, in the order of the last step, so that at most two units are
-      whole at a time. `backward_prefetch=None` lets backward wait for each gather and saves memory; the other values,
-      `forward_prefetch` and `limit_all_gathers`, choose other times for the same gathers in torch and nothing here;
-    - SHARDED_STATE_DICT holds DTensors, with or without `device_mesh`;
-    - `keep_low_precision_grads` and `register_comm_hook` raise UnsupportedArgument.
+    - forward gathers one unit ahead, in the order of the last step, and at most two units are whole at a time: what
+      `forward_prefetch=True` and `limit_all_gathers=True` ask for, and what is done without them too;
+    - SHARDED_STATE_DICT holds DTensors, with or without `device_mesh`.
 
     `isinstance(x, torch.distributed.fsdp.FullyShardedDataParallel)` is false.
 
@@ -76,50 +75,50 @@ class FullyShardedDataParallel(Module):
         strategy = understood(ShardingStrategy, sharding_strategy, "sharding_strategy", ShardingStrategy.FULL_SHARD)
         precision = understood(MixedPrecision, mixed_precision, "mixed_precision", MixedPrecision())
         offload = understood(CPUOffload, cpu_offload, "cpu_offload", CPUOffload())
-        if backward_prefetch is not None:
-            understood(BackwardPrefetch, backward_prefetch, "backward_prefetch", BackwardPrefetch.BACKWARD_PRE)
-        ignored = understand_ignored(ignored_modules, ignored_states)
-        policy = precision.policy()
-        mesh = mesh_for(strategy, process_group, device_mesh)
-        device = fsdp_preparation.find_device(device_id, mesh)
-
-        def wrap(part: Module, **overrides: Any) -> FullyShardedDataParallel:
-            shared = {
-                "process_group": mesh,
-                "sharding_strategy": strategy,
-                "cpu_offload": cpu_offload,
-                "backward_prefetch": backward_prefetch,
-                "mixed_precision": mixed_precision,
-                "param_init_fn": param_init_fn,
-                "device_id": device_id,
-                "sync_module_states": sync_module_states,
-                "ignored_states": [*ignored.params],
-            }
-            return FullyShardedDataParallel(part, **{**shared, **overrides})
-
-        fsdp_preparation.wrap_inside(
-            module, auto_wrap_policy, None if mixed_precision is None else precision, ignored, wrap
+        prefetch = (
+            None if backward_prefetch is None else understood(BackwardPrefetch, backward_prefetch, "backward_prefetch")
         )
-        fsdp_preparation.fill_meta(module, param_init_fn, ignored, device)
-        fsdp_preparation.move_to(device, module, ignored)
+        ignored = understand_ignored(ignored_modules, ignored_states)
+        mesh = mesh_for(strategy, process_group, device_mesh)
+        preparation.check_device(device_id, mesh)
+        wrap = functools.partial(
+            FullyShardedDataParallel,
+            process_group=mesh,
+            sharding_strategy=strategy,
+            cpu_offload=offload,
+            backward_prefetch=prefetch,
+            mixed_precision=mixed_precision,
+            param_init_fn=param_init_fn,
+            sync_module_states=sync_module_states,
+            ignored_states=ignored.params,
+        )
+        fp32 = () if mixed_precision is None else tuple(precision._module_classes_to_ignore)
+        preparation.wrap_inside(module, auto_wrap_policy, fp32, ignored, wrap)
+        preparation.fill_meta(module, param_init_fn, ignored, mesh.device)
+        preparation.move_to(mesh.device, module)
         if sync_module_states:
-            fsdp_preparation.sync_states(module, mesh, ignored)
+            preparation.sync_states(module, mesh, ignored)
         fully_shard(
             module,
             mesh=mesh,
             reshard_after_forward=strategy.reshard_after_forward,
-            mp_policy=policy,
+            mp_policy=precision.policy(),
             offload_policy=offload.policy(),
             ignored_params=ignored.params,
         )
-        unit = unit_of(module)
-        assert unit is not None, "fully_shard has made one"
-        unit.prefetches_in_backward = backward_prefetch is not None
-        for inner in units_in(module):
-            inner.is_root = False
         self._fsdp_wrapped_module = module
         self._fsdp_unit = FsdpUnit(self, module, mesh, strategy, precision, ignored)
-        fsdp_state.attach_state_dict(self)
+        self._fsdp_unit.engine.prefetches_in_backward = prefetch is BackwardPrefetch.BACKWARD_PRE
+        self._fsdp_unit.engine.gathers_early = prefetch is not None
+        if precision.keep_low_precision_grads:
+            self._fsdp_unit.module._set_gradients(False, grad_dtype=precision.param_dtype)
+        for inner in units_in(module):
+            inner.is_root = False
+        ranks = mesh.whole if strategy is ShardingStrategy.NO_SHARD else mesh.shard
+        self.rank, self.world_size, self.compute_device = ranks.rank, ranks.world_size, mesh.device
+        self.process_group = torch_names.process_group_of(ranks)
+        self.sharding_strategy, self.mixed_precision = strategy, precision
+        state.attach_state_dict(self)
 
     # ------------------------------------------------------------------ what it is
 
@@ -127,16 +126,6 @@ class FullyShardedDataParallel(Module):
     def module(self) -> Module:
         """The module inside, also inside an activation checkpoint."""
         return getattr(self._fsdp_wrapped_module, "_checkpoint_wrapped_module", self._fsdp_wrapped_module)
-
-    @property
-    def sharding_strategy(self) -> ShardingStrategy:
-        """What the constructor got."""
-        return self._fsdp_unit.strategy
-
-    @property
-    def mixed_precision(self) -> MixedPrecision:
-        """What the constructor got."""
-        return self._fsdp_unit.precision
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -180,17 +169,15 @@ class FullyShardedDataParallel(Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module inside, on inputs cast as `mixed_precision` says."""
-        unit = self._fsdp_unit
-        precision = unit.precision
-        if not unit.ran:
-            unit.ran = True
-            unit.saved_dtypes = fsdp_preparation.cast_buffers(unit.module, precision.buffer_dtype, unit.ignored)
+        unit, precision = self._fsdp_unit, self._fsdp_unit.precision
+        if unit.saved_dtypes is None:
+            unit.saved_dtypes = preparation.cast_buffers(unit)
         if precision.cast_forward_inputs or (unit.is_root and precision.cast_root_forward_inputs):
-            args, kwargs = (cast_floats(part, precision.param_dtype) for part in (args, kwargs))
+            args, kwargs = cast_floats((args, kwargs), precision.param_dtype)
         if not unit.is_fp32:
             return self._fsdp_wrapped_module(*args, **kwargs)
         came_in = next((t.dtype for t in find_tensors([args, kwargs]) if t.is_floating_point()), None)
-        args, kwargs = (cast_floats(part, torch.float32) for part in (args, kwargs))
+        args, kwargs = cast_floats((args, kwargs), torch.float32)
         return cast_floats(self._fsdp_wrapped_module(*args, **kwargs), came_in)
 
     @contextlib.contextmanager
@@ -200,19 +187,13 @@ class FullyShardedDataParallel(Module):
         Memory: up to all gradients whole. Raises: RuntimeError on a wrapper inside another.
         """
         self._refuse_inner("no_sync")
-        units = units_in(self)
-        before = [unit.is_synced for unit in units]
-        self._set_synced(units, [False] * len(units))
-        try:
+        with self._fsdp_unit.module.no_sync():
             yield
-        finally:
-            self._set_synced(units, before)
 
-    @staticmethod
-    def _set_synced(units: list[FsdpUnit], synced: list[bool]) -> None:
-        for unit, value in zip(units, synced, strict=True):
-            unit.is_synced = value
-            unit.module.set_requires_gradient_sync(value, recurse=False)
+    def join(self, batches: Iterable[Batch], divide_by_initial_world_size: bool = True) -> JoinedBatches[Batch]:
+        """Go through `batches`, of which ranks may have differently many: `FSDPModule.join`. Collective: every rank."""
+        self._refuse_inner("join")
+        return self._fsdp_unit.module.join(batches, divide_by_initial_world_size)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients so that their norm over all ranks is at most `max_norm`; the norm they had.
@@ -227,32 +208,45 @@ class FullyShardedDataParallel(Module):
             raise RuntimeError(f"{method}() on a wrapper inside another: call it on the outermost one")
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Raises UnsupportedArgument."""
-        raise UnsupportedArgument(
-            "register_comm_hook",
-            "gradients are added in the dtype of their shards whatever they travel in, which a hook would not know. To "
-            "send less use MixedPrecision(reduce_dtype=torch.bfloat16)",
-        )
+        """Let `hook(state, gradient, shard)` put the ranks' mean of whole gradients [W * S] into their shards [S].
+
+        With NO_SHARD, or on one rank, it is `hook(state, gradient)`, in place. It runs on all ranks in the same order,
+        once for each reduction. torch's fp16_compress_hook and bf16_compress_hook are not called: gradients travel in
+        that dtype, and are added in that of the shards.
+        Raises: ConfigError, also where there is one already; UnsupportedArgument for hybrid strategies, as torch does.
+        """
+        self._refuse_inner("register_comm_hook")
+        if not callable(hook):
+            raise ConfigError(f"register_comm_hook: hook={hook!r} is not callable")
+        if self._fsdp_unit.has_hook:
+            raise ConfigError("register_comm_hook: this FullyShardedDataParallel has a hook already")
+        hybrid = [unit.strategy.name for unit in units_in(self) if unit.strategy.is_hybrid]
+        if hybrid:
+            raise UnsupportedArgument("register_comm_hook", f"{hybrid[0]} adds along two axes, a hook along one")
+        self._fsdp_unit.has_hook = True
+        dtype = _COMPRESSED.get(getattr(hook, "__name__", ""))
+        changes = {"comm_hook": functools.partial(hook, state)} if dtype is None else {"reduce_dtype": dtype}
+        self._fsdp_unit.module._set_gradients(True, **changes)
 
     def apply(self, fn: Callable[[Module], None]) -> FullyShardedDataParallel:
         """`fn` on every module, children first, with the whole parameters of its unit. Write the same on all ranks.
 
         Collective: every rank.
         """
-        with fsdp_summon.summon_full_params(self, recurse=False):
+        with summon.summon_full_params(self, recurse=False):
             return super().apply(fn)
 
     # ------------------------------------------------------------------ state
 
-    summon_full_params = staticmethod(fsdp_summon.summon_full_params)
-    state_dict_type = staticmethod(fsdp_state.state_dict_type)
-    set_state_dict_type = staticmethod(fsdp_state.set_state_dict_type)
-    get_state_dict_type = staticmethod(fsdp_state.get_state_dict_type)
-    optim_state_dict = staticmethod(fsdp_optim_state.optim_state_dict)
-    optim_state_dict_to_load = staticmethod(fsdp_optim_state.optim_state_dict_to_load)
-    full_optim_state_dict = staticmethod(fsdp_optim_state.full_optim_state_dict)
-    sharded_optim_state_dict = staticmethod(fsdp_optim_state.sharded_optim_state_dict)
-    shard_full_optim_state_dict = staticmethod(fsdp_optim_state.shard_full_optim_state_dict)
-    flatten_sharded_optim_state_dict = staticmethod(fsdp_optim_state.flatten_sharded_optim_state_dict)
-    scatter_full_optim_state_dict = staticmethod(fsdp_optim_state.scatter_full_optim_state_dict)
-    rekey_optim_state_dict = staticmethod(fsdp_optim_state.rekey_optim_state_dict)
+    summon_full_params = staticmethod(summon.summon_full_params)
+    state_dict_type = staticmethod(state.state_dict_type)
+    set_state_dict_type = staticmethod(state.set_state_dict_type)
+    get_state_dict_type = staticmethod(state.get_state_dict_type)
+    optim_state_dict = staticmethod(optim_state.optim_state_dict)
+    optim_state_dict_to_load = staticmethod(optim_state.optim_state_dict_to_load)
+    full_optim_state_dict = staticmethod(optim_state.full_optim_state_dict)
+    sharded_optim_state_dict = staticmethod(optim_state.sharded_optim_state_dict)
+    shard_full_optim_state_dict = staticmethod(optim_state.shard_full_optim_state_dict)
+    flatten_sharded_optim_state_dict = staticmethod(optim_state.flatten_sharded_optim_state_dict)
+    scatter_full_optim_state_dict = staticmethod(optim_state.scatter_full_optim_state_dict)
+    rekey_optim_state_dict = staticmethod(optim_state.rekey_optim_state_dict)

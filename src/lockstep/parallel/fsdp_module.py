@@ -12,8 +12,15 @@ from torch.nn import Module
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.shard_context import context_of, unit_of
 from lockstep.parallel.shard_group import ShardState
+from lockstep.parallel.shard_mesh import apart
 from lockstep.parallel.shard_unit import ShardUnit
-from lockstep.parallel.uneven_inputs import Batch, JoinedBatches
+from lockstep.parallel.uneven_inputs import Batch, JoinedBatches, ShardedParticipant
+
+_LAYERS = (
+    "what ranks say to each other passes through layers. Write a lockstep.comm.transport.TransportLayer whose submit "
+    "does operations of kind {0!r} in your way and hands on the others, and shard over it: "
+    "mesh=Communicator(YourLayer(comm.transport))"
+)
 
 
 class UnshardHandle:
@@ -121,7 +128,11 @@ class FSDPModule:
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each reduced flat gradient [S] of this rank, before it becomes `.grad`."""
         if stream is not None:
-            raise UnsupportedArgument("stream", "the hook runs where the gradient is used next")
+            raise UnsupportedArgument(
+                "stream",
+                "the hook runs on the stream that uses the gradient next. To work on another, let the hook do so: "
+                "stream.wait_stream(current); with torch.cuda.stream(stream): ...; current.wait_stream(stream)",
+            )
         self._set_gradients(False, all_reduce_hook=hook)
 
     def _set_gradients(self, recurse: bool, **changes: Any) -> None:
@@ -130,7 +141,7 @@ class FSDPModule:
                 gradients.settings = gradients.settings._replace(**changes)
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted: every backward waits for its reductions at its end."""
+        """Accepted: every backward waits for its reductions at its end, and gradients are there after each."""
 
     def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
         """Accepted: parameters that only some ranks use are always handled."""
@@ -142,12 +153,12 @@ class FSDPModule:
             that still have batches of their own.
         Collective: every rank, as often as the one with the most batches asks for one.
         """
-        return JoinedBatches(self._unit, batches, divide_by_initial_world_size)
+        return JoinedBatches(ShardedParticipant(self._unit), batches, divide_by_initial_world_size)
 
     # ------------------------------------------------------------------ when to be whole
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are given back between forward and backward."""
+        """Whether whole parameters are given back between forward and backward, wherever it was a number till now."""
         if not isinstance(reshard_after_forward, bool):
             raise ConfigError(f"reshard_after_forward={reshard_after_forward!r} is not a bool")
         for unit in self._units(recurse):
@@ -178,6 +189,24 @@ class FSDPModule:
         if context is not None:
             context.reset()
 
+    # ------------------------------------------------------------------ how gradients travel
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """How many reductions of the whole model may be under way at once. Raises: ConfigError below 1."""
+        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
+            raise ConfigError(f"max_input_buffers={max_input_buffers!r} is not a number from 1")
+        for unit in self._units(recurse):
+            context_of(unit).flights = max_input_buffers
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Reduce gradients over a communicator of their own, so that they and gathers do not wait for each other.
+
+        Collective: every rank, the first time, between steps. Where ranks share memory nothing is gathered anyhow.
+        """
+        for unit in self._units(recurse):
+            for gradients in unit.gradients:
+                gradients.comm = apart(unit.mesh.shard) if enable else unit.mesh.shard
+
     # ------------------------------------------------------------------ settings of torch's that have no meaning here
 
     def set_post_optim_event(self, event: Any) -> None:
@@ -186,32 +215,24 @@ class FSDPModule:
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: gradients are always added, and divided afterwards."""
 
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Accepted: buffers of reductions come from the communicator, and gathers write where parameters are read."""
+
     def set_custom_all_gather(self, comm: Any) -> None:
-        """Refused."""
-        raise UnsupportedArgument("set_custom_all_gather", "pass a Communicator with a layer of your own as mesh")
+        """Refused: where ranks share memory there is no all-gather, elsewhere layers see all that ranks say."""
+        raise UnsupportedArgument("set_custom_all_gather", _LAYERS.format("all_gather"))
 
     def set_custom_reduce_scatter(self, comm: Any) -> None:
-        """Refused."""
-        raise UnsupportedArgument("set_custom_reduce_scatter", "pass a Communicator with a layer of your own as mesh")
-
-    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
-        """Accepted: buffers always come from the communicator (`Communicator.empty`)."""
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """How many reductions of a group may be under way at once. Raises: ConfigError below 1."""
-        if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
-            raise ConfigError(f"max_input_buffers={max_input_buffers!r} is not a number from 1")
-        for unit in self._units(recurse):
-            context_of(unit).flights = max_input_buffers
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Refused when enabled."""
-        if enable:
-            raise UnsupportedArgument("set_separate_reduce_scatter_group", "all operations of a mesh share its group")
+        """Refused, as `set_custom_all_gather`."""
+        raise UnsupportedArgument("set_custom_reduce_scatter", _LAYERS.format("reduce_scatter"))
 
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
-        """Refused."""
-        raise UnsupportedArgument("set_symm_mem_for_comm", "ranks of one host share memory without it")
+        """Refused: it is memory of torch's own all-gather."""
+        raise UnsupportedArgument(
+            "set_symm_mem_for_comm",
+            "it allocates for torch's own all-gather, which is not used here. Leave the call out; ranks on one host's "
+            "CPUs share memory without it",
+        )
 
     # ------------------------------------------------------------------ inside
 

@@ -10,14 +10,16 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn import Module, ModuleDict, ModuleList, Parameter
+from torch.nn import Embedding, EmbeddingBag, Module, ModuleDict, ModuleList, Parameter
 
 from lockstep.errors import ConfigError, ShardingError, UnsupportedArgument
-from lockstep.parallel.dtensors import DTensor, Shard
+from lockstep.parallel.dtensors import Shard
 from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.shard_context import register_unit, unit_of
 from lockstep.parallel.shard_extension import is_extended
+from lockstep.parallel.shard_face import face_of
+from lockstep.parallel.shard_gradients import sparse_gradient
 from lockstep.parallel.shard_group import TAKEN, Member, Owner, ShardGroup, slot_of
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 from lockstep.parallel.shard_policies import (
@@ -50,7 +52,8 @@ def fully_shard(
     """Cut the parameters of `module` over the ranks of `mesh`; returns `module`, now also an FSDPModule.
 
     Signature and meaning are torch's. Called bottom-up: parameters of modules that were sharded before stay in their
-    own unit, the others form one that is gathered together. Names stay; between uses a parameter is a DTensor.
+    own unit, the others form one that is gathered together. Names stay; between uses a parameter is a DTensor. One
+    that is a DTensor already, cut by tensor parallelism, lies on both meshes then: they have to be slices of one.
     Different from torch:
 
     - `mesh` may also be a lockstep Communicator or Mesh; of two axes the first replicates, the second shards;
@@ -58,7 +61,8 @@ def fully_shard(
     - units and parameters that only some ranks use need no flag; an exception on one rank reaches all as PeerFailed;
     - gradients are added in the dtype of the shard, also where `reduce_dtype` is narrower;
     - parameters that are whole for a forward without gradients are sharded again after it;
-    - `reshard_after_forward` as a number and `dp_mesh_dims` raise UnsupportedArgument.
+    - `reshard_after_forward` as a number of ranks n: where nothing is gathered, there is nothing to keep on n of them;
+    - `dp_mesh_dims` raises UnsupportedArgument.
 
     Collective: every rank of `mesh`, the same modules in the same order; so are forward and backward.
     Memory: 1 / W of parameters, gradients and optimizer state; while modules compute see `unsharded`.
@@ -70,10 +74,10 @@ def fully_shard(
     where = resolve_mesh(mesh)
     managed = _managed_modules(modules)
     ignored = _identities(ignored_params)
-    members = _members(managed, ignored, shard_placement_fn)
+    members = _members(managed, ignored, shard_placement_fn, where)
     _move_buffers(managed, where.device)
+    reshards = _reshards(reshard_after_forward, where.shard.world_size, members)
     groups = _group(members, where, policy, understand_offload(offload_policy))
-    reshards = _reshards(reshard_after_forward, where.shard.world_size)
     unit = ShardUnit(modules, managed, groups, where, policy, reshards)
     register_unit(unit)
     compile_only_the_module(FSDPModule, ("__call__", "run_whole"), ())
@@ -106,15 +110,18 @@ def _identities(params: Any) -> set[int]:
     return set(map(id, params or ()))
 
 
-def _reshards(asked: Any, world_size: int) -> bool | None:
-    """Whether parameters are given back after forward; a number of ranks to keep them on is all of them, or one."""
+def _reshards(asked: Any, world_size: int, members: Sequence[Member]) -> bool | int | None:
+    """Whether parameters are given back after forward, or on how many neighbours they stay; one is no giving back."""
     if asked is None or isinstance(asked, bool):
         return asked
-    if asked in (1, world_size):
-        return asked == world_size
-    raise UnsupportedArgument(
-        f"reshard_after_forward={asked!r}", "True or False; ranks of one host share their whole parameters anyhow"
-    )
+    if not isinstance(asked, int) or asked < 1 or world_size % asked:
+        raise ConfigError(
+            f"reshard_after_forward={asked!r} is True, False or a number of ranks that divides {world_size}, along "
+            "which parameters are cut"
+        )
+    if asked not in (1, world_size) and any(member.face.spread is not None for member in members):
+        raise UnsupportedArgument(f"reshard_after_forward={asked}", "True or False around tensor parallelism")
+    return False if asked == 1 else asked == world_size or asked
 
 
 def _managed_modules(modules: Sequence[Module]) -> list[Module]:
@@ -133,7 +140,9 @@ def _managed_modules(modules: Sequence[Module]) -> list[Module]:
     return list(found.values())
 
 
-def _members(managed: Sequence[Module], ignored: set[int], placement: PlacementFn | None) -> list[Member]:
+def _members(
+    managed: Sequence[Module], ignored: set[int], placement: PlacementFn | None, mesh: ShardMesh
+) -> list[Member]:
     owners: dict[int, list[Owner]] = {}
     params: dict[int, Parameter] = {}
     for module in managed:
@@ -141,10 +150,10 @@ def _members(managed: Sequence[Module], ignored: set[int], placement: PlacementF
             if id(param) not in ignored and slot_of(param) is None:
                 params[id(param)] = param
                 owners.setdefault(id(param), []).append(Owner(module, name))
-    return [_member(param, owners[key], placement) for key, param in params.items()]
+    return [_member(param, owners[key], placement, mesh) for key, param in params.items()]
 
 
-def _member(param: Parameter, owners: list[Owner], placement: PlacementFn | None) -> Member:
+def _member(param: Parameter, owners: list[Owner], placement: PlacementFn | None, mesh: ShardMesh) -> Member:
     module, name = owners[0]
     fqn = f"{type(module).__name__}.{name}"
     taken = getattr(param, TAKEN, None)
@@ -153,10 +162,10 @@ def _member(param: Parameter, owners: list[Owner], placement: PlacementFn | None
             f"parameter {fqn!r} is the one that another unit has sharded as {taken!r}: tied parameters belong into one "
             "unit, fully_shard([module_a, module_b]), or leave both to the unit around them"
         )
+    if param.requires_grad and any(isinstance(m, (Embedding, EmbeddingBag)) and m.sparse for m, _ in owners):
+        raise ShardingError(sparse_gradient(fqn))
     if param.dim() == 0:
         raise ConfigError(f"parameter {fqn!r} is a scalar: make it a 1-D tensor with one element")
-    if isinstance(param, DTensor):
-        raise ShardingError(f"parameter {fqn!r} is a DTensor already: fully_shard takes plain parameters")
     dim = 0
     chosen = placement(param) if placement is not None else None
     if chosen is not None:
@@ -165,7 +174,7 @@ def _member(param: Parameter, owners: list[Owner], placement: PlacementFn | None
         dim = chosen.dim + param.dim() if chosen.dim < 0 else chosen.dim
         if not 0 <= dim < param.dim():
             raise ConfigError(f"shard_placement_fn returned {chosen!r} for {fqn!r}, which has {param.dim()} dims")
-    return Member(param, tuple(owners), dim, fqn)
+    return Member(param, tuple(owners), dim, fqn, face_of(param, dim, mesh, fqn))
 
 
 def _group(
@@ -195,12 +204,19 @@ def _sharded_class(cls: type) -> type:
     """`cls` with FSDPModule in front, the same class for all modules of `cls`."""
     found = _classes.get(cls)
     if found is None:
-        found = _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__deepcopy__": _refuse_copy})
+        refused = {"__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_pickle}
+        found = _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), refused)
     return found
 
 
 def _refuse_copy(self: Any, memo: Any) -> NoReturn:
     raise ShardingError("a sharded module cannot be deep-copied: copy it before fully_shard")
+
+
+def _refuse_pickle(self: Any, protocol: Any) -> NoReturn:
+    raise ShardingError(
+        "a sharded module cannot be pickled or copied: save its state_dict(), or whole_state_dict(model)"
+    )
 
 
 def register_fsdp_forward_method(module: Module, method_name: str) -> None:

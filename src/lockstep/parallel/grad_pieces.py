@@ -124,8 +124,12 @@ class _Lines:
             return ()
         slot = _slot_of(tensor)
         if slot is not None:
-            return self.along((slot.group.comm,))
-        mesh: Any = tensor.device_mesh  # pyright: ignore[reportAttributeAccessIssue]
+            spread = slot.group.faces[slot.index].spread
+            beside = () if spread is None else self._over(spread.mesh, spread.placements)
+            return self.along((slot.group.comm, *beside))
+        return self._over(tensor.device_mesh, placements)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _over(self, mesh: Any, placements: Any) -> Lines:
         layout = (id(mesh), placements)
         if layout not in self._by_layout:
             cut_along = [axis for axis, placement in enumerate(placements) if not placement.is_replicate()]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lockstep.comm.torch_names import Join, JoinHook
+from lockstep.errors import ConfigError
 from lockstep.parallel.replica import broadcast_coalesced
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ class JoinedDdp(JoinHook):
     """Mirrors the collectives of one step of the ranks that still have inputs."""
 
     def __init__(self, ddp: DistributedDataParallel, divide_by_initial_world_size: bool) -> None:
+        if ddp.reducer.plan_stays:
+            raise ConfigError(
+                f"rank {ddp._comm.rank}: join() of a model whose step a ShardedOptimizer shares out: a rank without "
+                "inputs would not step its part, and the others would wait for it in step(). Give every rank equally "
+                "many batches, or use an optimizer of torch.optim here, or fully_shard(model) and its join(batches)"
+            )
         self.ddp = ddp
         ddp._divide_by_initial_world_size = divide_by_initial_world_size
 

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from lockstep.errors import CheckpointError
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp1.tensors import gathered, sharded_like
+from lockstep.parallel.fsdp1.tensors import full_tensor, gathered, sharded_like
 from lockstep.parallel.shard_context import unit_of
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 
@@ -49,7 +49,7 @@ def whole_tensors(model: Module) -> Iterator[tuple[str, Tensor]]:
     module = unwrapped(model)
     named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for fqn in sorted(named):
-        yield fqn, _whole(named[fqn])
+        yield fqn, full_tensor(named[fqn])
 
 
 def whole_state_dict(model: Module) -> dict[str, Tensor]:
@@ -60,18 +60,9 @@ def whole_state_dict(model: Module) -> dict[str, Tensor]:
     made: dict[Tensor, Tensor | None] = {}
     named: dict[str, Tensor] = unwrapped(model).state_dict(keep_vars=True)
     for tensor in dict.fromkeys(named.values()):  # tied ones once
-        whole = gathered(local_tensor(tensor.detach()), tensor, rank0_only=True)
+        whole = gathered(tensor, tensor, rank0_only=True)
         made[tensor] = None if whole is None or rank_of(model) != 0 else whole.cpu()
     return {fqn: whole for fqn, tensor in named.items() if (whole := made[tensor]) is not None}
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """A tensor that is not cut is not copied."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach()
-    whole = gathered(local_tensor(tensor), tensor)
-    assert whole is not None
-    return whole
 
 
 # ------------------------------------------------------------------ the optimizer

@@ -12,7 +12,7 @@ from torch.autograd import Variable
 from torch.nn import Module
 
 from lockstep.comm import torch_names
-from lockstep.errors import PeerFailed, ShardingError, TransportClosed
+from lockstep.errors import CommError, PeerFailed, ShardingError
 from lockstep.parallel.buffer_pool import BufferPool
 from lockstep.parallel.shard_gradients import ShardGradients
 from lockstep.parallel.shard_group import ShardGroup, ShardState, slot_of
@@ -60,6 +60,7 @@ class ShardContext:
             self.gradients += unit.gradients
         sizes = [len(group.params) for group in self.groups]
         *self._starts, self._num_params = itertools.accumulate(sizes, initial=0)  # of each group among all parameters
+        self._unit_numbers = [number for number, unit in enumerate(units) for _ in unit.groups]  # of each group
         self.counts = True  # False on a rank that has run out of inputs: its gradients are zeros
         self.flights = 1  # reductions that may be under way at once
         self._in_flight: list[ShardGradients] = []
@@ -110,25 +111,32 @@ class ShardContext:
             self._backward_died()
         self._place()
         kind = PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION
-        self._forward = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run)
+        self._forward = self._begin(kind)
         try:
             self._begin_shared()
         except BaseException:
             self._forward = None
             raise
+        self._keep_parts(kind is PassKind.FORWARD)
         return True
+
+    def _keep_parts(self, of_this_pass: bool) -> None:
+        for unit in self.units:
+            for group in unit.groups:
+                if group.kept_part is not None:
+                    group.kept_part.keeps = of_this_pass and unit.parts is not None
 
     def _place(self) -> None:
         """Parameters may have changed since the last pass: what is whole is gathered again, unless made so by hand."""
         for unit in self.units:
+            if not unit.made_by_hand:
+                unit.forget_parts()
             unit.check()
             for group in unit.groups:
-                group.place(self.sharing)
+                group.place(self.sharing, unit.parts)
                 if not unit.made_by_hand:
                     group.reshard()
             unit.made_by_hand = False
-        for gradients in self.gradients:
-            gradients.let_go()
 
     def _begin_shared(self) -> None:
         """Where ranks see the same memory: begin when all have changed their pieces of it."""
@@ -177,8 +185,10 @@ class ShardContext:
         current, self._forward = self._forward, None
         if current is None:
             return
-        with contextlib.suppress(TransportClosed):  # closed: nobody is left to be told
+        try:
             self._end_forward(current, failed=True)
+        except CommError:  # nobody can be told any more, and what raised first says why
+            self._abandon()
 
     def _end_forward(self, current: ShardPass, failed: bool) -> None:
         changed = [] if failed else [fqn for group in self.groups for fqn in group.changed_wholes()]
@@ -212,8 +222,9 @@ class ShardContext:
             self._backward_died()
         is_synced = any(gradients.settings.sync for gradients in self.gradients)
         kind = PassKind.BACKWARD if is_synced else PassKind.LOCAL_BACKWARD
-        current = ShardPass(self._control, kind, self._plans.get(kind, ()), self._run, self._num_params)
+        current = self._begin(kind, self._num_params)
         self._used = [0] * self._num_params
+        self._keep_parts(False)
 
         def finish() -> None:
             self._leave_backward(current)
@@ -238,7 +249,7 @@ class ShardContext:
     def _make_room(self, gradients: ShardGradients) -> None:
         """Let gradients go where they are reduced from, as soon as many have come and no reduction has the buffer."""
         if self._in_flight and self._in_flight[0].may_finish(in_need=gradients.many_wait):
-            self._in_flight.pop(0).finish_oldest(self._pool)
+            self._finish_oldest()
         if gradients.many_wait and len(self._in_flight) < self.flights:
             gradients.lay_waiting(self._pool)
 
@@ -288,6 +299,7 @@ class ShardContext:
     def _reshard_after_backward(self) -> None:
         for unit in self.units:
             unit.complete.clear()
+            unit.forget_parts()
             if unit.reshard_after_backward and self._forward is None:  # a forward may take gradients inside
                 unit.reshard()
 
@@ -302,9 +314,15 @@ class ShardContext:
         finally:
             self._abandon()
 
+    def _finish_oldest(self) -> None:
+        gradients = self._in_flight[0]
+        gradients.wait_for_oldest(self._pool)  # raised out of here, it is still what the other ranks wait for
+        del self._in_flight[0]
+        gradients.take_oldest()
+
     def _finish_reductions(self) -> None:
         while self._in_flight:
-            self._in_flight.pop(0).finish_oldest(self._pool)
+            self._finish_oldest()
         self._pool.trim()
 
     def _abandon(self) -> None:
@@ -313,9 +331,20 @@ class ShardContext:
             gradients.discard()
         for unit in self.units:
             unit.complete.clear()
+            unit.forget_parts()
             unit.reshard()
 
     # ------------------------------------------------------------------ operations
+
+    def _begin(self, kind: PassKind, width: int = 0) -> ShardPass:
+        plan = self._plans.get(kind, ())
+        early = self.root.gathers_early
+        return ShardPass(self._control, kind, plan, self._run, self._give_back, self._unit_numbers, width, early)
+
+    def _give_back(self, op: ShardOp) -> None:
+        group = self.groups[op.group]
+        if group.state is ShardState.GATHERING:
+            group.reshard()
 
     def _run(self, op: ShardOp, keep: bool) -> bool:
         if op.verb == "gather":
@@ -329,7 +358,7 @@ class ShardContext:
         for index, used in enumerate(gradients.used, self._starts[op.group]):
             self._used[index] |= used
         while len(self._in_flight) >= self.flights:
-            self._in_flight.pop(0).finish_oldest(self._pool)
+            self._finish_oldest()
         gradients.launch(self._pool)
         self._in_flight.append(gradients)
         return keep
@@ -352,9 +381,10 @@ class ShardContext:
 
     def make_whole_now(self, unit: ShardUnit) -> None:
         """Gather the parameters of `unit` outside of any pass.  Collective: every rank of the root's mesh."""
+        unit.forget_parts()
         unit.check()
         for group in unit.groups:
-            group.place(self.sharing)
+            group.place(self.sharing, unit.parts)
         if any(group.is_shared for group in unit.groups):
             self.comm.barrier(label="shard.read")
         if any(group.is_copied for group in unit.groups):
@@ -377,7 +407,7 @@ class ShardContext:
 def _backward_ended(context: weakref.ref[ShardContext], current: ShardPass) -> None:
     target = context()
     if target is not None and target._backward is current:
-        with torch.no_grad(), contextlib.suppress(TransportClosed):
+        with torch.no_grad(), contextlib.suppress(CommError):  # what autograd raises says why
             target._backward_died()
 
 

@@ -16,7 +16,7 @@ from torch.nn import Module
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, AllWork, Work
 from lockstep.errors import ShardingError
-from lockstep.parallel.dtensors import DeviceMesh
+from lockstep.parallel.dtensors import DeviceMesh, local_tensor
 from lockstep.parallel.shard_policies import MixedPrecisionPolicy
 from lockstep.parallel.unsharded import Unsharded
 
@@ -36,7 +36,7 @@ class Surroundings(NamedTuple):
 
 def is_extended(param: Tensor, fqn: str) -> bool:
     """Whether `param`'s class takes part in its gathering.  Raises: ShardingError where it has one of two methods."""
-    inner = param.detach()
+    inner = local_tensor(param).detach()
     has = [name for name in (_BEFORE, _AFTER) if hasattr(inner, name)]
     if len(has) == 1:
         raise ShardingError(
@@ -47,12 +47,13 @@ def is_extended(param: Tensor, fqn: str) -> bool:
 
 def cut_extended(param: Tensor, fqn: str, dim: int, comm: Communicator) -> Tensor:
     """This rank's piece of a subclass's tensor.  Raises: ShardingError where it cannot be cut into equal rows."""
-    if dim != 0 or param.shape[0] % comm.world_size:
+    inner = local_tensor(param).detach()
+    if dim != 0 or inner.shape[0] % comm.world_size:
         raise ShardingError(
-            f"parameter {fqn!r} of shape {tuple(param.shape)}: a {type(param.detach()).__name__} is cut along dim 0 "
+            f"parameter {fqn!r} of shape {tuple(inner.shape)}: a {type(inner).__name__} is cut along dim 0 "
             f"only, into {comm.world_size} equal parts"
         )
-    return param.detach().chunk(comm.world_size)[comm.rank].clone()
+    return inner.chunk(comm.world_size)[comm.rank].clone()
 
 
 @final

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from lockstep.comm.op import Work
+from lockstep.errors import ShardingError
 from lockstep.parallel.buffer_pool import BufferPool
-from lockstep.parallel.dtensors import as_dtensor, local_tensor
+from lockstep.parallel.dtensors import local_tensor
 from lockstep.parallel.shard_group import ShardGroup
 
 # Life of the tensors here:
@@ -19,7 +21,7 @@ from lockstep.parallel.shard_group import ShardGroup
 #   held[i]            gradients kept on this rank only (no_sync), in the dtype of reduction, until the next reduction
 #   buffer     [W * S] from the first arrival to finish; in memory that the communicator moves best
 #   partial    [S]     summed along `shard` and not yet along `replicate` (requires_all_reduce = False)
-#   group.grad [S]     from the reduction until the user has cleared all `.grad`, which are views of it
+#   _sum       [S]     of this backward's reductions, for parameters without `.grad`; their `.grad` become views of it
 
 
 _WAITING_PARTS = 4  # one part in so many of a group's gradients may wait for the reduction before them
@@ -32,12 +34,18 @@ class Settings(NamedTuple):
     all_reduce: bool = True
     divide_factor: float | None = None  # None: by the number of ranks
     all_reduce_hook: Callable[[Tensor], None] | None = None
+    comm_hook: Callable[..., None] | None = None  # makes the mean in place of the communicators
+    reduce_dtype: torch.dtype | None = None  # in which gradients travel; None: as they are computed
+    grad_dtype: torch.dtype | None = None  # of `.grad`; None: the parameter's
 
 
-class _Flight(NamedTuple):
+@final
+@dataclass(eq=False)
+class _Flight:
     work: Work | None  # None where one rank has the whole
     buffer: Tensor | None  # [W * S], the pool's
     out: Tensor  # [S]
+    went_over_replicas: bool = False
 
 
 @final
@@ -49,9 +57,9 @@ class ShardGradients:
 
     def __init__(self, group: ShardGroup, reduce_dtype: torch.dtype | None) -> None:
         self.group = group
-        self.settings = Settings()
+        self.settings = Settings(reduce_dtype=reduce_dtype)
+        self.comm = group.comm  # or another of the same ranks, that gradients travel over
         self.active_ranks: int | None = None  # that have inputs; None: all of them
-        self._reduce_dtype = reduce_dtype
         self._arrived: set[int] = set()
         self._buffer: Tensor | None = None  # the pool's, while gradients arrive
         self._waiting: set[int] = set()  # parameters whose gradients have come and are not in it yet
@@ -60,20 +68,13 @@ class ShardGradients:
         self._flights: list[_Flight] = []
         self._partial: Tensor | None = None
         self._owed: set[int] = set()  # parameters that have something in `_partial`
-        self._summed = False  # group.grad has a sum of this backward
-        self._views: list[Tensor] = []
-        self._users = 0
+        self._sum: Tensor | None = None
+        self._was_reduced = False  # in this backward
 
     @property
     def dtype(self) -> torch.dtype:
         """In which gradients travel."""
-        return self._reduce_dtype or self.group.dtype
-
-    def let_go(self) -> None:
-        """Give back the memory of gradients that the user has cleared."""
-        if self.group.grad is not None and all(param.grad is None for param in self.group.params):
-            self.group.grad = None
-            self._views = []
+        return self.settings.reduce_dtype or self.group.dtype
 
     # ------------------------------------------------------------------ as backward goes on
 
@@ -81,12 +82,16 @@ class ShardGradients:
         """A gradient has come; whether all of the group are here now.
 
         counts: False on a rank that has run out of inputs, whose gradients are zeros.
+        Raises: ShardingError for a sparse gradient.
         """
         whole = self.group.wholes[index]
         self._arrived.add(index)
+        if whole.grad is not None and whole.grad.layout is not torch.strided:
+            raise ShardingError(f"rank {self.group.mesh.whole.rank}: {sparse_gradient(self.group.fqns[index])}")
         if not counts:
             whole.grad = None
         if whole.grad is not None:
+            whole.grad = self.group.faces[index].settled(whole.grad)  # now, which all ranks do in the same order
             if self.settings.sync:
                 self._waiting.add(index)
             else:
@@ -97,7 +102,8 @@ class ShardGradients:
         whole, before = self.group.wholes[index], self._held.get(index)
         assert whole.grad is not None
         with torch.no_grad():
-            self._held[index] = whole.grad.to(self.dtype) if before is None else before.add_(whole.grad)
+            grad = local_tensor(whole.grad)
+            self._held[index] = grad.to(self.dtype) if before is None else before.add_(grad)
         whole.grad = None
 
     def lay_waiting(self, pool: BufferPool) -> None:
@@ -106,7 +112,7 @@ class ShardGradients:
             for index in self._waiting:
                 grad, self.group.wholes[index].grad = self.group.wholes[index].grad, None
                 if grad is not None:
-                    self._lay(index, grad, pool)
+                    self._lay(index, local_tensor(grad), pool)
         self._waiting.clear()
 
     @property
@@ -144,7 +150,7 @@ class ShardGradients:
         numel = group.layout.world_size * group.layout.shard_numel
         if self._buffer is None:
             is_alone = group.comm.world_size == 1
-            self._buffer = self._target() if is_alone else pool.take(group.comm, numel, self.dtype, group.device)
+            self._buffer = self._target() if is_alone else pool.take(self.comm, numel, self.dtype, group.device)
         return self._buffer[:numel].view(group.layout.world_size, -1)
 
     # ------------------------------------------------------------------ reduction
@@ -167,13 +173,26 @@ class ShardGradients:
             self._arrived.clear()
             held.clear()
             self._laid.clear()
+            if self.settings.comm_hook is not None:
+                out = self._by_hook(self.settings.comm_hook, by_rank.view(-1))
+                self._flights.append(_Flight(None, buffer, out, went_over_replicas=True))
+                return
             if group.comm.world_size == 1:
                 self._flights.append(_Flight(None, None, by_rank.view(-1)))
                 return
             out = self._target()
             label = f"reduce {group.label}"
-            work = group.comm.reduce_scatter_tensor(out, by_rank.view(-1), async_op=True, label=label)
+            work = self.comm.reduce_scatter_tensor(out, by_rank.view(-1), async_op=True, label=label)
         self._flights.append(_Flight(work, buffer, out))
+
+    def _by_hook(self, hook: Callable[..., None], whole: Tensor) -> Tensor:
+        """What the user's hook makes of [W * S]; it may put other data, of another dtype, into the tensors it gets."""
+        if self.group.comm.world_size == 1:
+            hook(whole)
+            return whole
+        out = torch.empty(self.group.layout.shard_numel, dtype=whole.dtype, device=whole.device)
+        hook(whole, out)
+        return out
 
     def _target(self) -> Tensor:
         """Where the sum goes."""
@@ -187,7 +206,7 @@ class ShardGradients:
     @property
     def many_wait(self) -> bool:
         """Whether what waits for a buffer is so much that memory counts more than time, on a CPU at least."""
-        numel = sum(self.group.wholes[index].numel() for index in self._waiting)
+        numel = sum(local_tensor(self.group.wholes[index]).numel() for index in self._waiting)
         return numel * _WAITING_PARTS > self.group.layout.whole_numel and self.group.device.type == "cpu"
 
     def may_finish(self, in_need: bool) -> bool:
@@ -200,29 +219,38 @@ class ShardGradients:
         work = self._flights[0].work
         return in_need or work is None or work.is_done()
 
-    def finish_oldest(self, pool: BufferPool) -> None:
-        """Wait for a reduction and add its result to this rank's gradients."""
-        flight = self._flights.pop(0)
+    def wait_for_oldest(self, pool: BufferPool) -> None:
+        """Return when a reduction has ended, along both axes. After an interrupt it may be called again."""
+        flight, replicas = self._flights[0], self.group.replicate_comm
         with torch.no_grad():
             if flight.work is not None:
                 flight.work.wait()
             if flight.buffer is not None:
-                pool.give_back(self.group.comm, flight.buffer)
-            out = self._over_replicas(flight.out)
-            if out is not None:
-                self._add(out)
-
-    def _over_replicas(self, out: Tensor) -> Tensor | None:
-        """The sum along both axes, divided; None where it is to wait for a later backward."""
-        group, settings = self.group, self.settings
-        if group.replicate_comm is not None:
+                buffer, flight.buffer = flight.buffer, None
+                pool.give_back(self.comm, buffer)
+            if replicas is None or flight.went_over_replicas:
+                return
             if self._partial is not None:
-                out.add_(self._partial)
+                flight.out.add_(self._partial)
                 self._partial = None
-            if not settings.all_reduce:
-                self._partial = out
-                return None
-            group.replicate_comm.all_reduce(out, label=f"reduce {group.label}")
+            if self.settings.all_reduce:
+                flight.went_over_replicas = True  # also if interrupted in it: for the others it has begun
+                replicas.all_reduce(flight.out, label=f"reduce {self.group.label}")
+
+    def take_oldest(self) -> None:
+        """Add the result of a reduction that has ended to this rank's gradients. Nothing is said to the others."""
+        out = self._flights.pop(0).out
+        if self.group.replicate_comm is not None and not self.settings.all_reduce:
+            self._partial = out  # until a later backward
+            return
+        with torch.no_grad():
+            self._add(self._divided(out))
+
+    def _divided(self, out: Tensor) -> Tensor:
+        """The mean, or what the user has chosen, of a sum along both axes."""
+        group, settings = self.group, self.settings
+        if settings.comm_hook is not None:
+            return out
         factor = settings.divide_factor or self.active_ranks or group.mesh.whole.world_size
         out = out.to(_wide(out.dtype, group.kept_dtype))
         if factor != 1.0:
@@ -232,65 +260,42 @@ class ShardGradients:
         return out
 
     def _add(self, out: Tensor) -> None:
-        """Take `out` [S] over as the group's gradient, or add it to what earlier backwards left there."""
+        """Add `out` [S] to the `.grad` of earlier backwards; keep it for parameters that have none yet."""
         group = self.group
         out = out.to(group.home, group.kept_dtype)  # the optimizer's
-        kept = [index for index, param in enumerate(group.params) if param.grad is not None]
-        if not kept and not self._summed:
-            self._replace(out)
-        else:
-            grad = group.grad
-            if grad is None or (not self._summed and self._is_kept()):
-                grad, self._views = torch.zeros_like(out), []
-            self._make_own(grad, kept)
-            grad.add_(out)
-            group.grad = grad
-        self._summed = True
+        kept = {index: param.grad for index, param in enumerate(group.params) if param.grad is not None}
+        if kept:
+            pieces = [self._piece(out, index) for index in kept]
+            torch._foreach_add_([local_tensor(grad) for grad in kept.values()], pieces)
+        if len(kept) < len(group.params):
+            self._sum = out if self._sum is None else self._sum.add_(out)
+        self._was_reduced = True
 
-    def _replace(self, out: Tensor) -> None:
-        group = self.group
-        if out is not group.grad:
-            group.grad = out
-            self._views = []
-
-    def _make_own(self, grad: Tensor, kept: list[int]) -> None:
-        """Let `grad` have what the parameters' `.grad` have before more is added; users may have put others there."""
-        if self._summed:
-            return
-        for index, param in enumerate(self.group.params):
-            span = slice(self.group.layout.starts[index], self.group.layout.padding(index, 0)[1])
-            if index not in kept:
-                grad[span].zero_()
-            elif not self._views or param.grad is not self._views[index]:
-                assert param.grad is not None
-                start, stop = self.group.layout.local_span(index, self.group.comm.rank)
-                grad[start:stop].copy_(local_tensor(param.grad).reshape(-1))
-
-    def _is_kept(self) -> bool:
-        """Whether the user holds a gradient of an earlier step, which must not change under him."""
-        assert self.group.grad is not None
-        if not self._views:
-            return True
-        users = torch._C._storage_Use_Count(self.group.grad.untyped_storage()._cdata)
-        return users > self._users or any(sys.getrefcount(view) > 3 for view in self._views)  # 3: list, loop, call
+    def _piece(self, flat: Tensor, index: int) -> Tensor:
+        """This rank's piece of a parameter in a flat shard [S], in its own shape."""
+        layout, rank = self.group.layout, self.group.comm.rank
+        return flat[slice(*layout.local_span(index, rank))].view(layout.piece_shape(index, rank))
 
     # ------------------------------------------------------------------ the end of backward
 
     def hand_out(self, used: list[int]) -> None:
         """Let the gradients of the parameters that any rank used be their `.grad`."""
         group = self.group
-        summed, self._summed = self._summed, False
-        if not summed or group.grad is None:
-            return
-        if not self._views:
-            self._views = self._faces(group.grad)
-            self._users = torch._C._storage_Use_Count(group.grad.untyped_storage()._cdata)
+        total, self._sum = self._sum, None
+        was_reduced, self._was_reduced = self._was_reduced, False
         for index, (param, count) in enumerate(zip(group.params, used, strict=True)):
-            if count and param.grad is not self._views[index]:
-                param.grad = self._views[index]
-            if count:
+            if count and was_reduced:
+                if param.grad is None:
+                    assert total is not None, "kept for parameters without a gradient"
+                    self._set_grad(param, total, index)
                 for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
                     hook(param)
+
+    def _set_grad(self, param: Parameter, total: Tensor, index: int) -> None:
+        dtype = self.settings.grad_dtype
+        if dtype is not None:
+            param.grad_dtype = dtype  # else torch refuses a gradient of another dtype than the parameter's
+        param.grad = self._face(total.to(dtype), index)
 
     def discard(self) -> None:
         """Forget the gradients of this step: it failed on some rank."""
@@ -304,17 +309,22 @@ class ShardGradients:
         self._flights.clear()
         self._partial = None
         self._owed.clear()
-        self._summed = False
+        self._sum = None
+        self._was_reduced = False
         for param in self.group.params:
             param.grad = None
 
-    def _faces(self, grad: Tensor) -> list[Tensor]:
-        group, faces = self.group, []
-        for index, cut in enumerate(group.layout.cuts):
-            start, stop = group.layout.local_span(index, group.comm.rank)
-            piece = grad[start:stop].view(group.layout.piece_shape(index, group.comm.rank))
-            faces.append(as_dtensor(piece, group.mesh.device_mesh, group.mesh.placements(cut.dim), cut.shape))
-        return faces
+    def _face(self, flat: Tensor, index: int) -> Tensor:
+        return self.group.faces[index].piece(self._piece(flat, index))
+
+
+def sparse_gradient(fqn: str) -> str:
+    """What to say of a parameter that cannot be trained in shards."""
+    return (
+        f"parameter {fqn!r} gets a sparse gradient, which cannot be cut over the ranks: build the Embedding with "
+        "sparse=False, or leave it out, ignored_params={layer.weight} (FullyShardedDataParallel: ignored_states), and "
+        "add its gradients yourself"
+    )
 
 
 def _put(place: Tensor, grad: Tensor, adds: bool) -> None:

@@ -12,10 +12,12 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lockstep.errors import ShardingError
-from lockstep.parallel.dtensors import DTensor, as_dtensor, local_tensor
+from lockstep.parallel.dtensors import DTensor, local_tensor
+from lockstep.parallel.kept_part import KeptPart
 from lockstep.parallel.shard_extension import Extended, Surroundings, cut_extended, is_extended
+from lockstep.parallel.shard_face import Face
 from lockstep.parallel.shard_layout import Cut, ShardLayout
-from lockstep.parallel.shard_mesh import ShardMesh
+from lockstep.parallel.shard_mesh import ShardMesh, neighbours
 from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from lockstep.parallel.unsharded import Gathered, Resident, Unsharded, pieces_of
 
@@ -52,6 +54,7 @@ class Member(NamedTuple):
     owners: tuple[Owner, ...]
     dim: int
     fqn: str
+    face: Face
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class ShardGroup:
         self.replicate_comm = mesh.replicate
         self.fqns = [member.fqn for member in members]
         self.owners = [member.owners for member in members]
-        self.layout = ShardLayout([Cut(tuple(m.param.shape), m.dim) for m in members], self.comm.world_size)
+        self.faces = [member.face for member in members]
+        self.layout = ShardLayout([Cut(m.face.shape, m.dim) for m in members], self.comm.world_size)
         self.policy = policy
         self.compute_dtype = policy.param_dtype if first.dtype.is_floating_point else None
         self.device = mesh.device
@@ -104,7 +108,7 @@ class ShardGroup:
         self.pins = offload is not None and offload.pin_memory
         self.state = ShardState.SHARDED
         self.unsharded: Unsharded | None = None
-        self.grad: Tensor | None = None  # [S] reduced gradients, laid out and typed as `flat`; see ShardGradients
+        self._shows_part = False  # the modules have what `kept_part` shows
         self.kept_dtype = first.dtype
         self.home = (
             torch.device("meta") if first.is_meta else torch.device("cpu") if offload is not None else self.device
@@ -112,7 +116,7 @@ class ShardGroup:
         self.is_extended = is_extended(first, members[0].fqn)
         self.flat: Tensor | None = None
         self.pieces = self._cut_out([member.param for member in members])
-        self.params = self._faces([member.param for member in members])
+        self.params = [self._sharded(index, member.param) for index, member in enumerate(members)]
         self.wholes: list[Parameter] = []
         self._whole_versions: list[int] = []
         for member, name in zip(members, self.fqns, strict=True):
@@ -134,8 +138,11 @@ class ShardGroup:
 
     # ------------------------------------------------------------------ unshard and reshard
 
-    def place(self, sharing: bool) -> None:
-        """Decide where the whole parameters will be. Collective: every rank of `mesh.shard`; later calls do nothing."""
+    def place(self, sharing: bool, parts: int | None = None) -> None:
+        """Decide where the whole parameters will be. Collective: every rank of `mesh.shard`; later calls do nothing.
+
+        parts: how many neighbours keep the gathered whole in parts, from forward to backward.
+        """
         if self.unsharded is not None:
             return
         if self.home.type == "meta":
@@ -144,13 +151,13 @@ class ShardGroup:
                 "model) or lockstep.load_safetensors(model, path)"
             )
         with torch.no_grad(), torch.inference_mode(False):
-            self.unsharded = self._find_place(sharing)
-        self.wholes = [
-            Parameter(view, requires_grad=param.requires_grad)
-            for view, param in zip(self.unsharded.views, self.params, strict=True)
-        ]
+            self.unsharded = self._find_place(sharing, parts)
+            self.wholes = [
+                face.whole(view, param.requires_grad)
+                for face, view, param in zip(self.faces, self.unsharded.views, self.params, strict=True)
+            ]
 
-    def _find_place(self, sharing: bool) -> Unsharded:
+    def _find_place(self, sharing: bool, parts: int | None) -> Unsharded:
         layout, comm = self.layout, self.comm
         if self.is_extended:
             return Extended(self.pieces[0], comm, self._surroundings(), self.label)
@@ -167,7 +174,8 @@ class ShardGroup:
                     resident.write(self.pieces)
                     self._move(resident.mine)
                 return resident
-        return Gathered(layout, self.dtype, self.device, comm, self.label)
+        gathered = Gathered(layout, self.dtype, self.device, comm, self.label)
+        return gathered if parts is None else KeptPart(gathered, layout, *neighbours(comm, parts), self.label)
 
     def _move(self, pieces: list[Tensor]) -> None:
         """From now on the truth is in `pieces`."""
@@ -229,16 +237,33 @@ class ShardGroup:
                 whole.requires_grad_(param.requires_grad)
         self._whole_versions = [whole._version for whole in self.wholes]
         self._register(self.wholes)
+        self._shows_part = False
         self.state = ShardState.UNSHARDED
 
-    def reshard(self) -> None:
-        """Let the modules have the shards; give the memory of the whole parameters back."""
-        if self.state is ShardState.SHARDED:
-            return
-        assert self.unsharded is not None
-        self.unsharded.release()
-        self._register(self.params)
-        self.state = ShardState.SHARDED
+    def reshard(self, shows_part: bool = False) -> None:
+        """Let the modules have the shards, or the kept parts; give the memory of the whole parameters back."""
+        if self.state is not ShardState.SHARDED:
+            assert self.unsharded is not None
+            self.unsharded.release()
+            part = self.kept_part if shows_part else None
+            self._register(self.params if part is None else part.faces(self.params))
+            self._shows_part = part is not None
+            self.state = ShardState.SHARDED
+        elif self._shows_part and not shows_part:
+            self._register(self.params)
+            self._shows_part = False
+
+    @property
+    def kept_part(self) -> KeptPart | None:
+        """Where the whole parameters are, if parts of them stay between forward and backward."""
+        return self.unsharded if isinstance(self.unsharded, KeptPart) else None
+
+    def forget_part(self) -> None:
+        """Gather from the shards next."""
+        if self.kept_part is not None:
+            self.kept_part.forget()
+        if self._shows_part:
+            self.reshard()
 
     def _register(self, params: Sequence[Parameter]) -> None:
         for owners, param in zip(self.owners, params, strict=True):
@@ -298,12 +323,11 @@ class ShardGroup:
             self.home = torch.device("cpu") if self.offloads else locals_[0].device
             self.pieces = self._make_pieces()
             self.unsharded = None
-            self.grad = None
         with torch.no_grad():
             for piece, local in zip(self.pieces, locals_, strict=True):
                 if piece.data_ptr() != local.data_ptr():
                     piece.copy_(local)
-        self.params = self._faces(current)
+        self.params = [self._put_into(index, param) for index, param in enumerate(current)]
         self._register(self.params)
 
     def _check_adoptable(self, index: int, param: Parameter | None) -> None:
@@ -326,7 +350,7 @@ class ShardGroup:
         if self.home.type != "meta":
             for index, (piece, param) in enumerate(zip(pieces, params, strict=True)):
                 first, rows = self.layout.rows(index, self.comm.rank)
-                piece.copy_(param.detach().narrow(self.layout.cuts[index].dim, first, rows))
+                piece.copy_(local_tensor(param).detach().narrow(self.layout.cuts[index].dim, first, rows))
         return pieces
 
     def _make_pieces(self) -> list[Tensor]:
@@ -335,19 +359,14 @@ class ShardGroup:
         self.flat = flat.pin_memory() if self.pins and self.home.type == "cpu" and torch.cuda.is_available() else flat
         return pieces_of(self.flat, self.layout, self.comm.rank)
 
-    def _faces(self, params: Sequence[Tensor | None]) -> list[Parameter]:
-        """The pieces as DTensors. A parameter that is one already stays the same object, for its optimizer's sake."""
-        faces: list[Parameter] = []
-        for index, (piece, param) in enumerate(zip(self.pieces, params, strict=True)):
-            assert param is not None
-            cut = self.layout.cuts[index]
-            if isinstance(param, DTensor):
-                face = param
-                face._local_tensor = piece
-            else:
-                dtensor = as_dtensor(piece, self.mesh.device_mesh, self.mesh.placements(cut.dim), cut.shape)
-                face = Parameter(dtensor, requires_grad=param.requires_grad)
-                vars(face).update({key: value for key, value in vars(param).items() if key not in vars(face)})
-            face._lockstep_slot = ShardSlot(self, index)  # pyright: ignore[reportAttributeAccessIssue]
-            faces.append(face)  # pyright: ignore[reportArgumentType]
-        return faces
+    def _sharded(self, index: int, param: Parameter) -> Parameter:
+        """What stands in the place of `param` between uses, with the attributes that users have given it."""
+        sharded = Parameter(self.faces[index].piece(self.pieces[index]), requires_grad=param.requires_grad)
+        vars(sharded).update({key: value for key, value in vars(param).items() if key not in vars(sharded)})
+        return self._put_into(index, sharded)
+
+    def _put_into(self, index: int, param: Any) -> Parameter:
+        """`param`, a DTensor, with our piece; it stays the same object, for its optimizer's sake."""
+        param._local_tensor = self.pieces[index]
+        param._lockstep_slot = ShardSlot(self, index)
+        return param

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.mesh import Mesh
+from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DeviceMesh, Replicate, Shard, mesh_of_ranks
 
@@ -36,6 +38,11 @@ class ShardMesh:
         return (Shard(dim),) if self.device_mesh.ndim == 1 else (Replicate(), Shard(dim))
 
 
+# Made once for the ranks of a transport; nothing here may refer to it
+_neighbours: WeakKeyDictionary[Transport, dict[int, tuple[Communicator, DeviceMesh]]] = WeakKeyDictionary()
+_apart: WeakKeyDictionary[Transport, Communicator] = WeakKeyDictionary()
+
+
 def resolve_mesh(mesh: Any) -> ShardMesh:
     """`mesh` as a ShardMesh: None (torch's default group), a Communicator, a Mesh or a DeviceMesh of 1 or 2 axes.
 
@@ -56,6 +63,30 @@ def resolve_mesh(mesh: Any) -> ShardMesh:
     raise ConfigError(
         f"mesh={mesh!r}: pass a torch DeviceMesh, a lockstep Mesh or Communicator, or nothing for the default group"
     )
+
+
+def neighbours(comm: Communicator, size: int) -> tuple[Communicator, DeviceMesh]:
+    """The `size` neighbours of which this rank is one, and the mesh of all such groups, [copies, shard]; made once.
+
+    Collective: every rank of `comm`, the first time.
+    """
+    made = _neighbours.setdefault(comm.transport, {})
+    if size not in made:
+        found = _of_ours(Mesh(comm, {"copies": -1, "shard": size}))
+        made[size] = found.shard, found.device_mesh
+    return made[size]
+
+
+def apart(comm: Communicator) -> Communicator:
+    """A second communicator of the same ranks, whose operations do not wait for those of `comm`; made once.
+
+    Collective: every rank of `comm`, the first time.
+    """
+    if comm.transport not in _apart:
+        made = comm.split(0, name=f"{comm.name}/apart")
+        assert made is not None, "all ranks gave a color"
+        _apart[comm.transport] = made
+    return _apart[comm.transport]
 
 
 def _of_ours(mesh: Mesh) -> ShardMesh:

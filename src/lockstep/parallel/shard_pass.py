@@ -61,13 +61,23 @@ class Outcome(NamedTuple):
     plan: tuple[ShardOp, ...]  # for the next pass of this kind
 
 
+class _Early(NamedTuple):
+    """An operation that was run ahead."""
+
+    executed: int  # its place among what was run
+    due: int  # its place in the plan, as it is needed
+
+
 @final
 class ShardPass:
     """One pass on one rank.
 
     run: executes an operation; its second argument says whether this rank will use the result. Returns whether that
         will be there when it is needed.
+    give_back: undoes a gather that was run ahead and that this rank has passed without need of it.
+    units: per group, the number of its unit; what one unit needs is gathered at one time.
     width: length of the vector given to `end`, equal on all ranks.
+    early: whether gathers are planned one reduction before they were needed last time.
     Collective: every rank of `comm` makes one, of the same kind, and ends it; needs may differ between ranks.
     """
 
@@ -77,20 +87,25 @@ class ShardPass:
         kind: PassKind,
         plan: Sequence[ShardOp],
         run: Callable[[ShardOp, bool], bool],
+        give_back: Callable[[ShardOp], None],
+        units: Sequence[int],
         width: int = 0,
+        early: bool = True,
     ) -> None:
         self.kind = kind
         self._comm = comm
         self._given = tuple(plan)
-        self._order = gather_early(plan)  # places in `plan`
+        self._order = gather_early(plan, units) if early else tuple(range(len(plan)))  # places in `plan`
         self._plan = tuple(plan[place] for place in self._order)
         self._run = run
+        self._give_back = give_back
         self._width = width
         self._cursor = 0
         self._executed: list[ShardOp] = []
         self._useful: list[bool] = []  # per executed operation, whether any rank had use for it
         self._wanted: list[bool] = []  # per executed operation, whether this rank had use for it
-        self._early: dict[ShardOp, int] = {}  # prefetched and not asked for yet -> place in `_executed`
+        self._early: dict[ShardOp, _Early] = {}  # run ahead and not asked for yet
+        self._owed: ShardOp | None = None  # what runs; after an error in it, what the other ranks still wait for
         self._is_over = False  # the ranks turned out to do different things
         self._kinds = torch.full((1,), _HELLO - kind, dtype=torch.int32, device=comm.device)
         self._all_kinds = torch.empty(comm.world_size, dtype=torch.int32, device=comm.device)
@@ -121,7 +136,9 @@ class ShardPass:
     def need(self, op: ShardOp) -> None:
         """Return when `op` has been run for this rank: from the plan, or in rounds with the others."""
         if op in self._early:
-            self._wanted[self._early.pop(op)] = True
+            early = self._early.pop(op)
+            self._wanted[early.executed] = True
+            self._pass_by(early.due)
             return
         self.meet()
         if self._comm.world_size == 1:
@@ -137,6 +154,7 @@ class ShardPass:
     def _go_to(self, op: ShardOp) -> None:
         """Run the plan up to `op`. What stands before it ahead of its own need is kept, the rest only others need."""
         target = self._plan.index(op, self._cursor)
+        self._pass_by(self._order[target])
         while self._cursor < target:
             if self._order[self._cursor] > self._order[target]:
                 self.run_ahead()
@@ -153,9 +171,10 @@ class ShardPass:
         """Run the next operation of the plan before it is needed."""
         self.meet()
         op = self._plan[self._cursor]
+        due = self._order[self._cursor]
         self._cursor += 1
         if self._execute(op, wanted=False, keep=True):
-            self._early[op] = len(self._executed) - 1
+            self._early[op] = _Early(len(self._executed) - 1, due)
 
     def end(self, used: Sequence[int] | None = None, failed: bool = False) -> Outcome:
         """Run what the plan still has, serve the other ranks until all have ended, and say how it went.
@@ -168,6 +187,8 @@ class ShardPass:
         if self._comm.world_size == 1:
             return Outcome([0] if failed else [], list(used), ())
         self.meet()
+        if self._owed is not None and self._owed.verb == "reduce":  # it waits, and then begins; a gather begins at once
+            self._run(self._owed, False)
         self._run_out()
         code = _FAILED if failed else _END_WITH_WASTE if not all(self._wanted) else _END
         while True:
@@ -183,6 +204,12 @@ class ShardPass:
 
     # ------------------------------------------------------------------ parts of the above
 
+    def _pass_by(self, due: int) -> None:
+        """This rank has come to place `due` of the plan: give back what was to be needed before, and was not."""
+        for op in [op for op, early in self._early.items() if early.due < due]:
+            del self._early[op]
+            self._give_back(op)
+
     def _step(self, wanted: ShardOp | None) -> None:
         op = self._plan[self._cursor]
         self._cursor += 1
@@ -195,7 +222,10 @@ class ShardPass:
     def _execute(self, op: ShardOp, wanted: bool, keep: bool) -> bool:
         self._executed.append(op)
         self._wanted.append(wanted)
-        return self._run(op, keep)
+        self._owed = op
+        ran = self._run(op, keep)
+        self._owed = None
+        return ran
 
     def _round(
         self, code: int, mine: ShardOp | None, vector: Sequence[int] | None = None
@@ -237,17 +267,22 @@ class ShardPass:
         return tuple(op for _, op, useful in ran if useful)
 
 
-def gather_early(ops: Sequence[ShardOp]) -> tuple[int, ...]:
-    """The places of `ops` with each gather one reduce earlier: it is under way while the unit before it computes.
+def gather_early(ops: Sequence[ShardOp], units: Sequence[int]) -> tuple[int, ...]:
+    """The places of `ops` with gathers one reduce earlier: they are under way while the unit before them computes.
 
-    Needed is G2 R2 G1 R1, planned is G2 G1 R2 R1. One step, so that never more than two units are whole at a time.
+    Needed is G2 R2 G1 R1, planned is G2 G1 R2 R1. One step, and one unit (`units`: of each group) where several are
+    gathered and none reduced, frozen ones: never are more than two units whole at a time.
     """
     planned: list[int] = []
+    early = -1  # the unit that was gathered before the reduce at the end of `planned`
     for place, op in enumerate(ops):
-        if op.verb == "gather" and planned and ops[planned[-1]].verb == "reduce":
+        if op.verb == "reduce":
+            early = -1
+        elif planned and ops[planned[-1]].verb == "reduce" and early in (-1, units[op.group]):
+            early = units[op.group]
             planned.insert(len(planned) - 1, place)
-        else:
-            planned.append(place)
+            continue
+        planned.append(place)
     return tuple(planned)
 
 

@@ -38,7 +38,7 @@ class ShardUnit:
         groups: Sequence[ShardGroup],
         mesh: ShardMesh,
         policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.modules = tuple(modules)
         self._managed = tuple(managed)  # `modules` and what is in them, without other units
@@ -47,13 +47,15 @@ class ShardUnit:
         self.groups = list(groups)
         self.gradients = [ShardGradients(group, policy.reduce_dtype) for group in groups]
         self.first_index = 0  # of `groups` among all groups of the context
-        self.reshard_after_forward = reshard_after_forward  # None: unless it is the root
+        # True, False, or on how many neighbours the whole parameters stay; None: unless it is the root
+        self.reshard_after_forward = reshard_after_forward
         self.reshard_after_backward = True
         self.unshard_in_backward = True
         self.made_by_hand = False  # whole since `unshard()`, for the next forward
         self.forward_prefetch: list[ShardUnit] = []
         self.backward_prefetch: list[ShardUnit] = []
         self.prefetches_in_backward = True  # False: less memory, and waiting for each gather
+        self.gathers_early = True  # as the root: gathers of backward stand before the reduction that they follow
         self.context: ShardContext | None = None
         self._ran: set[int] = set()  # modules of this unit that ran in the current forward
         # Forwards whose backward will tell when it is through with the parameters; a dropped graph drops its own
@@ -68,7 +70,12 @@ class ShardUnit:
         """Whether the whole parameters are given back between forward and backward."""
         if self.reshard_after_forward is None:
             return self.context is None or self.context.root is not self
-        return self.reshard_after_forward
+        return bool(self.reshard_after_forward)
+
+    @property
+    def parts(self) -> int | None:
+        """On how many neighbours the whole parameters stay, in parts, between forward and backward."""
+        return None if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward
 
     def check(self) -> None:
         """Raises: ShardingError where parameters are not what they were when they were sharded."""
@@ -171,14 +178,16 @@ class ShardUnit:
         self._ran.add(id(module))
         if self.reshards_after_forward and len(self._ran) == len(self.modules):
             self._ran.clear()
-            self.reshard()
+            self.reshard(shows_part=True)
         return output
 
     def forward_ended(self, keep: bool) -> None:
         """The outermost forward has ended; `keep` what a backward is going to use."""
         self._ran.clear()
+        if not keep:
+            self.forget_parts()
         if self.reshards_after_forward or not keep:
-            self.reshard()
+            self.reshard(shows_part=True)
 
     # ------------------------------------------------------------------ parameters
 
@@ -199,10 +208,15 @@ class ShardUnit:
                     setattr(whole, _TELLS, True)
                     whole.register_post_accumulate_grad_hook(_Arrival(self, number, index))
 
-    def reshard(self) -> None:
-        """Let the modules have the shards."""
+    def reshard(self, shows_part: bool = False) -> None:
+        """Let the modules have the shards, or the parts of the whole parameters that stay until backward."""
         for group in self.groups:
-            group.reshard()
+            group.reshard(shows_part)
+
+    def forget_parts(self) -> None:
+        """Keep nothing of whole parameters that were given back. All ranks at the same point."""
+        for group in self.groups:
+            group.forget_part()
 
     def reshard_complete(self) -> None:
         """Let the modules have the shards of the groups whose gradients are all here."""
@@ -240,6 +254,10 @@ class _Through(torch.autograd.Function):
         if unit is not None and unit.context is not None:
             unit.open_forwards.discard(ctx.opened)
             unit.context.unit_through(unit)
+        if torch.is_grad_enabled():  # these gradients may be differentiated in turn, with the whole parameters again
+            for grad in grads:
+                if isinstance(grad, Tensor) and grad.requires_grad:
+                    grad.register_hook(lambda again, unit=ctx.unit: _pre_backward(unit, again))
         return (None, None, *grads)
 
 

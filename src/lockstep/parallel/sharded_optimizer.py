@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -11,12 +12,12 @@ from torch.optim import Optimizer
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import Work
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.zero.chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
+from lockstep.parallel.zero.late import LateParameters
 from lockstep.parallel.zero.overlap import ReduceScatterMean
-from lockstep.parallel.zero.pieces import Build, PieceOptimizer
+from lockstep.parallel.zero.pieces import Build, PerParameter, PieceOptimizer
 from lockstep.parallel.zero.probe import OptimizerClass, runs_fused, why_not_elementwise
 from lockstep.parallel.zero.share import Member, Share, sharded_already, share_buckets, share_local, share_whole
 from lockstep.parallel.zero.state import (
@@ -43,6 +44,12 @@ class ShardedOptimizer(Optimizer):
       backward, half the bytes of an all-reduce, and `.grad` is None after it. `lockstep.clip_grad_norm_` and our
       GradScaler find the gradients; torch's do not. They add up over several backward passes until `step` or this
       object's `zero_grad` clears them; the model's own `zero_grad` does not see them.
+    - `overlap_forward`: the module that has all the parameters. `step` then returns while updated ones are on their
+      way, in the order of registration, and they arrive while forward computes. Each module waits for its own before
+      its forward; `parameters()`, `state_dict()` and attributes of any module in it wait for what they give out. But
+      who holds a parameter itself (`param_groups`, a list made before) reads old values until `wait`; call that too
+      before a group is closed. Clear gradients by this object's `zero_grad`: the module's waits for everything. Not
+      for a module that torch.compile has compiled.
     - `assume_elementwise`: skip the trial that finds optimizers which cannot work on pieces of a parameter, because
       they look at whole rows or norms (Muon, Adafactor, LBFGS). For a class whose step is elementwise but random.
 
@@ -62,6 +69,7 @@ class ShardedOptimizer(Optimizer):
         *,
         process_group: Any = None,
         ddp: DistributedDataParallel | None = None,
+        overlap_forward: torch.nn.Module | None = None,
         assume_elementwise: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -82,6 +90,7 @@ class ShardedOptimizer(Optimizer):
         self._parts: list[PieceOptimizer] = []
         self._home: dict[int, tuple[PieceOptimizer, int]] = {}  # id of a parameter -> its part, and its index there
         self._overlap: ReduceScatterMean | None = None  # feeds the first parts, one for each of its buckets
+        self._late = None if overlap_forward is None else LateParameters(overlap_forward)
         self._consolidated: tuple[int, StateDict] | None = None  # the rank that has it, and what it has
         super().__init__(params, defaults)
         self._share_out(0)
@@ -110,11 +119,16 @@ class ShardedOptimizer(Optimizer):
 
     def _share_out(self, first: int) -> None:
         """Give the parameters of the groups from `first` on their places."""
+        self.wait()
         members = list(self._members(first))
         if not members:
             return
+        if self._late is not None:
+            for member in members:
+                self._late.check(member.param, member.name)
         build = Build(self._optimizer_cls, self._kwargs, self._runs_fused(members))
-        longest = UNFUSED_ELEMENTS if members[0].param.is_cpu and not build.fuse else None
+        is_fused = build.fuse or self._kwargs.get("fused")
+        longest = UNFUSED_ELEMENTS if members[0].param.is_cpu and not is_fused else None
         whole = [member for member in members if not sharded_already(member)]
         local = [member for member in members if sharded_already(member)]
         shares: list[Share] = []
@@ -154,18 +168,30 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._consolidated = None
-        works: list[Work] = []
+        self.wait()
         with torch.no_grad():
-            gradients = self._gradients()
-            try:
-                for part, mine in zip(self._parts, gradients, strict=True):
-                    works.append(part.step(mine, self.param_groups))  # sent while the next is stepped
-            finally:
-                for work in works:
-                    work.wait()
+            steps = list(zip(self._parts, self._gradients(), strict=True))
+            late = self._late
+            if late is not None:
+                steps.sort(key=lambda step: late.place(step[0].chunk))
+            with contextlib.ExitStack() as ends:
+                for part, mine in steps:
+                    work = part.step(mine, self.param_groups)  # sent while the next is stepped
+                    if late is None:
+                        ends.callback(work.wait)
+                    else:
+                        late.add(part.chunk, work)
         if self._overlap is not None:
             self._overlap.clear()
         return loss
+
+    def wait(self) -> None:
+        """Have all updated parameters here; only with `overlap_forward` is there something to wait for. Blocks.
+
+        Raises: CommError where another rank was lost meanwhile.
+        """
+        if self._late is not None:
+            self._late.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that backward has left with their owners (`ddp`)."""
@@ -276,24 +302,3 @@ class ShardedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise ConfigError("a ShardedOptimizer cannot be copied or pickled: save its state_dict()")
-
-
-@final
-class PerParameter(Mapping[Tensor, dict[str, Any]]):
-    """The state of a ShardedOptimizer by parameter, put together when it is asked for."""
-
-    def __init__(self, parts: Sequence[PieceOptimizer]) -> None:
-        self._parts = parts
-
-    def __getitem__(self, param: Tensor) -> dict[str, Any]:
-        for part in self._parts:
-            for index, known in enumerate(part.chunk.params):
-                if known is param:
-                    return part.state_of(index)
-        raise KeyError(param)
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return (part.chunk.params[index] for part in self._parts for index in part.states())
-
-    def __len__(self) -> int:
-        return sum(len(part.states()) for part in self._parts)

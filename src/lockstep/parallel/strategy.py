@@ -29,6 +29,7 @@ from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.fsdp1.arguments import ShardingStrategy
 from lockstep.parallel.fsdp1.mesh import mesh_for
 from lockstep.parallel.fsdp_module import FSDPModule
@@ -36,6 +37,7 @@ from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.replica import broadcast_coalesced, describe_model, verify_same_model
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.uneven_inputs import JoinedBatches, ReplicaParticipant
 from lockstep.parallel.wrap_policies import CustomPolicy, modules_to_shard
 from lockstep.parallel.zero.probe import runs_fused
 
@@ -53,35 +55,41 @@ def parallelize(
     units: Any = None,
     mp_policy: Any = None,
     offload_policy: Any = None,
+    fill: Callable[[Module], object] | None = None,
 ) -> Module:
     """Make `module` train on all ranks of `mesh` as one, with rank 0's values; returns what to call from now on.
 
     That is a DistributedDataParallel around it, or, where parameters are cut, `module` itself. Its parameters move to
-    the ranks' device, unless they are on the meta device: for parameters that are cut, call `materialize` after this.
+    the ranks' device. What is on the meta device gets its values from `fill`, or later where parameters are cut.
 
     mesh: a lockstep Communicator or Mesh, a torch DeviceMesh, or None for torch's default group. Two axes are (replica,
         shard) for "hybrid", which else takes (hosts, ranks of a host); the other strategies use all ranks as one axis.
     units: what is gathered together: None for the elements of every ModuleList, which are the blocks of a transformer;
         or modules, or a wrap policy. What is in none of them is one unit more.
     mp_policy, offload_policy: those of fully_shard, where parameters are cut.
+    fill: gives `module` values that are equal on all ranks, once it is cut where it is cut: `materialize`, or
+        `lambda module: load_safetensors(module, path)`.
     Collective: every rank, with equal arguments.
-    Memory: the whole module on each rank while it is cut; build on the meta device what is too large for that.
+    Memory: the whole module on each rank while it is cut, unless it is on the meta device.
     Raises: ConfigError, UnsupportedArgument; ModelMismatch if ranks built different modules.
     """
     if sharding not in get_args(Sharding):
         raise ConfigError(f"sharding={sharding!r}: it is one of {', '.join(get_args(Sharding))}")
     where = resolve_mesh(mesh)
-    is_meta = any(param.is_meta for param in module.parameters())
     if sharding in ("none", "optimizer"):
         _refuse(sharding, mp_policy=mp_policy, offload_policy=offload_policy)
-        if is_meta:
-            raise ConfigError(f"the module is on the meta device: materialize it before parallelize(..., {sharding!r})")
+        if fill is not None:
+            fill(module)
+        if _is_meta(module):
+            raise ConfigError(
+                f"the module is on the meta device: parallelize(..., {sharding!r}, fill=lockstep.materialize)"
+            )
         replica = DistributedDataParallel(module.to(where.device), process_group=where.whole)
         if sharding == "optimizer":
             _cut_optimizer.add(replica)
         return replica
     verify_same_model(where.whole, describe_model(module))
-    if not is_meta:
+    if not _is_meta(module):
         module.to(where.device)
         broadcast_coalesced(where.whole, [*module.parameters(), *module.buffers()], label="shard.init")
     lines = _lines(where, sharding)
@@ -90,6 +98,8 @@ def parallelize(
         fully_shard(
             unit, mesh=lines, reshard_after_forward=reshards, mp_policy=mp_policy, offload_policy=offload_policy
         )
+    if fill is not None:
+        fill(module)
     return module
 
 
@@ -122,15 +132,19 @@ def microbatch(model: Module, is_last: bool) -> AbstractContextManager[None]:
 
 
 def in_step(model: Module, batches: Iterable[Batch]) -> Iterator[tuple[Batch, bool]]:
-    """`batches`, each with True; where parameters are cut, then the last one with False until all ranks are through.
+    """`batches`, each with True; then the last one with False, whose gradients are zeros, until all ranks are through.
 
-    So ranks may have different numbers of batches. A rank that had none gets another's.
-    Collective: where parameters are cut, every rank, until the end.
+    So ranks may have different numbers of batches. A rank that had none gets another's. Ranks with whole parameters
+    need no company where no gradients are recorded: each has its own batches then, and no more.
+    Collective: every rank, until the end.
     """
-    if not isinstance(model, FSDPModule):
+    if isinstance(model, FSDPModule | FullyShardedDataParallel):
+        joined = model.join(batches)
+    elif isinstance(model, DistributedDataParallel) and torch.is_grad_enabled():
+        joined = JoinedBatches(ReplicaParticipant(model), batches, divide_by_initial_world_size=True)
+    else:
         yield from ((batch, True) for batch in batches)
         return
-    joined = model.join(batches)
     for batch in joined:
         yield batch, joined.has_own
 
@@ -153,6 +167,10 @@ def chosen_units(module: Module, units: Any = None) -> list[Module]:
         names = ", ".join(sorted(type(part).__name__ for part in strange))
         raise ConfigError(f"units has modules that are not in the {type(module).__name__}: {names}")
     return modules_to_shard(module, CustomPolicy(lambda part: part in chosen))
+
+
+def _is_meta(module: Module) -> bool:
+    return any(param.is_meta for param in module.parameters())
 
 
 def _lines(where: ShardMesh, sharding: Sharding) -> ShardMesh:

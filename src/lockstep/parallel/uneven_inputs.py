@@ -2,21 +2,82 @@
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterable, Iterator
-from typing import Any, Generic, TypeVar, final
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import DataError
+from lockstep.parallel.outputs import output_tensors
 from lockstep.parallel.shard_context import context_of
 from lockstep.parallel.shard_unit import ShardUnit
+
+if TYPE_CHECKING:
+    from lockstep.parallel.ddp import DistributedDataParallel
 
 Batch = TypeVar("Batch")
 
 _NONE, _OLD, _OWN = range(3)  # a rank has had no batch at all; only old ones; one of its own now
+
+
+class Participant(abc.ABC):
+    """A model that has to be in step with those of other ranks."""
+
+    @property
+    @abc.abstractmethod
+    def comm(self) -> Communicator:
+        """The ranks."""
+
+    @abc.abstractmethod
+    def take_part(self, counts: bool, active_ranks: int | None) -> None:
+        """From now on this rank's gradients count, or are zeros; they are divided by `active_ranks`, None for all."""
+
+
+@final
+class ShardedParticipant(Participant):
+    """A model that is cut over the ranks."""
+
+    def __init__(self, unit: ShardUnit) -> None:
+        self._unit = unit
+
+    @property
+    def comm(self) -> Communicator:
+        return context_of(self._unit).comm  # another one, if a larger model was made of this one meanwhile
+
+    def take_part(self, counts: bool, active_ranks: int | None) -> None:
+        context = context_of(self._unit)
+        context.counts = counts
+        for gradients in context.gradients:
+            gradients.active_ranks = active_ranks
+
+
+@final
+class ReplicaParticipant(Participant):
+    """A model of which every rank has a whole copy. Gradients are always divided by the number of all ranks."""
+
+    def __init__(self, replica: DistributedDataParallel) -> None:
+        self._replica = replica
+        self._hook: RemovableHandle | None = None
+
+    @property
+    def comm(self) -> Communicator:
+        return self._replica.reducer.comm
+
+    def take_part(self, counts: bool, active_ranks: int | None) -> None:
+        if self._hook is not None:
+            self._hook.remove()
+        self._hook = None if counts else self._replica.register_forward_hook(_without_gradient)
+
+
+def _without_gradient(replica: Any, inputs: Any, output: Any) -> None:
+    """The outputs of a forward get zeros in backward, and so does all that comes before them."""
+    for tensor in output_tensors(output):
+        tensor.register_hook(torch.zeros_like)
 
 
 @final
@@ -34,15 +95,15 @@ class JoinedBatches(Generic[Batch]):
     Raises: DataError on every rank where one had no batch at all, and the others' cannot stand in for it.
     """
 
-    def __init__(self, unit: ShardUnit, batches: Iterable[Batch], divide_by_initial_world_size: bool) -> None:
+    def __init__(self, participant: Participant, batches: Iterable[Batch], divide_by_initial_world_size: bool) -> None:
         self.has_own = True
-        self.active_ranks = context_of(unit).comm.world_size  # that still have batches of their own
-        self._unit = unit
+        self.active_ranks = participant.comm.world_size  # that still have batches of their own
+        self._participant = participant
         self._batches = batches
         self._divides_by_all = divide_by_initial_world_size
 
     def __iter__(self) -> Iterator[Batch]:
-        comm, nothing = context_of(self._unit).comm, object()
+        comm, nothing = self._participant.comm, object()
         self.has_own, self.active_ranks = True, comm.world_size
         own = iter(self._batches)
         batch: Any = nothing
@@ -58,16 +119,10 @@ class JoinedBatches(Generic[Batch]):
                     return
                 if _NONE in said:
                     batch = _stand_in(comm, batch, is_lacking=batch is nothing, source=active[0])
-                self._set(counts=self.has_own, active=None if self._divides_by_all else len(active))
+                self._participant.take_part(self.has_own, None if self._divides_by_all else len(active))
                 yield batch
         finally:
-            self._set(counts=True, active=None)
-
-    def _set(self, counts: bool, active: int | None) -> None:
-        context = context_of(self._unit)  # another one, if a larger model was made of this one meanwhile
-        context.counts = counts
-        for gradients in context.gradients:
-            gradients.active_ranks = active
+            self._participant.take_part(True, None)
 
 
 def _say(comm: Communicator, word: int) -> list[int]:

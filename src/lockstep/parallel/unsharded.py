@@ -101,13 +101,20 @@ class Gathered(Unsharded):
     needs_gather = True
 
     def __init__(
-        self, layout: ShardLayout, dtype: torch.dtype, device: torch.device, comm: Communicator, label: str
+        self,
+        layout: ShardLayout,
+        dtype: torch.dtype,
+        device: torch.device,
+        comm: Communicator,
+        label: str,
+        whole: Tensor | None = None,
     ) -> None:
         self._layout = layout
         self._comm = comm
         self._label = f"gather {label}"
-        self._flat = torch.empty(layout.whole_numel, dtype=dtype, device=device)  # the one owner of the storage
-        self._nbytes = self._flat.untyped_storage().nbytes()
+        self._flat = torch.empty(layout.whole_numel, dtype=dtype, device=device) if whole is None else whole
+        self._nbytes = self._flat.numel() * self._flat.element_size()
+        self._flat.untyped_storage().resize_(self._nbytes)
         self.views = [_part(self._flat, *layout.whole_span(i), cut.shape) for i, cut in enumerate(layout.cuts)]
         indices = range(len(layout.cuts))
         self._placed = [i for i in indices if device.type == "cpu" and self._is_worth_an_operation(i)]
@@ -115,6 +122,11 @@ class Gathered(Unsharded):
         self._buffer: Tensor | None = None
         self._work: Work = DONE
         self.release()
+
+    @property
+    def whole(self) -> Tensor:
+        """All parameters one after the other [whole_numel]: what owns the storage, empty after `release`."""
+        return self._flat
 
     def _is_worth_an_operation(self, index: int) -> bool:
         shape, dim = self._layout.cuts[index]

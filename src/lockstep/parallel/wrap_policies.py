@@ -34,7 +34,7 @@ def unit_overrides(root: Module, policy: Any, ignored_modules: Iterable[Module] 
     """`modules_to_shard` with the arguments that a CustomPolicy gave each: {} unless it returned a dict."""
     if policy is None:
         return {}
-    walk = _Walk(root, _asked(policy, root, ignored_modules), ignored_modules)
+    walk = _Walk(root, as_function(policy, root, ignored_modules), ignored_modules)
     for child in root.children():
         walk.visit(child)
     return walk.chosen
@@ -81,8 +81,8 @@ def _uses(top: Module) -> Counter[Parameter]:
     return Counter(param for module in top.modules() for param in module._parameters.values() if param is not None)
 
 
-def _asked(policy: Any, root: Module, ignored_modules: Iterable[Module]) -> Callable[..., Any]:
-    """`policy` as a function of module, recurse and nonwrapped_numel."""
+def as_function(policy: Any, root: Module, ignored_modules: Iterable[Module]) -> Callable[..., Any]:
+    """`policy` as a function of module, recurse and nonwrapped_numel.  Raises: ConfigError for what is no policy."""
     if callable(policy):
         return policy
     if not hasattr(policy, "_run_policy"):  # the one method of torch's policies that are no functions

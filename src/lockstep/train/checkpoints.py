@@ -29,6 +29,7 @@ from lockstep.parallel.named_state import (
     room_for_state,
     unwrapped,
 )
+from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
 
@@ -74,12 +75,13 @@ def load_values(path: Path) -> State:
 def restore(comm: Communicator, path: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Put the weights and the optimizer's state of checkpoint `path` back.
 
-    Collective: every rank of `comm`. Memory: each rank reads its own pieces of a folder, and the whole of a file.
+    Collective: every rank of `comm`. Memory: each rank's own pieces, of a folder and of a file.
     Raises: CheckpointError where it is of another model.
     """
     weights = unwrapped(model).state_dict()
     if not path.is_dir():
-        state = store.load(path)
+        keeps = not isinstance(optimizer, ShardedOptimizer)  # the tensors it is given; ours copies its pieces
+        state = store.load(path, mapped=not keeps)
         fill(weights, state[_MODEL])
         load_optimizer_state(model, optimizer, state.get(_OPTIMIZER, {}))
         return

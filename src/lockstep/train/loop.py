@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -18,6 +19,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.data.loader import TokenLoader, validation_batches
 from lockstep.data.tokens import TokenizedText, prepare_tokens
 from lockstep.errors import ConfigError, DataError
+from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import is_cut
 from lockstep.parallel.strategy import parallelize
 from lockstep.train.checkpoints import restore, save
@@ -110,8 +112,9 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str) -
     )
     check_enough(run, loader, text)
     start = find_start(run, comm, resume)
-    model = build_model(run.model, text.tokenizer, run.seed)
-    replica = parallelize(model, run.train.sharding, mesh=comm)
+    model = build_model(run.model, text.tokenizer)
+    fill = partial(materialize, seed=run.seed, device=comm.device)
+    replica = parallelize(model, run.train.sharding, mesh=comm, fill=fill)
     optimizer = build_optimizer(replica, run.optim)
     if start.found:
         check_same_text(start, text)

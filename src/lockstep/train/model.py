@@ -1,4 +1,4 @@
-"""Config -> a randomly initialised Hugging Face model."""
+"""Config -> a Hugging Face model, still without values."""
 
 from __future__ import annotations
 
@@ -9,17 +9,16 @@ from lockstep.data.tokenizer import Tokenizer
 from lockstep.train.config import ModelConfig
 
 
-def build_model(config: ModelConfig, tokenizer: Tokenizer, seed: int) -> nn.Module:
-    """The model on the CPU, in training mode. The same `seed` gives the same weights on every rank of every world.
+def build_model(config: ModelConfig, tokenizer: Tokenizer) -> nn.Module:
+    """The model on the meta device, in training mode. No rank has it whole before it is cut: `materialize` fills it.
 
     Shapes: of `input_ids` [B, T] int64, T <= context, it makes an output with `logits` [B, T, V].
-    Memory: weights in fp32.
+    Memory: none; weights will be fp32.
     """
     from transformers.models.gpt2.configuration_gpt2 import GPT2Config
     from transformers.models.gpt2.modeling_gpt2 import GPT2LMHeadModel
 
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    with torch.device("meta"):
         model = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=tokenizer.vocab_size,

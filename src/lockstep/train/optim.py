@@ -34,4 +34,4 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     betas = (config.beta1, config.beta2)
-    return optimizer_for(model, torch.optim.AdamW, groups, lr=config.lr, betas=betas, fused=True)
+    return optimizer_for(model, torch.optim.AdamW, groups, lr=config.lr, betas=betas)

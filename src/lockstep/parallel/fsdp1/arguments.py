@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch.nn import Module, Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from lockstep.errors import ConfigError, UnsupportedArgument
+from lockstep.errors import ConfigError
 from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 _Kind = TypeVar("_Kind")
@@ -56,6 +57,7 @@ class MixedPrecision:
     """Dtypes of computation, reduction and buffers. None leaves a dtype as it is.
 
     buffer_dtype: floating-point buffers are cast to it in the first forward; state dicts have them as they were.
+    keep_low_precision_grads: gradients are handed out in param_dtype, for optimizers that take them so.
     cast_forward_inputs: every unit casts its floating-point inputs to param_dtype.
     cast_root_forward_inputs: the outermost one does.
     _module_classes_to_ignore: with an auto_wrap_policy, modules of these classes are units without mixed precision.
@@ -69,20 +71,8 @@ class MixedPrecision:
     cast_root_forward_inputs: bool = True
     _module_classes_to_ignore: Sequence[type[Module]] = (_BatchNorm,)
 
-    @property
-    def ignored_classes(self) -> tuple[type[Module], ...]:
-        """Classes whose modules compute in their own dtype."""
-        return tuple(self._module_classes_to_ignore)
-
     def policy(self) -> MixedPrecisionPolicy:
-        """The same for fully_shard, which casts no inputs: whether to do it depends on who is the root.
-
-        Raises: UnsupportedArgument.
-        """
-        if self.keep_low_precision_grads:
-            raise UnsupportedArgument(
-                "keep_low_precision_grads", "a gradient has the dtype of its shard, which is what the optimizer updates"
-            )
+        """The same for fully_shard, which casts no inputs: whether to do it depends on who is the root."""
         return MixedPrecisionPolicy(self.param_dtype, self.reduce_dtype, cast_forward_inputs=False)
 
 
@@ -154,6 +144,12 @@ class ShardedOptimStateDictConfig:
 StateDictConfig = FullStateDictConfig | LocalStateDictConfig | ShardedStateDictConfig
 OptimStateDictConfig = FullOptimStateDictConfig | LocalOptimStateDictConfig | ShardedOptimStateDictConfig
 
+_CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
+    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
+    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
+    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
+}
+
 
 @dataclass(frozen=True)
 class StateDictSettings:
@@ -178,16 +174,14 @@ class StateDictSettings:
         )
 
     @property
-    def is_full(self) -> bool:
-        """Whether whole tensors are given and taken."""
-        return self.state_dict_type is StateDictType.FULL_STATE_DICT
+    def rank0_only(self) -> bool:
+        """Whether rank 0 alone gets a module's state."""
+        return getattr(self.state_dict_config, "rank0_only", False)
 
-
-_CONFIGS: dict[StateDictType, tuple[Any, Any]] = {
-    StateDictType.FULL_STATE_DICT: (FullStateDictConfig, FullOptimStateDictConfig),
-    StateDictType.LOCAL_STATE_DICT: (LocalStateDictConfig, LocalOptimStateDictConfig),
-    StateDictType.SHARDED_STATE_DICT: (ShardedStateDictConfig, ShardedOptimStateDictConfig),
-}
+    @property
+    def optim_rank0_only(self) -> bool:
+        """Whether rank 0 alone gets an optimizer's state, and gives it."""
+        return getattr(self.optim_state_dict_config, "rank0_only", False)
 
 
 class OptimStateKeyType(enum.Enum):
@@ -207,14 +201,11 @@ def understood(kind: type[_Kind], given: Any, argument: str, default: _Kind | No
     if isinstance(given, kind):
         return given
     if type(given).__name__ == kind.__name__:
-        if isinstance(given, enum.Enum):
-            members: Any = kind
-            if given.name in members.__members__:
-                return members[given.name]
-        elif dataclasses.is_dataclass(kind):
-            names = [field.name for field in dataclasses.fields(kind)]
-            if all(hasattr(given, name) for name in names):
-                return kind(**{name: getattr(given, name) for name in names})
+        of_ours: Any = kind
+        with contextlib.suppress(KeyError, AttributeError):  # of that name, and something else
+            if isinstance(given, enum.Enum):
+                return of_ours[given.name]
+            return of_ours(**{field.name: getattr(given, field.name) for field in dataclasses.fields(of_ours)})
     raise ConfigError(f"{argument}={given!r}: pass a {kind.__name__}, lockstep's or torch's")
 
 
@@ -228,20 +219,19 @@ class Ignored(NamedTuple):
 def understand_ignored(ignored_modules: Iterable[Module] | None, ignored_states: Iterable[Any] | None) -> Ignored:
     """The ignored modules, with all below them, and the ignored parameters, with those of the modules.
 
-    Raises: ValueError where both are given, or things of different kinds.
+    Raises: ValueError where both are given, ConfigError for things of other kinds, or of both.
     """
     if ignored_modules is not None and ignored_states is not None:
         raise ValueError(
             "Cannot pass both ignored_modules and ignored_states at the same time. Please just pass ignored_states."
         )
-    states = list(ignored_states if ignored_states is not None else ignored_modules or ())
-    if ignored_states is not None and states and all(isinstance(state, Parameter) for state in states):
-        return Ignored(set(), {state for state in states if isinstance(state, Parameter)})
-    wrong = sorted({type(state).__name__ for state in states if not isinstance(state, Module)})
-    if wrong:
-        what = (
-            "ignored_modules takes modules" if ignored_states is None else "ignored_states takes parameters or modules"
-        )
-        raise ConfigError(f"{what}, all of one kind, not {', '.join(wrong)}")
+    argument = "ignored_states" if ignored_modules is None else "ignored_modules"
+    states: list[Any] = list(ignored_modules or ignored_states or ())
+    if argument == "ignored_states" and all(isinstance(state, Parameter) for state in states):
+        return Ignored(set(), set(states))
+    if not all(isinstance(state, Module) for state in states):
+        found = ", ".join(sorted({type(state).__name__ for state in states}))
+        kinds = "modules" if argument == "ignored_modules" else "parameters or modules, all of one kind"
+        raise ConfigError(f"{argument} takes {kinds}, not {found}")
     modules = {module for top in states for module in top.modules()}
     return Ignored(modules, {param for module in modules for param in module.parameters(recurse=False)})

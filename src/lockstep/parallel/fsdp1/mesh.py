@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakValueDictionary
 
 from lockstep.comm import preflight, torch_names
 from lockstep.comm.communicator import Communicator
@@ -13,8 +12,9 @@ from lockstep.parallel.dtensors import DeviceMesh
 from lockstep.parallel.fsdp1.arguments import ShardingStrategy
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 
-# One grid for all wrappers over the same ranks. A grid keeps its ranks' transport, so no id is in use twice.
-_grids: WeakValueDictionary[tuple[int, int], ShardMesh] = WeakValueDictionary()
+# In a transport's own dict: one grid for all wrappers over the same ranks, which lives as long as the transport. Ranks
+# make it together, so it must not depend on when each of them lets go of its last wrapper.
+_GRIDS = "_lockstep_grids"
 
 
 def mesh_for(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> ShardMesh:
@@ -42,42 +42,34 @@ def mesh_for(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -
 
 
 def _as_mesh(process_group: Any) -> Any:
-    """Something that resolve_mesh takes."""
+    """Something that resolve_mesh takes; a pair is torch's (group that shards, group that replicates)."""
     if process_group is None or isinstance(process_group, Communicator | ShardMesh):
         return process_group
-    if isinstance(process_group, tuple):
-        return _of_two_groups(process_group)
-    return DeviceMesh.from_group(process_group, torch_names.communicator_over(process_group).device.type)
-
-
-def _of_two_groups(groups: tuple[Any, ...]) -> DeviceMesh:
-    """From torch's pair: the group that shards, the group that replicates."""
-    if len(groups) != 2 or any(group is None or isinstance(group, Communicator) for group in groups):
+    if not isinstance(process_group, tuple):
+        return DeviceMesh.from_group(process_group, torch_names.communicator_over(process_group).device.type)
+    if len(process_group) != 2 or any(group is None or isinstance(group, Communicator) for group in process_group):
         raise ConfigError(
-            f"process_group={groups!r}: a pair is torch's (group that shards, group that replicates); of a lockstep "
-            "Communicator pass device_mesh=comm.mesh(replica=..., shard=...)"
+            f"process_group={process_group!r}: a pair is torch's (group that shards, group that replicates); of a "
+            "lockstep Communicator pass device_mesh=comm.mesh(replica=..., shard=...)"
         )
-    shard, replicate = (torch_names.communicator_over(group) for group in groups)
+    shard, replicate = (torch_names.communicator_over(group) for group in process_group)
     rows = replicate.all_gather_object(list(shard.global_ranks), label="fsdp.mesh")
     names = ("replicate", "shard")
-    return DeviceMesh.from_group([groups[1], groups[0]], shard.device.type, rows, mesh_dim_names=names)
+    return DeviceMesh.from_group(list(process_group[::-1]), shard.device.type, rows, mesh_dim_names=names)
 
 
 def _grid(comm: Communicator, ranks_per_shard: int) -> ShardMesh:
-    key = (id(comm.transport), ranks_per_shard)
-    found = _grids.get(key)
-    if found is None:
+    grids: dict[int, ShardMesh] = vars(comm.transport).setdefault(_GRIDS, {})
+    if ranks_per_shard not in grids:
         replicas = comm.world_size // ranks_per_shard
-        found = _grids[key] = resolve_mesh(comm.mesh(replica=replicas, shard=ranks_per_shard))
-    return found
+        grids[ranks_per_shard] = resolve_mesh(comm.mesh(replica=replicas, shard=ranks_per_shard))
+    return grids[ranks_per_shard]
 
 
 def _ranks_per_host(comm: Communicator) -> int:
     hosts = hosts_of(comm.all_gather_object(preflight.machine_id(), label="fsdp.mesh"))
     size = len(hosts[0])
-    if [rank for host in hosts for rank in host] != list(range(comm.world_size)) or {len(host) for host in hosts} != {
-        size
-    }:
+    if hosts != tuple(tuple(range(first, first + size)) for first in range(0, comm.world_size, size)):
         raise ConfigError(
             f"the hosts have ranks {', '.join(str(list(host)) for host in hosts)}: without equally many, numbered one "
             "host after the other, pass device_mesh with two axes, (replicate, shard)"

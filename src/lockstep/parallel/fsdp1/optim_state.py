@@ -9,8 +9,8 @@ These are what torch's FullyShardedDataParallel gives and takes, so a file of on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -28,12 +28,15 @@ from lockstep.parallel.fsdp1.arguments import (
     StateDictType,
     understood,
 )
-from lockstep.parallel.fsdp1.state import get_state_dict_type, reshard_all
-from lockstep.parallel.fsdp1.tensors import gathered, resharded
+from lockstep.parallel.fsdp1.state import get_state_dict_type, presented, reshard_all
+from lockstep.parallel.fsdp1.tensors import resharded
 from lockstep.parallel.fsdp1.unit import clean_name, units_in
 
 StateDict = dict[str, Any]
 OptimInput = Iterable[Any] | None  # what was given to the optimizer: parameters, or groups of them
+Params = dict[str, Parameter]  # an optimizer's, by name, in its order, which numbers them
+
+_FROM_ONE = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True))
 
 
 def optim_state_dict(
@@ -44,7 +47,7 @@ def optim_state_dict(
     optim_state_dict: what to take instead of `optim.state_dict()`. group: not needed, the wrappers know theirs.
     Collective: every rank. Memory: what it returns, and one state tensor.
     """
-    return _save(model, _Naming.of(model, optim), optim_state_dict or optim.state_dict(), get_state_dict_type(model))
+    return _save(model, _params(model, optim), optim_state_dict or optim.state_dict(), get_state_dict_type(model))
 
 
 def optim_state_dict_to_load(
@@ -61,8 +64,7 @@ def optim_state_dict_to_load(
     Collective: with rank0_only, where rank 0's is taken; with DTensors that lie otherwise than the parameters.
     Raises: ConfigError where there is no parameter of a name.
     """
-    settings = get_state_dict_type(model)
-    found = _load(model, _Naming.of(model, optim), optim_state_dict, settings, by_name=is_named_optimizer)
+    found = _load(model, _params(model, optim), optim_state_dict, get_state_dict_type(model), is_named_optimizer)
     if load_directly:
         optim.load_state_dict(found)
     return found
@@ -75,27 +77,26 @@ def full_optim_state_dict(
     model: Module, optim: Optimizer, optim_input: OptimInput = None, rank0_only: bool = True, group: Any = None
 ) -> StateDict:
     """`optim_state_dict` with whole tensors on the CPU, on rank 0 unless rank0_only=False. Collective: every rank."""
-    settings = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=rank0_only))
-    return _save(model, _Naming.of(model, optim, optim_input), optim.state_dict(), settings)
+    settings = _FROM_ONE if rank0_only else StateDictSettings()
+    return _save(model, _params(model, optim, optim_input), optim.state_dict(), settings)
 
 
 def sharded_optim_state_dict(model: Module, optim: Optimizer, group: Any = None) -> StateDict:
     """`optim_state_dict` with DTensors. Collective: every rank."""
     settings = StateDictSettings.of(StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig(False))
-    return _save(model, _Naming.of(model, optim), optim.state_dict(), settings)
+    return _save(model, _params(model, optim), optim.state_dict(), settings)
 
 
 def shard_full_optim_state_dict(
     full_optim_state_dict: StateDict, model: Module, optim_input: OptimInput = None, optim: Optimizer | None = None
 ) -> StateDict:
     """What `optim.load_state_dict` takes, from whole tensors that every rank has."""
-    return _load(model, _Naming.of(model, optim, optim_input), full_optim_state_dict, StateDictSettings())
+    return _load(model, _params(model, optim, optim_input), full_optim_state_dict, StateDictSettings())
 
 
 def flatten_sharded_optim_state_dict(sharded_optim_state_dict: StateDict, model: Module, optim: Optimizer) -> StateDict:
     """What `optim.load_state_dict` takes, from DTensors. Collective: every rank."""
-    settings = StateDictSettings.of(StateDictType.SHARDED_STATE_DICT)
-    return _load(model, _Naming.of(model, optim), sharded_optim_state_dict, settings)
+    return _load(model, _params(model, optim), sharded_optim_state_dict, StateDictSettings())
 
 
 def scatter_full_optim_state_dict(
@@ -106,8 +107,7 @@ def scatter_full_optim_state_dict(
     group: Any = None,
 ) -> StateDict:
     """What `optim.load_state_dict` takes, from whole tensors that rank 0 has. Collective: every rank."""
-    settings = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True))
-    return _load(model, _Naming.of(model, optim, optim_input), full_optim_state_dict or {}, settings)
+    return _load(model, _params(model, optim, optim_input), full_optim_state_dict or {}, _FROM_ONE)
 
 
 def rekey_optim_state_dict(
@@ -118,135 +118,103 @@ def rekey_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> StateDict:
     """The same state with parameters called by name or by number, for one process and a model that is not wrapped."""
-    to_names = (
-        understood(OptimStateKeyType, optim_state_key_type, "optim_state_key_type") is OptimStateKeyType.PARAM_NAME
-    )
-    kinds = {type(key) for key in optim_state_dict["state"]}
-    if len(kinds) > 1:
-        raise ValueError(f"Invalid parameter keys: {optim_state_dict['state'].keys()}")
-    if kinds <= {str if to_names else int}:
+    wanted = understood(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
+    state, found = optim_state_dict["state"], {type(key) for key in optim_state_dict["state"]}
+    if len(found) > 1:
+        raise ValueError(f"Invalid parameter keys: {state.keys()}")
+    if found <= {str if wanted is OptimStateKeyType.PARAM_NAME else int}:
         return optim_state_dict
-    names = _Naming.of(model, optim, optim_input).names
-    new_key: Any = names.__getitem__ if to_names else {name: number for number, name in enumerate(names)}.__getitem__
-    groups = copy.deepcopy(optim_state_dict["param_groups"])
-    for each in groups:
-        each["params"] = [new_key(key) for key in each["params"]]
-    return {"state": {new_key(key): value for key, value in optim_state_dict["state"].items()}, "param_groups": groups}
+    new: dict[Any, Any] = dict(enumerate(_params(model, optim, optim_input)))
+    if wanted is OptimStateKeyType.PARAM_ID:
+        new = {name: number for number, name in new.items()}
+    groups = _renamed(optim_state_dict["param_groups"], new)
+    return {"state": {new[key]: entry for key, entry in state.items()}, "param_groups": groups}
 
 
 # ------------------------------------------------------------------ names and numbers
 
 
-class _Naming(NamedTuple):
-    """The parameters of an optimizer in its order, which numbers them, and their names in the model."""
-
-    params: list[Parameter]
-    names: list[str]
-
-    @classmethod
-    def of(cls, model: Module, optim: Optimizer | None, optim_input: OptimInput = None) -> _Naming:
-        """Without an optimizer the parameters it was given, or those of the model."""
-        reshard_all(model)
-        if optim is not None:
-            params = [param for each in optim.param_groups for param in each["params"]]
-        else:
-            given = list(model.parameters() if optim_input is None else optim_input)
-            params = [p for each in given for p in (each["params"] if isinstance(each, dict) else [each])]
-        names = {param: clean_name(name) for name, param in Module.named_parameters(model)}
-        unknown = [tuple(param.shape) for param in params if param not in names]
-        if unknown:
-            raise ConfigError(
-                f"the optimizer has {len(unknown)} parameter(s) that are not in the model, of shapes {unknown[:3]}: "
-                "make it from the parameters of the wrapped model, and outside of summon_full_params"
-            )
-        return cls(params, [names[param] for param in params])
+def _params(model: Module, optim: Optimizer | None, optim_input: OptimInput = None) -> Params:
+    """The parameters of `optim`; without one those it was given, or those of the model."""
+    reshard_all(model)
+    given = (model.parameters() if optim_input is None else optim_input) if optim is None else optim.param_groups
+    params = [param for each in given for param in (each["params"] if isinstance(each, dict) else [each])]
+    names = {param: clean_name(name) for name, param in model.named_parameters()}
+    unknown = [tuple(param.shape) for param in params if param not in names]
+    if unknown:
+        raise ConfigError(
+            f"the optimizer has {len(unknown)} parameter(s) that are not in the model, of shapes {unknown[:3]}: "
+            "make it from the parameters of the wrapped model, and outside of summon_full_params"
+        )
+    return {names[param]: param for param in params}
 
 
-def _has_sharded(model: Module) -> Communicator:
-    units = units_in(model)
-    if not units:
-        raise ConfigError(f"there is no FullyShardedDataParallel in this {type(model).__name__}")
-    return units[0].mesh.whole
+def _renamed(groups: list[StateDict], new: Mapping[Any, Any]) -> list[StateDict]:
+    return [{**each, "params": [new[key] for key in each["params"]]} for each in copy.deepcopy(groups)]
+
+
+def _ranks_of(model: Module) -> Communicator:
+    get_state_dict_type(model)  # raises where nothing is wrapped
+    return units_in(model)[0].mesh.whole
 
 
 # ------------------------------------------------------------------ out
 
 
-def _save(model: Module, naming: _Naming, raw: StateDict, settings: StateDictSettings) -> StateDict:
-    comm = _has_sharded(model)
-    config = settings.optim_state_dict_config
-    rank0_only = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    by_key: dict[Any, int] = {key: n for n, name in enumerate(naming.names) for key in (n, name)}
+def _save(model: Module, params: Params, raw: StateDict, settings: StateDictSettings) -> StateDict:
+    comm = _ranks_of(model)
+    names = {key: name for number, name in enumerate(params) for key in (number, name)}
     state: dict[Any, Any] = {}
     for key, entry in raw["state"].items():
-        number = by_key.get(key)
-        if number is None:
+        if key in names:
+            param = params[names[key]]
+            state[names[key]] = {name: _saved(value, param, settings) for name, value in entry.items()}
+        else:
             state[key] = entry  # the user's own
-            continue
-        param = naming.params[number]
-        state[naming.names[number]] = {
-            name: _saved(value, param, settings, rank0_only, config.offload_to_cpu) for name, value in entry.items()
-        }
-    if rank0_only and comm.rank != 0:
+    if settings.optim_rank0_only and comm.rank != 0:
         return {}
-    groups = copy.deepcopy(raw["param_groups"])
-    for each in groups:
-        each["params"] = [naming.names[by_key[key]] for key in each["params"]]
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": _renamed(raw["param_groups"], names)}
 
 
-def _saved(value: Any, param: Parameter, settings: StateDictSettings, rank0_only: bool, to_cpu: bool) -> Any:
+def _saved(value: Any, param: Parameter, settings: StateDictSettings) -> Any:
     if not isinstance(value, Tensor):
         return value
-    found: Tensor | None = value.detach()
-    if isinstance(param, DTensor) and local_tensor(value).shape == local_tensor(param).shape and param.ndim:
-        if settings.is_full:
-            found = gathered(local_tensor(value), param, rank0_only)
-        elif settings.state_dict_type is StateDictType.LOCAL_STATE_DICT:
-            found = local_tensor(value.detach())
-        else:
-            found = resharded(value, param, "", is_local=not isinstance(value, DTensor))
-    elif isinstance(value, DTensor):  # of another shape than the parameter, as factored states are
-        found = value.full_tensor() if settings.is_full else found
-    elif settings.is_full:
-        found = value.detach().clone()
-    return found.cpu() if to_cpu and found is not None else found
+    kind, found = settings.state_dict_type, cast("Tensor | None", value.detach())
+    like = param if isinstance(value, DTensor) else local_tensor(param)
+    if isinstance(param, DTensor) and value.shape == like.shape:
+        found = presented(value, param, kind, settings.optim_rank0_only)
+    elif kind is StateDictType.FULL_STATE_DICT:  # of another shape than the parameter, as factored states are
+        found = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
+    return found.cpu() if settings.optim_state_dict_config.offload_to_cpu and found is not None else found
 
 
 # ------------------------------------------------------------------ in
 
 
 def _load(
-    model: Module, naming: _Naming, saved: Mapping[str, Any], settings: StateDictSettings, by_name: bool = False
+    model: Module, params: Params, saved: Mapping[str, Any], settings: StateDictSettings, by_name: bool = False
 ) -> StateDict:
-    comm = _has_sharded(model)
-    config = settings.optim_state_dict_config
-    from_rank0 = isinstance(config, FullOptimStateDictConfig) and config.rank0_only
-    if from_rank0:
-        saved = _skeleton_of_rank0(comm, saved)
-    number_of = {name: number for number, name in enumerate(naming.names)}
-    known = {clean_name(name) for name, _ in Module.named_parameters(model, remove_duplicate=False)}
+    comm = _ranks_of(model)
+    entries, groups = (
+        _of_rank0(comm, saved) if settings.optim_rank0_only else (saved["state"].items(), saved.get("param_groups"))
+    )
+    keys: dict[str, Any] = {name: name if by_name else number for number, name in enumerate(params)}
+    known = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
     state: dict[Any, Any] = {}
-    for name, entry in saved["state"].items():
-        if from_rank0:
-            entry = {key: _value_of_rank0(comm, value) for key, value in entry.items()}
-        if name in number_of:
-            number = number_of[name]
-            made = {key: _loaded(value, naming.params[number], is_local, name) for key, value in entry.items()}
-            state[name if by_name else number] = made
+    for name, entry in entries:
+        if name in params:
+            state[keys[name]] = {key: _loaded(value, params[name], is_local, name) for key, value in entry.items()}
         elif name not in known:
             state[name] = copy.copy(entry)  # the user's own
-    if "param_groups" not in saved:
+    if groups is None:
         return {"state": state}
-    groups = [dict(each) for each in saved["param_groups"]]
-    for each in groups:
-        lost = [name for name in each["params"] if name not in known]
-        if lost:
-            raise ConfigError(f"the optimizer state has {', '.join(lost[:3])}, which the model has not")
-        numbers = sorted({number_of[name] for name in each["params"] if name in number_of})
-        each["params"] = [naming.names[number] for number in numbers] if by_name else numbers
-    return {"state": state, "param_groups": groups}
+    named = [(each, set(each["params"])) for each in groups]
+    lost = sorted(name for _, names in named for name in names - known)
+    if lost:
+        raise ConfigError(f"the optimizer state has {', '.join(lost[:3])}, which the model has not")
+    mine = [{**each, "params": [keys[name] for name in params if name in names]} for each, names in named]
+    return {"state": state, "param_groups": mine}
 
 
 def _loaded(value: Any, param: Parameter, is_local: bool, name: str) -> Any:
@@ -257,33 +225,26 @@ def _loaded(value: Any, param: Parameter, is_local: bool, name: str) -> Any:
     return resharded(value, param, name, is_local).clone()  # the optimizer keeps it: a view would keep the whole
 
 
-def _skeleton_of_rank0(comm: Communicator, saved: Mapping[str, Any]) -> StateDict:
-    """Rank 0's state dict; what stands for a tensor is the tensor on rank 0, and shape and dtype elsewhere."""
-    told = None
-    if comm.rank == 0:
-        state = {name: {k: _described(v) for k, v in entry.items()} for name, entry in saved["state"].items()}
-        told = [state, [dict(each) for each in saved.get("param_groups", ())]]
-    state, groups = comm.broadcast_object(told, label="fsdp.optimizer")
-    return dict(saved) if comm.rank == 0 else {"state": state, "param_groups": groups}
+def _of_rank0(comm: Communicator, saved: Mapping[str, Any]) -> tuple[Iterator[tuple[str, dict[str, Any]]], Any]:
+    """The state and the groups of rank 0's state dict, the state one parameter at a time."""
+    mine = list(saved["state"].items()) if comm.rank == 0 else []
+    number, groups = comm.broadcast_object([len(mine), saved.get("param_groups")], label="fsdp.optimizer")
+    entries: list[tuple[str, dict[str, Any]]] = mine or [("", {})] * number
+    return (_entry_of_rank0(comm, *entry) for entry in entries), groups
 
 
-def _described(value: Any) -> Any:
-    return (
-        {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch.")}
-        if isinstance(value, Tensor)
-        else value
-    )
-
-
-def _value_of_rank0(comm: Communicator, value: Any) -> Any:
-    is_tensor = (
-        isinstance(value, Tensor) if comm.rank == 0 else isinstance(value, dict) and set(value) == {"shape", "dtype"}
-    )
-    if not is_tensor:
-        return value
-    if comm.rank == 0:
-        tensor: Tensor = value.detach().to(comm.device).contiguous()  # pyright: ignore[reportAttributeAccessIssue]
-    else:
-        tensor = torch.empty(value["shape"], dtype=getattr(torch, value["dtype"]), device=comm.device)
-    comm.broadcast(tensor, label="fsdp.optimizer")
-    return tensor if tensor.ndim else tensor.cpu()
+def _entry_of_rank0(comm: Communicator, name: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    described = [
+        [key, list(v.shape), str(v.dtype).removeprefix("torch.")] if isinstance(v, Tensor) else [key, v, None]
+        for key, v in entry.items()
+    ]
+    name, described = comm.broadcast_object([name, described], label="fsdp.optimizer")
+    found: dict[str, Any] = {}
+    for key, value, dtype in described:
+        if dtype is not None:
+            like = torch.empty(value, dtype=getattr(torch, dtype), device=comm.device)
+            tensor = entry[key].detach().to(comm.device).contiguous() if comm.rank == 0 else like
+            comm.broadcast(tensor, label="fsdp.optimizer")
+            value = tensor if tensor.ndim else tensor.cpu()
+        found[key] = value
+    return name, found

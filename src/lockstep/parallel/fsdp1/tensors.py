@@ -11,28 +11,24 @@ from lockstep.parallel.dtensors import DTensor, as_dtensor, local_tensor
 from lockstep.parallel.shard_group import ShardSlot, slot_of
 
 
-@torch.no_grad()
-def full_tensor(param: Tensor) -> Tensor:
-    """The whole of a sharded parameter, in memory of its own; a copy of any other tensor.
-
-    Collective: every rank that has pieces.
-    """
-    whole = gathered(local_tensor(param), param)
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The whole of a sharded parameter; any other tensor itself. Collective: every rank that has pieces."""
+    whole = gathered(tensor, tensor) if isinstance(tensor, DTensor) else tensor.detach()
     assert whole is not None
     return whole
 
 
 @torch.no_grad()
 def gathered(piece: Tensor, param: Tensor, rank0_only: bool = False) -> Tensor | None:
-    """The whole tensor that the ranks have pieces of, cut as `param` is: its gradient, or its optimizer's state.
+    """The whole tensor that the ranks have pieces of, cut as `param` is: itself, its gradient, its optimizer's state.
 
     Collective: every rank that has pieces. Memory: the whole; nothing, and None, on other ranks than 0 if `rank0_only`.
     """
-    slot = slot_of(param)
-    if slot is not None:
+    piece, slot = local_tensor(piece).detach(), slot_of(param)
+    if slot is not None and slot.group.faces[slot.index].spread is None:
         return _gather(piece, slot, rank0_only)
     if not isinstance(param, DTensor):
-        return piece.detach().clone()
+        return piece.clone()
     mesh = param.device_mesh
     whole = as_dtensor(piece, mesh, param.placements, param.shape).full_tensor()
     if rank0_only and any(mesh.get_coordinate() or ()):
@@ -42,20 +38,19 @@ def gathered(piece: Tensor, param: Tensor, rank0_only: bool = False) -> Tensor |
 
 def _gather(piece: Tensor, slot: ShardSlot, rank0_only: bool) -> Tensor | None:
     group, index = slot.group, slot.index
-    comm, layout = group.comm, group.layout
+    comm, cut, label = group.comm, group.layout.cuts[index], f"fsdp.whole {slot.fqn}"
     if rank0_only and group.replicate_comm is not None and group.replicate_comm.rank != 0:
         return None  # its line along `shard` holds copies of what rank 0's line gathers
-    piece = piece.detach().to(comm.device)
+    piece = piece.to(comm.device)
     if rank0_only and comm.rank != 0:
-        comm.gather(piece, dst=0, label=f"fsdp.whole {slot.fqn}")
+        comm.gather(piece, dst=0, label=label)
         return None
-    cut = layout.cuts[index]
     whole = torch.empty(cut.shape, dtype=piece.dtype, device=piece.device)
-    pieces = [whole.narrow(cut.dim, *layout.rows(index, rank)) for rank in range(comm.world_size)]
+    pieces = [whole.narrow(cut.dim, *group.layout.rows(index, rank)) for rank in range(comm.world_size)]
     if rank0_only:
-        comm.gather(piece, pieces, label=f"fsdp.whole {slot.fqn}")
+        comm.gather(piece, pieces, label=label)
     else:
-        comm.all_gather(pieces, piece, label=f"fsdp.whole {slot.fqn}")
+        comm.all_gather(pieces, piece, label=label)
     return whole
 
 
@@ -83,8 +78,7 @@ def resharded(value: Tensor, param: DTensor, name: str, is_local: bool = False) 
         if (value.placements, value.device_mesh.shape) == (param.placements, param.device_mesh.shape):
             return sharded_like(local_tensor(value), param)
         value = value.full_tensor().detach()
-        is_local = False
-    if is_local:
+    elif is_local:
         expected = tuple(local_tensor(param).shape)
         if tuple(value.shape) != expected:
             raise ConfigError(

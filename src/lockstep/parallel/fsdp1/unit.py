@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch.nn import Module, Parameter
 
+from lockstep.parallel import shard_context
 from lockstep.parallel.fsdp1.arguments import Ignored, MixedPrecision, ShardingStrategy, StateDictSettings
 from lockstep.parallel.shard_mesh import ShardMesh
+from lockstep.parallel.shard_unit import ShardUnit
 
 if TYPE_CHECKING:
     from lockstep.parallel.fsdp1.summon import Summoned
@@ -32,20 +34,25 @@ class FsdpUnit:
     ignored: Ignored
     settings: StateDictSettings = field(default_factory=StateDictSettings)
     is_root: bool = True  # in no other wrapper
-    is_synced: bool = True  # not in no_sync
+    has_hook: bool = False  # reduces gradients in a way of the user's
     is_fp32: bool = False  # casts its inputs to fp32, and its output back
-    ran: bool = False
-    saved_dtypes: dict[str, torch.dtype] = field(default_factory=dict)  # of the buffers that were cast, by name
+    saved_dtypes: dict[str, torch.dtype] | None = None  # of the buffers that the first forward has cast, by name
     summoned: Summoned | None = None  # inside summon_full_params
 
-    def modules(self) -> Iterator[tuple[str, Module]]:
-        """(name below the wrapper, module) of all modules that are in no wrapper inside this one, and not ignored."""
-        return modules_outside_units(self.module, self.ignored.modules)
+    @property
+    def engine(self) -> ShardUnit:
+        """What gathers and reduces."""
+        found = shard_context.unit_of(self.module)
+        assert found is not None, "the wrapper called fully_shard"
+        return found
 
     def named_parameters(self) -> dict[str, Parameter]:
         """Every parameter below the wrapper, also in wrappers inside it, by each of its names in state dicts."""
-        named = Module.named_parameters(self.wrapper, remove_duplicate=False)
-        return {clean_name(name): param for name, param in named}
+        return {clean_name(name): param for name, param in self.wrapper.named_parameters(remove_duplicate=False)}
+
+    def named_buffers(self) -> set[str]:
+        """The names of all buffers below the wrapper, as in state dicts."""
+        return {clean_name(name) for name, _ in self.wrapper.named_buffers(remove_duplicate=False)}
 
 
 def unit_of(module: Module) -> FsdpUnit | None:
@@ -65,14 +72,5 @@ def clean_name(name: str) -> str:
 
 def modules_outside_units(top: Module, ignored: set[Module]) -> Iterator[tuple[str, Module]]:
     """(name, module) of `top` and all below it that are neither ignored nor in a wrapper."""
-    seen: set[Module] = set(ignored)
-
-    def walk(name: str, module: Module) -> Iterator[tuple[str, Module]]:
-        if module in seen or unit_of(module) is not None:
-            return
-        seen.add(module)
-        yield name, module
-        for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}" if name else child_name, child)
-
-    return walk("", top)
+    inside = {part for unit in units_in(top) for part in unit.wrapper.modules()} | ignored
+    return ((name, part) for name, part in top.named_modules() if part not in inside)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.op import DONE, Work
+from lockstep.comm.tensor_parts import part_of
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.bucket import dense_strides
-from lockstep.parallel.dtensors import DTensor, Replicate, Shard, local_tensor
+from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.zero.chunk import Chunk, Piece, flat_in_order, in_shape
 from lockstep.parallel.zero.plan import Span, cut
 
@@ -89,14 +90,4 @@ def _piece_of(param: Any, value: Tensor) -> Tensor:
         if value.placements != param.placements:
             raise CheckpointError(f"optimizer state is placed {value.placements}, its parameter {param.placements}")
         return local_tensor(value)
-    mesh = param.device_mesh
-    for axis, (placement, place) in enumerate(zip(param.placements, mesh.get_coordinate(), strict=True)):
-        if type(placement) is Shard:
-            parts = torch.chunk(value, mesh.size(axis), placement.dim)
-            value = parts[place] if place < len(parts) else value.narrow(placement.dim, 0, 0)
-        elif type(placement) is not Replicate:
-            raise CheckpointError(
-                f"whole optimizer state cannot be cut as {placement}: load DTensors, as "
-                "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict makes them"
-            )
-    return value
+    return value[part_of(param).slices]

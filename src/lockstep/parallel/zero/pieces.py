@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 import torch
@@ -119,6 +119,27 @@ class PieceOptimizer:
     def _numbers(self) -> dict[int, int]:
         tensors = [tensor for own in self._optimizer.param_groups for tensor in own["params"]]
         return {id(tensor): number for number, tensor in enumerate(tensors)}
+
+
+@final
+class PerParameter(Mapping[Tensor, dict[str, Any]]):
+    """The state of a ShardedOptimizer by parameter, put together when it is asked for."""
+
+    def __init__(self, parts: Sequence[PieceOptimizer]) -> None:
+        self._parts = parts
+
+    def __getitem__(self, param: Tensor) -> dict[str, Any]:
+        for part in self._parts:
+            for index, known in enumerate(part.chunk.params):
+                if known is param:
+                    return part.state_of(index)
+        raise KeyError(param)
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (part.chunk.params[index] for part in self._parts for index in part.states())
+
+    def __len__(self) -> int:
+        return sum(len(part.states()) for part in self._parts)
 
 
 def is_per_element(value: Any, piece: Tensor) -> bool:

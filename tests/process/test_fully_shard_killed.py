@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import lockstep
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import Work
 from lockstep.errors import CommError, PeerLost
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
-from shard_models import MLP_UNITS, mlp
+from shard_models import MLP_UNITS, large, mlp
 from shard_sides import ADAMW, seeded
 from shm_ranks import LIMIT_S, share
 
@@ -55,6 +59,33 @@ def train_and_die(comm: Communicator, folder: str, is_shared: bool, place: str) 
     if is_shared:
         ours.close()
     return heard
+
+
+def die_in_a_gather(comm: Communicator, folder: str) -> str:
+    """Rank 1 dies between two operations of a gather; what the others hear."""
+    model = seeded(large)
+    for unit in (*MLP_UNITS, ""):
+        lockstep.fully_shard(model.get_submodule(unit), mesh=comm, reshard_after_forward=2)
+    model(torch.randn(4, 8)).sum().backward()
+    gather, gathers = Communicator.all_gather, itertools.count()
+
+    def gather_or_die(*args: Any, **kwargs: Any) -> Work:
+        if comm.rank == VICTIM and next(gathers) == 1:
+            die()
+        return gather(*args, **kwargs)
+
+    with mock.patch.object(Communicator, "all_gather", gather_or_die), pytest.raises(PeerLost) as heard:
+        model(torch.randn(4, 8)).sum().backward()
+    (Path(folder) / f"heard{comm.rank}").touch()
+    assert wait_until(lambda: len(list(Path(folder).glob("heard*"))) == comm.world_size - 1, LIMIT_S)
+    return str(heard.value)
+
+
+def test_a_rank_that_is_killed_in_a_gather(tmp_path: Path) -> None:
+    """Whoever hears of it starts nothing more: in a tree of broadcasts that could wait for ranks that are gone too."""
+    with pytest.raises(RankFailed) as raised:
+        run_processes(4, die_in_a_gather, str(tmp_path), timeout_s=LIMIT_S)
+    assert raised.value.errors.keys() == {VICTIM}, str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import PeerFailed, ShardingError
+from lockstep.parallel import unsharded
 from lockstep.parallel.shard_context import context_of, unit_of
 from lockstep.parallel.shard_group import ShardState
 from lockstep.testing.worlds import run_threads
@@ -204,6 +205,93 @@ def wrapped(comm: Communicator) -> str:
 
 def test_the_older_wrapper_says_the_same() -> None:
     assert all("ignored_states" in message for message in run_threads(2, wrapped))
+
+
+# ------------------------------------------------------------------ hooks of gradients
+
+
+def stepped_by(comm: Communicator, which: int | None) -> list[Tensor]:
+    """Every second backward the hook of one parameter steps and clears all; None: the program does."""
+    side = Side("ours", comm)
+    model = gathered(seeded(mlp), comm, [])
+    optimizer = SGD(model.parameters())
+
+    def step(_: Tensor) -> None:
+        if number % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    if which is not None:
+        list(model.parameters())[which].register_post_accumulate_grad_hook(step)
+    for number in range(4):
+        scalar(model(side.batch(number, 6, 8))).backward()
+        if which is None:
+            step(torch.empty(0))
+    assert all(param.grad is None for param in model.parameters())
+    return [piece.to_local().clone() for piece in model.state_dict().values()]
+
+
+def test_when_a_hook_is_called_all_gradients_are_there() -> None:
+    expected = run_threads(2, stepped_by, None)
+    for which in (0, 2):
+        for ours, wanted in zip(run_threads(2, stepped_by, which), expected, strict=True):
+            assert all(map(torch.equal, ours, wanted))
+
+
+# ------------------------------------------------------------------ errors in a gather
+
+
+class Breaks(TransportLayer):
+    """Raises in place of one operation of a gather, also over a part of the ranks."""
+
+    def __init__(self, inner: Transport, passed: list[bool]) -> None:
+        super().__init__(inner)
+        self.passed = passed  # what comes next, False: raise
+
+    def submit(self, op: CommOp) -> Work:
+        if op.kind == "all_gather" and op.label.startswith("gather") and self.passed and not self.passed.pop():
+            raise MemoryError
+        return self.inner.submit(op)
+
+    def over(self, inner: Transport) -> Breaks:
+        return Breaks(inner, self.passed)
+
+
+def interrupted(
+    comm: Communicator, at: int | None, reshard_after_forward: bool | int
+) -> tuple[list[str], list[Tensor]]:
+    """On the last rank the operation `at` of the second step's gathers raises; without it that step is left out."""
+    layer = Breaks(comm.transport, [])
+    side, heard = Side("ours", comm), []
+    model = seeded(mlp)
+    gathered(model, Communicator(layer), [model[0], model[2]], reshard_after_forward=reshard_after_forward)
+    optimizer = SGD(model.parameters())
+    for step in range(3):
+        if at is None and step == 1:
+            continue
+        if at is not None and step == 1 and comm.rank == comm.world_size - 1:
+            layer.passed[:] = [False, *[True] * at]
+        try:
+            scalar(model(side.batch(step, 6, 8))).backward()
+            optimizer.step()
+        except (MemoryError, PeerFailed) as error:
+            heard.append(type(error).__name__)
+        optimizer.zero_grad()
+    return heard, [piece.to_local().clone() for piece in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("choice", [True, 2])
+def test_a_gather_that_raises_is_begun_as_a_whole(choice: bool | int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between any two operations of it: the other ranks wait for all or for none."""
+    monkeypatch.setattr(unsharded, "_PLACED_BYTES", 64)  # several operations in a gather
+    world_size = 2 * choice
+    expected = [pieces for _, pieces in run_threads(world_size, interrupted, None, choice)]
+    for at in (0, 1, 2, 5, 8):
+        *peers, (own, last) = run_threads(world_size, interrupted, at, choice)
+        assert own == ["MemoryError"]
+        assert all(heard == ["PeerFailed"] for heard, _ in peers)
+        for ours, wanted in zip([*(pieces for _, pieces in peers), last], expected, strict=True):
+            assert all(map(torch.equal, ours, wanted))
 
 
 # ------------------------------------------------------------------ what is refused says what to do

@@ -100,7 +100,7 @@ class Rank:
         whole: set[int] = set()  # groups that this rank has now
         self.counter.rounds = 0
 
-        def run(op: ShardOp, keep: bool) -> bool:
+        def run(_: ShardPass, op: ShardOp, keep: bool) -> bool:
             assert set(self.comm.all_gather_object(words([op]))) == {words([op])}  # all ranks are at the same one
             ran.append(op)
             if not keep or (op.verb == "gather" and op.group in whole):
@@ -126,7 +126,7 @@ class Rank:
 
 def idle_pass(comm: Communicator, kind: PassKind, plan: Sequence[ShardOp] = ()) -> ShardPass:
     """One whose operations do nothing."""
-    return ShardPass(comm, kind, plan, lambda op, keep: keep, lambda op: None, range(9))
+    return ShardPass(comm, kind, plan, lambda _, op, keep: keep, lambda op: None, range(9))
 
 
 def test_the_first_pass_is_in_rounds_and_the_second_is_not() -> None:

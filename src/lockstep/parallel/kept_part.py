@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import Work
 from lockstep.parallel.dtensors import DeviceMesh, Replicate, Shard, as_dtensor
 from lockstep.parallel.shard_layout import ShardLayout
 from lockstep.parallel.unsharded import Gathered, Unsharded, pieces_of
@@ -44,18 +45,22 @@ class KeptPart(Unsharded):
     def launch(self, flat: Tensor | None) -> None:
         self._source, given = self._next(flat)
         self._source.launch(given)
+        self._has_begun()
 
-    def contribute(self, flat: Tensor | None) -> None:
+    def contribute(self, flat: Tensor | None) -> Work:
         source, given = self._next(flat)
-        source.contribute(given)
+        work = source.contribute(given)
+        self._has_begun()
+        return work
 
     def _next(self, flat: Tensor | None) -> tuple[Gathered, Tensor | None]:
         """Whose gather comes next, and what this rank gives to it."""
-        source, given = (self._near, self._cut()) if self._all_have else (self._far, flat)
+        return (self._near, self._cut()) if self._all_have else (self._far, flat)
+
+    def _has_begun(self) -> None:
         self._all_have = self.keeps
         if not self.keeps:
             self._part = None
-        return source, given
 
     def _cut(self) -> Tensor:
         """This rank's part: as it was kept, or of the whole parameters that this rank has."""

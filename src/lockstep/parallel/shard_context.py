@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
+from collections.abc import Iterator
 from typing import Any, final
 
 import torch
 from torch.autograd import Variable
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from lockstep.comm import torch_names
-from lockstep.errors import CommError, PeerFailed, ShardingError
+from lockstep.errors import CollectiveTimeout, CommError, PeerFailed, PeerLost, ShardingError
 from lockstep.parallel.buffer_pool import BufferPool
 from lockstep.parallel.shard_gradients import ShardGradients
 from lockstep.parallel.shard_group import ShardGroup, ShardState, slot_of
@@ -70,6 +71,7 @@ class ShardContext:
         self._forward: ShardPass | None = None
         self._backward: ShardPass | None = None
         self._callback: weakref.ref[Any] = weakref.ref(type(self))
+        self._is_cut_off = False  # this rank knows that other ranks are gone
 
     @classmethod
     def over(cls, root: ShardUnit) -> ShardContext:
@@ -155,10 +157,14 @@ class ShardContext:
         """
         current = self._backward or self._forward
         assert current is not None
-        for group, op in unit.ops():
-            if group.state is not ShardState.UNSHARDED:
-                current.need(op)
-        unit.finish()
+        with self._noting_losses():
+            for group, op in unit.ops():
+                if group.state is not ShardState.UNSHARDED:
+                    current.need(op)
+            unit.finish()
+            self._gather_ahead(current, unit)
+
+    def _gather_ahead(self, current: ShardPass, unit: ShardUnit) -> None:
         if self._backward is not None:
             depth = len(unit.backward_prefetch) or int(unit.prefetches_in_backward)
         else:
@@ -186,8 +192,11 @@ class ShardContext:
         if current is None:
             return
         try:
-            self._end_forward(current, failed=True)
+            if not self._is_cut_off:
+                self._end_forward(current, failed=True)
         except CommError:  # nobody can be told any more, and what raised first says why
+            self._is_cut_off = True
+        if self._is_cut_off:
             self._abandon()
 
     def _end_forward(self, current: ShardPass, failed: bool) -> None:
@@ -263,7 +272,8 @@ class ShardContext:
     def _group_ready(self, place: int) -> None:
         assert self._backward is not None
         if self.gradients[place].settings.sync:
-            self._backward.need(ShardOp("reduce", place))
+            with self._noting_losses():
+                self._backward.need(ShardOp("reduce", place))
         else:
             self.gradients[place].forget_arrivals()
 
@@ -292,9 +302,17 @@ class ShardContext:
         if outcome.failed:
             self._abandon()
         self._check_peers(outcome, "backward")
-        for gradients, start in zip(self.gradients, self._starts, strict=True):
-            gradients.hand_out(outcome.used[start : start + len(gradients.group.params)])
+        self._hand_out(outcome.used)
         self._reshard_after_backward()
+
+    def _hand_out(self, used: list[int]) -> None:
+        """Let all parameters have their gradients; then call the hooks, of which one may step and clear many."""
+        handed: list[Parameter] = []
+        for gradients, start in zip(self.gradients, self._starts, strict=True):
+            handed += gradients.hand_out(used[start : start + len(gradients.group.params)])
+        for param in handed:
+            for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+                hook(param)
 
     def _reshard_after_backward(self) -> None:
         for unit in self.units:
@@ -309,16 +327,27 @@ class ShardContext:
         if current is None:
             return
         try:
-            self._plans[current.kind] = current.end(self._used, failed=True).plan
-            self._finish_reductions()
+            if not self._is_cut_off:
+                self._plans[current.kind] = current.end(self._used, failed=True).plan
+                self._finish_reductions()
         finally:
             self._abandon()
 
     def _finish_oldest(self) -> None:
         gradients = self._in_flight[0]
-        gradients.wait_for_oldest(self._pool)  # raised out of here, it is still what the other ranks wait for
+        with self._noting_losses():
+            gradients.wait_for_oldest(self._pool)  # raised out of here, it is still what the other ranks wait for
         del self._in_flight[0]
         gradients.take_oldest()
+
+    @contextlib.contextmanager
+    def _noting_losses(self) -> Iterator[None]:
+        """A rank that has heard of others that are gone starts nothing more: it would wait for them again."""
+        try:
+            yield
+        except (CollectiveTimeout, PeerLost):
+            self._is_cut_off = True
+            raise
 
     def _finish_reductions(self) -> None:
         while self._in_flight:
@@ -346,11 +375,13 @@ class ShardContext:
         if group.state is ShardState.GATHERING:
             group.reshard()
 
-    def _run(self, op: ShardOp, keep: bool) -> bool:
+    def _run(self, current: ShardPass, op: ShardOp, keep: bool) -> bool:
         if op.verb == "gather":
             group = self.groups[op.group]
             was_sharded = group.state is ShardState.SHARDED
-            group.launch()
+            for_others = group.launch()
+            current.begun()
+            for_others.wait()
             if was_sharded and not keep:
                 group.reshard()
             return was_sharded and keep
@@ -392,7 +423,7 @@ class ShardContext:
                 group.publish()
             self.comm.barrier(label="shard.written")
         for group in unit.groups:
-            group.launch()
+            group.launch().wait()
         unit.made_by_hand = True
 
     def reset(self) -> None:

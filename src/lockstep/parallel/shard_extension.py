@@ -87,9 +87,9 @@ class Extended(Unsharded):
             tensor.untyped_storage().resize_(nbytes)
         self._work = self._gather(self._gathered, inputs)
 
-    def contribute(self, flat: Tensor | None) -> None:
+    def contribute(self, flat: Tensor | None) -> Work:
         inputs = self._inputs()
-        self._gather([torch.empty_like(tensor) for tensor in self._gathered], inputs).wait()
+        return self._gather([torch.empty_like(tensor) for tensor in self._gathered], inputs)
 
     def _inputs(self) -> list[Tensor]:
         around = self._surroundings

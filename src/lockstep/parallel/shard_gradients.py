@@ -278,18 +278,17 @@ class ShardGradients:
 
     # ------------------------------------------------------------------ the end of backward
 
-    def hand_out(self, used: list[int]) -> None:
-        """Let the gradients of the parameters that any rank used be their `.grad`."""
-        group = self.group
+    def hand_out(self, used: list[int]) -> list[Parameter]:
+        """Let the gradients of the parameters that any rank used be their `.grad`. Returns these parameters."""
+        handed: list[Parameter] = []
         total, self._sum = self._sum, None
         was_reduced, self._was_reduced = self._was_reduced, False
-        for index, (param, count) in enumerate(zip(group.params, used, strict=True)):
+        for index, (param, count) in enumerate(zip(self.group.params, used, strict=True)):
             if count and was_reduced:
-                if param.grad is None:
-                    assert total is not None, "kept for parameters without a gradient"
+                if param.grad is None and total is not None:  # None: the user took it since it was added to
                     self._set_grad(param, total, index)
-                for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-                    hook(param)
+                handed.append(param)
+        return handed
 
     def _set_grad(self, param: Parameter, total: Tensor, index: int) -> None:
         dtype = self.settings.grad_dtype

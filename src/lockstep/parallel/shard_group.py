@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 
+from lockstep.comm.op import DONE, Work
 from lockstep.errors import ShardingError
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.kept_part import KeptPart
@@ -213,16 +214,19 @@ class ShardGroup:
         versions = zip(self.fqns, self.wholes, self._whole_versions, strict=True)
         return [fqn for fqn, whole, version in versions if whole._version != version]
 
-    def launch(self) -> None:
-        """Begin to make the parameters whole; where they are, only give the other ranks this one's shard."""
+    def launch(self) -> Work:
+        """Begin to make the parameters whole; where they are, only give the other ranks this one's shard.
+
+        Returns what that takes. After an error call it again: it begins what had not begun.
+        """
         assert self.unsharded is not None, "placed before the first use"
         with torch.no_grad():
             flat = None if self.flat is None else self.flat.to(self.device, non_blocking=True)
             if self.state is not ShardState.SHARDED:
-                self.unsharded.contribute(flat)
-                return
+                return self.unsharded.contribute(flat)
             self.unsharded.launch(flat)
         self.state = ShardState.GATHERING
+        return DONE
 
     def finish(self) -> None:
         """Let the modules have the whole parameters."""

@@ -72,8 +72,8 @@ class _Early(NamedTuple):
 class ShardPass:
     """One pass on one rank.
 
-    run: executes an operation; its second argument says whether this rank will use the result. Returns whether that
-        will be there when it is needed.
+    run: executes an operation of this pass; its last argument says whether this rank will use the result. Returns
+        whether that will be there when it is needed. After an error before `begun` it is called again.
     give_back: undoes a gather that was run ahead and that this rank has passed without need of it.
     units: per group, the number of its unit; what one unit needs is gathered at one time.
     width: length of the vector given to `end`, equal on all ranks.
@@ -86,7 +86,7 @@ class ShardPass:
         comm: Communicator,
         kind: PassKind,
         plan: Sequence[ShardOp],
-        run: Callable[[ShardOp, bool], bool],
+        run: Callable[[ShardPass, ShardOp, bool], bool],
         give_back: Callable[[ShardOp], None],
         units: Sequence[int],
         width: int = 0,
@@ -187,8 +187,8 @@ class ShardPass:
         if self._comm.world_size == 1:
             return Outcome([0] if failed else [], list(used), ())
         self.meet()
-        if self._owed is not None and self._owed.verb == "reduce":  # it waits, and then begins; a gather begins at once
-            self._run(self._owed, False)
+        if self._owed is not None:
+            self._run(self, self._owed, False)
         self._run_out()
         code = _FAILED if failed else _END_WITH_WASTE if not all(self._wanted) else _END
         while True:
@@ -223,9 +223,13 @@ class ShardPass:
         self._executed.append(op)
         self._wanted.append(wanted)
         self._owed = op
-        ran = self._run(op, keep)
+        ran = self._run(self, op, keep)
         self._owed = None
         return ran
+
+    def begun(self) -> None:
+        """What runs has begun as a whole: the other ranks do not wait for more of it."""
+        self._owed = None
 
     def _round(
         self, code: int, mine: ShardOp | None, vector: Sequence[int] | None = None

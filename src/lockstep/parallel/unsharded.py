@@ -35,8 +35,8 @@ class Unsharded(abc.ABC):
         """Begin to fill `views` from the ranks' flat shards [S]; None where pieces are elsewhere."""
 
     @abc.abstractmethod
-    def contribute(self, flat: Tensor | None) -> None:
-        """Take part in a gather that only other ranks need; `views` stay as they are."""
+    def contribute(self, flat: Tensor | None) -> Work:
+        """Begin to take part in a gather that only other ranks need; `views` stay as they are."""
 
     @abc.abstractmethod
     def finish(self) -> None:
@@ -79,8 +79,8 @@ class Resident(Unsharded):
     def launch(self, flat: Tensor | None) -> None:
         pass
 
-    def contribute(self, flat: Tensor | None) -> None:
-        pass
+    def contribute(self, flat: Tensor | None) -> Work:
+        return DONE
 
     def finish(self) -> None:
         pass
@@ -121,6 +121,7 @@ class Gathered(Unsharded):
         self._staged = [i for i in indices if i not in self._placed]
         self._buffer: Tensor | None = None
         self._work: Work = DONE
+        self._begun: list[Work] = []  # of a gather that has begun in part
         self.release()
 
     @property
@@ -133,25 +134,29 @@ class Gathered(Unsharded):
         return dim == 0 and math.prod(shape) * self._flat.element_size() >= _PLACED_BYTES
 
     def launch(self, flat: Tensor | None) -> None:
-        self._flat.untyped_storage().resize_(self._nbytes)
+        if not self._begun:  # else it would move from under what has begun
+            self._flat.untyped_storage().resize_(self._nbytes)
         self._buffer, self._work = self._gather(flat, self._flat)
 
-    def contribute(self, flat: Tensor | None) -> None:
-        self._gather(flat, torch.empty_like(self._flat))[1].wait()
+    def contribute(self, flat: Tensor | None) -> Work:
+        return self._gather(flat, torch.empty_like(self._flat))[1]
 
     def _gather(self, flat: Tensor | None, whole: Tensor) -> tuple[Tensor, Work]:
-        """Begin to fill the places in `whole` [whole_numel], and a buffer [W, what is staged] with the rest."""
+        """Begin to fill the places in `whole` [whole_numel], and a buffer [W, what is staged] with the rest.
+
+        The other ranks wait for all operations or for none: after an error the next call begins those that are left.
+        """
         assert flat is not None
-        works: list[Work] = []
-        for index in self._placed:
-            places = [self._rows(whole, index, rank) for rank in range(self._layout.world_size)]
-            places[self._comm.rank].copy_(self._piece(flat, index))
-            works.append(self._comm.all_gather(places, places[self._comm.rank], async_op=True, label=self._label))
         pieces = [flat[slice(*self._room(index))] for index in self._staged]
         mine = torch.cat([piece.to(whole.dtype) for piece in pieces]) if pieces else whole.new_empty(0)
         buffer = whole.new_empty(self._layout.world_size, mine.numel())
-        if mine.numel():
-            works.append(self._comm.all_gather_into_tensor(buffer, mine, async_op=True, label=self._label))
+        for index in self._placed[len(self._begun) :]:
+            places = [self._rows(whole, index, rank) for rank in range(self._layout.world_size)]
+            places[self._comm.rank].copy_(self._piece(flat, index))
+            self._begun.append(self._comm.all_gather(places, places[self._comm.rank], async_op=True, label=self._label))
+        if mine.numel() and len(self._begun) == len(self._placed):
+            self._begun.append(self._comm.all_gather_into_tensor(buffer, mine, async_op=True, label=self._label))
+        works, self._begun = self._begun, []
         return buffer, AllWork(works)
 
     def _piece(self, flat: Tensor, index: int) -> Tensor:

@@ -8,7 +8,8 @@ with AdamW and with ZeroRedundancyOptimizer. Torch's classes run on Gloo, and on
 "lockstep"; ours on communicators over the same two. AdamW is torch's default and torch's fused one, each beside
 its like, and the fastest of ours beside the fastest of the peer's. ShardedOptimizer takes the fused one unless "plain".
 
-Step time: every variant owns a copy of the model; a round runs each of them once on the same batch, as in bench_ddp.
+Step time: every variant owns a copy of the model; a round runs two steps of each on the same batches and takes the
+mean, so that what a step leaves to the next, parameters still on their way, is paid for.
 Where the copies do not fit into the memory at once, each world has the peer that the others are held against.
 At the end `weights_differ_by` is the largest distance of any weight to the peer with the same AdamW: 0.0 says that the
 same work was done, bit for bit (torch's fused AdamW rounds differently, whoever calls it).

@@ -281,20 +281,17 @@ class ShardGradients:
     def hand_out(self, used: list[int]) -> list[Parameter]:
         """Let the gradients of the parameters that any rank used be their `.grad`. Returns these parameters."""
         handed: list[Parameter] = []
-        total, self._sum = self._sum, None
+        dtype = self.settings.grad_dtype
+        total, self._sum = None if self._sum is None else self._sum.to(dtype or self._sum.dtype), None
         was_reduced, self._was_reduced = self._was_reduced, False
         for index, (param, count) in enumerate(zip(self.group.params, used, strict=True)):
             if count and was_reduced:
                 if param.grad is None and total is not None:  # None: the user took it since it was added to
-                    self._set_grad(param, total, index)
+                    if dtype is not None:
+                        param.grad_dtype = dtype  # else torch refuses a gradient of another dtype than the parameter's
+                    param.grad = self.group.faces[index].piece(self._piece(total, index))
                 handed.append(param)
         return handed
-
-    def _set_grad(self, param: Parameter, total: Tensor, index: int) -> None:
-        dtype = self.settings.grad_dtype
-        if dtype is not None:
-            param.grad_dtype = dtype  # else torch refuses a gradient of another dtype than the parameter's
-        param.grad = self._face(total.to(dtype), index)
 
     def discard(self) -> None:
         """Forget the gradients of this step: it failed on some rank."""
@@ -312,9 +309,6 @@ class ShardGradients:
         self._was_reduced = False
         for param in self.group.params:
             param.grad = None
-
-    def _face(self, flat: Tensor, index: int) -> Tensor:
-        return self.group.faces[index].piece(self._piece(flat, index))
 
 
 def sparse_gradient(fqn: str) -> str:

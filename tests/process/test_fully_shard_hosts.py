@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lockstep
 import shard_programs
 from host_ranks import hosts, pretending
+from killed_steps import train_and_die, wait_for_survivors
 from lockstep.checkpoint import sharded
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work
@@ -254,32 +255,13 @@ def test_a_rank_that_is_interrupted(is_hybrid: bool, place: str, tmp_path: Path)
     assert all(heard in ("PeerLost", "PeerFailed", "CollectiveMismatch") for heard in others), others
 
 
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train_and_die(comm: Communicator, folder: str, victim: int, is_hybrid: bool, place: str) -> list[CommError]:
-    """`victim` dies at `place` in the third step; what the others hear, then and from the step that they try after."""
-    heard: list[CommError] = []
+def trained_and_killed(comm: Communicator, folder: str, victim: int, is_hybrid: bool, place: str) -> list[CommError]:
+    """`victim` dies at `place`; what the others hear."""
     with hosts(comm, TWO_AND_TWO) as ours:
         model = seeded(mlp)
         Side("ours", comm, ours.mesh(replica=2, shard=2) if is_hybrid else ours).shard_units(model, MLP_UNITS)
-        optimizer = ADAMW(model.parameters())
-        for step in range(5):
-            dies = comm.rank == victim and step == 2
-            if dies and place == "forward":
-                model[1].register_forward_hook(die)
-            try:
-                out = model(torch.randn(4, 8))
-                if dies and place == "backward":
-                    out.register_hook(die)
-                out.sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            except CommError as error:
-                heard.append(error.with_traceback(None))
-        (Path(folder) / f"heard{comm.rank}").touch()
-        assert wait_until(lambda: len(list(Path(folder).glob("heard*"))) == comm.world_size - 1, LIMIT_S)
+        heard = train_and_die(model, place if comm.rank == victim else None)
+        wait_for_survivors(comm, folder)
     return heard
 
 
@@ -291,7 +273,7 @@ def train_and_die(comm: Communicator, folder: str, victim: int, is_hybrid: bool,
 def test_a_rank_that_is_killed(victim: int, is_hybrid: bool, place: str, tmp_path: Path) -> None:
     before = sorted(os.listdir("/dev/shm"))
     with pytest.raises(RankFailed) as raised:
-        run_processes(4, train_and_die, str(tmp_path), victim, is_hybrid, place, timeout_s=LIMIT_S)
+        run_processes(4, trained_and_killed, str(tmp_path), victim, is_hybrid, place, timeout_s=LIMIT_S)
     assert raised.value.errors.keys() == {victim}, str(raised.value)
     assert raised.value.errors[victim].message == "killed by SIGKILL"
     for first, *later in raised.value.results.values():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import signal
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,49 +12,28 @@ import pytest
 import torch
 
 import lockstep
+from killed_steps import die, train_and_die, wait_for_survivors
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import Work
 from lockstep.errors import CommError, PeerLost
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from shard_models import MLP_UNITS, large, mlp
-from shard_sides import ADAMW, seeded
+from shard_sides import seeded
 from shm_ranks import LIMIT_S, share
 
 VICTIM = 1
 
 
-def die(*_: object) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def train_and_die(comm: Communicator, folder: str, is_shared: bool, place: str) -> list[CommError]:
-    """Rank 1 dies at `place` in the third step; what the others hear, then and from the step that they try after."""
+def trained_and_killed(comm: Communicator, folder: str, is_shared: bool, place: str) -> list[CommError]:
+    """Rank 1 dies at `place`; what the others hear."""
     ours = share(comm) if is_shared else comm
     model = seeded(mlp)
     for name in MLP_UNITS:
         lockstep.fully_shard(model.get_submodule(name), mesh=ours)
     lockstep.fully_shard(model, mesh=ours)
-    optimizer = ADAMW(model.parameters())
-    heard: list[CommError] = []
-    for step in range(5):
-        dies = comm.rank == VICTIM and step == 2
-        if dies and place == "forward":
-            model[1].register_forward_hook(die)
-        try:
-            out = model(torch.randn(4, 8))
-            if dies and place == "backward":
-                out.register_hook(die)
-            out.sum().backward()
-            if dies and place == "optimizer":
-                optimizer.register_step_post_hook(die)
-            optimizer.step()
-            optimizer.zero_grad()
-        except CommError as error:
-            heard.append(error.with_traceback(None))
-    (Path(folder) / f"heard{comm.rank}").touch()
-    assert wait_until(lambda: len(list(Path(folder).glob("heard*"))) == comm.world_size - 1, LIMIT_S)
+    heard = train_and_die(model, place if comm.rank == VICTIM else None)
+    wait_for_survivors(comm, folder)
     if is_shared:
         ours.close()
     return heard
@@ -76,8 +54,7 @@ def die_in_a_gather(comm: Communicator, folder: str) -> str:
 
     with mock.patch.object(Communicator, "all_gather", gather_or_die), pytest.raises(PeerLost) as heard:
         model(torch.randn(4, 8)).sum().backward()
-    (Path(folder) / f"heard{comm.rank}").touch()
-    assert wait_until(lambda: len(list(Path(folder).glob("heard*"))) == comm.world_size - 1, LIMIT_S)
+    wait_for_survivors(comm, folder)
     return str(heard.value)
 
 
@@ -96,7 +73,7 @@ def test_a_rank_that_is_killed_in_a_gather(tmp_path: Path) -> None:
 def test_a_rank_that_is_killed(place: str, is_shared: bool, tmp_path: Path) -> None:
     before = sorted(os.listdir("/dev/shm"))
     with pytest.raises(RankFailed) as raised:
-        run_processes(3, train_and_die, str(tmp_path), is_shared, place, timeout_s=LIMIT_S)
+        run_processes(3, trained_and_killed, str(tmp_path), is_shared, place, timeout_s=LIMIT_S)
     assert raised.value.errors.keys() == {VICTIM}, str(raised.value)
     assert raised.value.errors[VICTIM].message == "killed by SIGKILL"
     for first, *later in raised.value.results.values():

@@ -16,7 +16,11 @@
     │   └── ShardingError                     a sharded parameter was changed, shared or used in a way that breaks it
     ├── DataError (ValueError)                a dataset, sampler or corpus cannot be used as asked
     │   └── UnsizedDataset (TypeError)        a dataset without a length, where one is needed
-    ├── CheckpointError (RuntimeError)        a checkpoint is missing, damaged or does not fit
+    ├── CheckpointError (RuntimeError)        a checkpoint cannot be written, read or used
+    │   ├── CheckpointDamaged                 its bytes are not the ones that were written
+    │   ├── CheckpointMismatch                it is whole, but of another state than the one it is loaded into
+    │   ├── CheckpointMissing                 there is none, or not the one that was asked for
+    │   └── StaleGeneration                   this process was left over: a later run has taken the directory
     ├── TrainingError (RuntimeError)          training itself cannot go on
     │   └── NonFiniteLoss                     the loss is NaN or infinite
     └── LaunchError (RuntimeError)            processes could not be started or ended
@@ -124,7 +128,23 @@ class UnsizedDataset(DataError, TypeError):
 
 
 class CheckpointError(LockstepError, RuntimeError):
-    """A checkpoint is missing, damaged or does not fit the run."""
+    """A checkpoint cannot be written, read or used."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """The bytes of a checkpoint are not the ones that were written; names the file and the tensors."""
+
+
+class CheckpointMismatch(CheckpointError):
+    """A checkpoint is whole, but holds another state than the one it is loaded into."""
+
+
+class CheckpointMissing(CheckpointError):
+    """There is no checkpoint, or not the one that was asked for."""
+
+
+class StaleGeneration(CheckpointError):
+    """This process was left over from an earlier start of the run: a later one has taken the directory of checkpoints."""
 
 
 class TrainingError(LockstepError, RuntimeError):

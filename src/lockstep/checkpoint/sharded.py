@@ -20,10 +20,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.manifest import NAME, Manifest, check_file, read_manifest, write_manifest
+from lockstep.checkpoint.old_manifest import NAME, Manifest, check_file, read_manifest, write_manifest
 from lockstep.checkpoint.pieces import ShardedState, by_path, open_pieces, write_pieces
-from lockstep.checkpoint.state import FlatState, State, unflatten_state
-from lockstep.checkpoint.tensor_file import DTYPES, FileSum, write_tensors
+from lockstep.checkpoint.old_state import FlatState, State, unflatten_state
+from lockstep.checkpoint.old_tensor_file import DTYPES, FileSum, write_tensors
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import local_of, part_of
 from lockstep.errors import CheckpointError, LockstepError

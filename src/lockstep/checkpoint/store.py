@@ -16,7 +16,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from lockstep.checkpoint.state import FlatState, State, flatten_state, unflatten_state
+from lockstep.checkpoint.old_state import FlatState, State, flatten_state, unflatten_state
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import CheckpointError
 

@@ -1,11 +1,21 @@
-"""One safetensors file: written tensor by tensor with its digest, read range by range."""
+"""One safetensors file of a checkpoint: written piece by piece with its digests; its header, read without trust.
+
+    8 bytes      length of the header, little-endian
+    the header   JSON, filled up with spaces to 8 bytes: {path: {dtype, shape, data_offsets}}, in the order of the data;
+                 a piece that does not begin at the start of its tensor says where in __metadata__
+    the data     widest elements first, so that every piece is aligned
+
+Source: the safetensors format, https://github.com/huggingface/safetensors#format
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+import zlib
+from collections.abc import Callable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +23,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from lockstep.errors import CheckpointError
+from lockstep.comm.tensor_parts import Part
+from lockstep.errors import CheckpointDamaged, CheckpointError
 
 # The names that the safetensors format gives to torch's dtypes.
 DTYPES = {
@@ -35,78 +46,160 @@ DTYPES = {
     "BOOL": torch.bool,
 }
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
-_READ_BYTES = 1 << 20
+_CHUNK_BYTES = 4 << 20
+_HEADER_BYTES_MAX = 100_000_000  # the format's own limit
+TOKENS_MAX = 8_000_000  # of JSON that is parsed at once
+_SIZE_MAX = 2**63
+_DIMS_MAX = 64
 
 
-class Source(NamedTuple):
-    """A tensor to be written. `read` gives it when its turn comes, so that not all need memory at once."""
+class Piece(NamedTuple):
+    """A box of a tensor, as it is in a file."""
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    read: Callable[[], Tensor]
+    path: str
+    dtype: str  # in the format's words
+    part: Part
+
+    @property
+    def nbytes(self) -> int:
+        """How much room its elements take."""
+        return self.part.numel * DTYPES[self.dtype].itemsize
 
 
-class FileSum(NamedTuple):
-    """What tells whether a file is the one that was written."""
+class Stored(NamedTuple):
+    """A piece and its place in a file."""
+
+    piece: Piece
+    offset: int  # bytes from the start of the file
+
+
+class FileRecord(NamedTuple):
+    """What tells whether a file is the one that was written, and which of its pieces are."""
 
     bytes: int
     sha256: str
+    crc32: tuple[int, ...]  # of the pieces' bytes, in the order of the file
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
     """The format's name of `dtype`. Raises: CheckpointError where it has none."""
     if dtype not in _NAMES:
-        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files cannot hold")
+        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors files cannot hold: convert it first")
     return _NAMES[dtype]
 
 
-def write_tensors(path: Path, sources: Mapping[str, Source], metadata: Mapping[str, str]) -> FileSum:
-    """Write the file and make its bytes durable. Memory: one tensor on the CPU.
+def write_tensor_file(path: Path, pieces: Sequence[Piece], read: Callable[[int], Tensor]) -> FileRecord:
+    """Write a new file of those of `pieces` that have elements, and make its bytes durable.
 
-    Source: the safetensors format, https://github.com/huggingface/safetensors#format
+    `read(i)` gives the elements of `pieces[i]` when their turn comes, of its dtype and shape.
+    Memory: one piece, where it is not contiguous on the CPU; else none.
+    Raises: OSError, as where `path` is there already; CheckpointError for too many pieces. A part may then be there.
     """
-    names = sorted(sources, key=lambda name: (-sources[name].dtype.itemsize, name))  # so that every tensor is aligned
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name in names:
-        dtype, shape, _ = sources[name]
-        start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": dtype_name(dtype, name), "shape": list(shape), "data_offsets": [start, end]}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
-    digest = hashlib.sha256()
-    with path.open("wb") as file:
-        for block in (len(encoded).to_bytes(8, "little"), encoded):
+    order = sorted((i for i, piece in enumerate(pieces) if piece.nbytes), key=lambda i: _order(pieces[i]))
+    ordered = [pieces[i] for i in order]
+    header = _header(ordered)
+    if len(header) > _HEADER_BYTES_MAX or tokens_in(header) > TOKENS_MAX:
+        raise CheckpointError(f"{path.name} would have {len(pieces)} pieces, too many for one file: use more ranks")
+    digest, crc32 = hashlib.sha256(), []
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(path, flags, 0o666), "wb", buffering=_CHUNK_BYTES) as file:
+        for block in (len(header).to_bytes(8, "little"), header):
             digest.update(block)
             file.write(block)
-        for name in names:
-            data = _bytes_of(sources[name], name)
-            digest.update(data)
-            file.write(data)
+        for i in order:
+            crc = 0
+            data = bytes_of(read(i), pieces[i])
+            for start in range(0, len(data), _CHUNK_BYTES):
+                chunk = data[start : start + _CHUNK_BYTES]  # hashed and written while it is in the cache
+                digest.update(chunk)
+                crc = zlib.crc32(chunk, crc)
+                file.write(chunk)
+            crc32.append(crc)
         file.flush()
         os.fsync(file.fileno())
-    return FileSum(8 + len(encoded) + end, digest.hexdigest())
+    size = 8 + len(header) + sum(piece.nbytes for piece in pieces)
+    return FileRecord(size, digest.hexdigest(), tuple(crc32))
 
 
-def _bytes_of(source: Source, name: str) -> memoryview:
-    tensor = source.read().detach()
-    assert (tensor.dtype, tuple(tensor.shape)) == source[:2], f"{name} is not what was announced"
-    flat = tensor.cpu().resolve_conj().contiguous().view(-1)
+def bytes_of(tensor: Tensor, piece: Piece) -> memoryview:
+    """The elements of `tensor`, which is `piece`, as bytes. Memory: its own where it is contiguous on the CPU."""
+    assert (tensor.dtype, tuple(tensor.shape)) == (DTYPES[piece.dtype], piece.part.shape), f"not {piece}"
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().view(-1)
     return flat.view(torch.uint8).numpy().data
 
 
-def sum_of(path: Path) -> FileSum:
-    """The size and digest of the file as it is now."""
-    digest, size = hashlib.sha256(), 0
-    with path.open("rb") as file:
-        while block := file.read(_READ_BYTES):
-            digest.update(block)
-            size += len(block)
-    return FileSum(size, digest.hexdigest())
+def read_header(read_at: Callable[[int, int], bytes], size: int, source: str) -> list[Stored]:
+    """The pieces of a file of `size` bytes, in its order; `read_at(offset, count)` reads from it.
+
+    Takes only what `write_tensor_file` writes, to the byte: nothing overlaps, repeats or is left over.
+    Memory: at most about ten times the header, which has at most 100 MB.
+    Raises: CheckpointDamaged, beginning with `source`.
+    """
+    try:
+        length = int.from_bytes(read_at(0, 8), "little") if size >= 8 else -1
+        if not 2 <= length <= min(size - 8, _HEADER_BYTES_MAX):
+            raise ValueError(f"a header of {length} bytes in a file of {size}")
+        raw = read_at(8, length)
+        pieces = _parsed(raw)
+        if _header(pieces) != raw:
+            raise ValueError("it is not written as this library writes it")
+        stored, end = [], 8 + length
+        for piece in pieces:
+            stored.append(Stored(piece, end))
+            end += piece.nbytes
+        if end != size:
+            raise ValueError(f"its pieces end at byte {end}, the file has {size}")
+    except ValueError as error:
+        raise CheckpointDamaged(f"{source}: its header is damaged: {error}") from error
+    return stored
+
+
+def parse_json(text: str) -> Any:
+    """`text` as JSON, in which no key is there twice, and no number is other than an integer of up to 19 digits.
+
+    Memory: bounded by the number of tokens, which is limited. Raises: ValueError.
+    """
+    if tokens_in(text.encode()) > TOKENS_MAX:
+        raise ValueError(f"more than {TOKENS_MAX} entries")
+    try:
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_int, parse_constant=_no_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def tokens_in(text: bytes) -> int:
+    """Into at most how many objects JSON `text` is parsed; about 100 bytes of memory each."""
+    return text.count(b",") + text.count(b"[") + text.count(b"{")
+
+
+def natural(value: Any, below: int = _SIZE_MAX) -> int:
+    """`value`, if it is an integer from 0 up. Raises: ValueError."""
+    if type(value) is not int or not 0 <= value < below:
+        raise ValueError(f"{str(value)[:40]} is no integer from 0 to {below - 1}")
+    return value
+
+
+def shape_of(value: Any) -> tuple[int, ...]:
+    """`value`, if it is a list of sizes whose product fits any machine. Raises: ValueError."""
+    if type(value) is not list or len(value) > _DIMS_MAX:
+        raise ValueError(f"{str(value)[:40]} is no shape")
+    product = 8  # as bytes, of the widest elements
+    for n in value:
+        product *= max(1, natural(n))
+        if product >= _SIZE_MAX:
+            raise ValueError(f"the shape {str(value)[:80]} is too large")
+    return tuple(value)
+
+
+def checked_dtype(value: Any) -> str:
+    """`value`, if it names a dtype. Raises: ValueError."""
+    if type(value) is not str or value not in DTYPES:
+        raise ValueError(f"{str(value)[:40]!r} is no dtype that is known")
+    return value
 
 
 def open_tensors(path: Path) -> Any:
-    """The file, as safetensors' `safe_open` gives it, for a `with` block.
+    """A file of weights from elsewhere, as safetensors' `safe_open` gives it, for a `with` block. Follows links.
 
     Raises: CheckpointError where it is missing, cut off, or no safetensors file.
     """
@@ -114,3 +207,68 @@ def open_tensors(path: Path) -> Any:
         return safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
+
+
+# ------------------------------------------------------------------ the header
+
+
+def _order(piece: Piece) -> tuple[int, str]:
+    return -DTYPES[piece.dtype].itemsize, piece.path
+
+
+def _header(pieces: Sequence[Piece]) -> bytes:
+    """The header of a file of `pieces`, which are in the order of their data."""
+    starts = {path: part.start for path, _, part in pieces if any(part.start)}
+    header: dict[str, Any] = {"__metadata__": {"starts": json.dumps(starts, separators=(",", ":"))}} if starts else {}
+    end = 0
+    for piece in pieces:
+        start, end = end, end + piece.nbytes
+        header[piece.path] = {"dtype": piece.dtype, "shape": piece.part.shape, "data_offsets": (start, end)}
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
+
+
+def _parsed(raw: bytes) -> list[Piece]:
+    """What the header says of its pieces, without their offsets, which follow from it. Raises: ValueError."""
+    header = parse_json(raw.decode("ascii"))
+    if type(header) is not dict:
+        raise ValueError("it is no JSON object")
+    metadata = header.pop("__metadata__", {"starts": "{}"})
+    if type(metadata) is not dict or metadata.keys() != {"starts"} or type(metadata["starts"]) is not str:
+        raise ValueError("its metadata is not of a checkpoint")
+    starts = parse_json(metadata["starts"])
+    if type(starts) is not dict or not starts.keys() <= header.keys():
+        raise ValueError("its starts are not of its pieces")
+    pieces = [_piece(path, entry, starts.get(path)) for path, entry in header.items()]
+    if any(_order(one) >= _order(other) for one, other in pairwise(pieces)):
+        raise ValueError("its pieces are not in order")
+    return pieces
+
+
+def _piece(path: str, entry: Any, start: Any) -> Piece:
+    if type(entry) is not dict or entry.keys() != {"dtype", "shape", "data_offsets"}:
+        raise ValueError(f"{path[:200]!r} is not described by dtype, shape and data_offsets")
+    shape = shape_of(entry["shape"])
+    if 0 in shape:
+        raise ValueError(f"{path[:200]!r} has no elements")
+    begin = (0,) * len(shape) if start is None else shape_of(start)
+    if len(begin) != len(shape):
+        raise ValueError(f"{path[:200]!r} starts at {begin} and has the shape {shape}")
+    return Piece(path, checked_dtype(entry["dtype"]), Part(begin, shape))
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        raise ValueError("a key is there twice")
+    return made
+
+
+def _int(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"the number {digits[:20]}... is too large")
+    return int(digits)
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON")

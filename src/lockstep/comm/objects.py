@@ -17,7 +17,7 @@ from lockstep.errors import CommError, ConfigError
 if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
 
-MAX_OBJECT_BYTES = 1 << 20  # objects are for settings and reports; data travels as tensors
+MAX_OBJECT_BYTES = 64 << 20  # objects are for settings and reports; data travels as tensors
 
 
 def broadcast_object(comm: Communicator, value: Any, src: int, label: str) -> Any:

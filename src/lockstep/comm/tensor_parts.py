@@ -1,4 +1,4 @@
-"""Which part of a whole tensor this rank holds. A tensor that is not a DTensor is held whole.
+"""Which parts of a whole tensor this rank holds. A tensor that is no DTensor, and no TensorPieces, is held whole.
 
 A DTensor is known by what is read of it here: importing torch's class takes a second that programs without one save.
 """
@@ -6,7 +6,9 @@ A DTensor is known by what is read of it here: importing torch's class takes a s
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -41,6 +43,52 @@ class Part(NamedTuple):
     def within(self, whole: Part) -> Part:
         """The same box, counted from the start of `whole`."""
         return Part(tuple(a - b for a, b in zip(self.start, whole.start, strict=True)), self.shape)
+
+
+@final
+@dataclass(frozen=True, eq=False)
+class TensorPieces:
+    """Boxes of a whole tensor, for what no DTensor can say: state of elements that begin in the middle of a row.
+
+    Every element of the whole is in one piece, of one rank. A rank without any has no pieces, but names the tensor too.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole
+    pieces: tuple[tuple[Part, Tensor], ...]  # where in the whole, and what is there: a tensor of the part's shape
+
+
+def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Part]:
+    """Elements [start, stop), counted row by row, as boxes in the same order: at most 2 * dims - 1 of them.
+
+    shape [3, 4], elements 2 to 9:    . . 0 0
+                                      1 1 1 1
+                                      2 . . .
+    """
+    if start >= stop:
+        return []
+    if not shape:
+        return [Part((), ())]
+    inner, row = tuple(shape[1:]), math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # all in one row, which it neither begins nor ends
+        return _in_row(last, boxes_of_range(inner, start - last * row, stop - last * row))
+    head = _in_row(first - 1, boxes_of_range(inner, start - (first - 1) * row, row)) if start < first * row else []
+    tail = _in_row(last, boxes_of_range(inner, 0, stop - last * row))
+    whole = [Part((first, *[0] * len(inner)), (last - first, *inner))] if first < last else []
+    return head + whole + tail
+
+
+def _in_row(row: int, boxes: Sequence[Part]) -> list[Part]:
+    return [Part((row, *box.start), (1, *box.shape)) for box in boxes]
+
+
+def held(tensor: Any) -> list[tuple[Part, Tensor]]:
+    """What this rank has of `tensor`, a whole one, a DTensor or TensorPieces: where it is, and its elements.
+
+    Memory: the tensor's own. Raises: ConfigError as `part_of`.
+    """
+    return list(tensor.pieces) if isinstance(tensor, TensorPieces) else [(part_of(tensor), local_of(tensor))]
 
 
 def is_dtensor(tensor: Any) -> bool:
@@ -108,7 +156,9 @@ def _parts_after(tensor: Any, axis: int) -> int:
 
 
 def is_first_copy(tensor: Any) -> bool:
-    """Whether, of the ranks with equal pieces of a DTensor, this one is the first."""
+    """Whether, of the ranks with equal pieces of a DTensor, this one is the first. TensorPieces have no copies."""
+    if isinstance(tensor, TensorPieces):
+        return True
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(
         place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()

@@ -1,0 +1,167 @@
+"""A lockstep checkpoint for other libraries: weights as Hugging Face's read them, or a file of `torch.save`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from lockstep.checkpoint.foreign.huggingface import Entry, write_bytes, write_huggingface_folder, write_safetensors
+from lockstep.checkpoint.generation import sync_folder
+from lockstep.checkpoint.reader import CheckpointReader
+from lockstep.checkpoint.state import FlatState, join, keys_of, unflatten
+from lockstep.errors import CheckpointError, ConfigError
+
+ExportFormat = Literal["hf", "safetensors", "torch"]
+SHARD_BYTES = 5 * 10**9  # what transformers takes too
+_JSON_BYTES_MAX = 16 << 20
+
+
+class Exported(NamedTuple):
+    """What was written."""
+
+    path: Path
+    files: list[str]
+    tensors: int
+    left_out: list[str]  # paths of values that files of weights cannot hold
+
+
+def export_checkpoint(
+    reader: CheckpointReader,
+    out: Path,
+    *,
+    key: str = "model",
+    form: ExportFormat = "hf",
+    shard_bytes: int = SHARD_BYTES,
+    config: Path | None = None,
+) -> Exported:
+    """Write what checkpoint `reader` has under `key` ("" for all of it) to `out`, which does not exist or is empty.
+
+    "hf": a folder, in files of at most `shard_bytes`, with a copy of `config` as its config.json; "safetensors": one
+    file; both have tensors only, tied ones once, under the first of their names. "torch": a file that
+    `torch.load(weights_only=True)` reads, with all values. `out` is there as a whole or not at all.
+    Memory: one tensor; for "torch" all of them.
+    Raises: CheckpointDamaged before anything is written; CheckpointError where there is nothing under `key`, or `out`
+    is in use.
+    """
+    if config is not None and form != "hf":
+        raise ConfigError(f"a config.json belongs into a folder: leave it out, or use the format hf, not {form}")
+    prefix = join("", key) if key else ""
+    with _new(out, is_folder=form == "hf") as unfinished:
+        reader.verify()
+        if form == "torch":
+            return Exported(out, [out.name], _write_torch(reader, unfinished, prefix), [])
+        names = _weights(reader, prefix)
+        manifest = reader.manifest
+        entries = [Entry(name, *manifest.tensors[manifest.target(path)]) for name, path in names.items()]
+        left_out = sorted(path for path in manifest.values if _is_under(path, prefix))
+
+        def read(name: str) -> torch.Tensor:
+            return reader.read(names[name])
+
+        if form == "safetensors":
+            write_safetensors(unfinished, entries, read)
+            return Exported(out, [out.name], len(entries), left_out)
+        files = write_huggingface_folder(unfinished, entries, read, shard_bytes)
+        if config is not None:
+            write_bytes(unfinished / "config.json", _json_of(config))
+            files.append("config.json")
+        return Exported(out, files, len(entries), left_out)
+
+
+def _weights(reader: CheckpointReader, prefix: str) -> dict[str, str]:
+    """Paths of the tensors to write, tied ones once, by the name they get: keys joined with dots."""
+    manifest = reader.manifest
+    paths = [path for path in manifest.tensors if _is_under(path, prefix)]
+    seen = set(paths)
+    for path, target in manifest.aliases.items():
+        if _is_under(path, prefix) and target not in seen:
+            seen.add(target)
+            paths.append(path)
+    if not paths:
+        raise _nothing(reader, prefix)
+    names: dict[str, str] = {}
+    for path in paths:
+        name = ".".join(keys_of(path.removeprefix(f"{prefix}/") if prefix else path))
+        if name in names:
+            raise CheckpointError(f"{names[name]} and {path} would both be {name!r} in a file of weights")
+        names[name] = path
+    return names
+
+
+def _write_torch(reader: CheckpointReader, out: Path, prefix: str) -> int:
+    manifest = reader.manifest
+    wanted = [path for path in (*manifest.tensors, *manifest.aliases) if _is_at(path, prefix)]
+    targets = {manifest.target(path): path for path in reversed(wanted)}
+    tensors = {path: reader.read(path) for path in targets.values()}
+    aliases = {path: targets[manifest.target(path)] for path in wanted if path not in tensors}
+    values = {path: value for path, value in manifest.values.items() if _is_at(path, prefix)}
+    kinds = {path: kind for path, kind in manifest.kinds.items() if _is_at(path, prefix)}
+    if not wanted and not values:
+        raise _nothing(reader, prefix)
+    state: Any = unflatten(FlatState(tensors, values, kinds, aliases))
+    for name in keys_of(prefix):
+        state = state[name]
+    torch.save(state, out)  # noqa: TID251 (its format is what is asked for; what others write is read without pickle)
+    with out.open("rb") as file:
+        os.fsync(file.fileno())
+    return len(tensors)
+
+
+def _is_at(path: str, prefix: str) -> bool:
+    return path == prefix or _is_under(path, prefix)
+
+
+def _is_under(path: str, prefix: str) -> bool:
+    return not prefix or path.startswith(f"{prefix}/")
+
+
+def _nothing(reader: CheckpointReader, prefix: str) -> CheckpointError:
+    manifest = reader.manifest
+    first = {keys_of(path)[0] for path in (*manifest.tensors, *manifest.aliases, *manifest.values)}
+    return CheckpointError(f"{reader.folder} has nothing to write under {prefix!r}: its keys are {sorted(first)}")
+
+
+def _json_of(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > _JSON_BYTES_MAX:
+            raise ConfigError(f"{path} is too large for a config.json")
+        data = path.read_bytes()
+        json.loads(data)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be copied as config.json: {error}") from error
+    return data
+
+
+@contextlib.contextmanager
+def _new(out: Path, *, is_folder: bool) -> Iterator[Path]:
+    """A place to write in beside `out`, which gets its name at the end, or is deleted.
+
+    Raises: CheckpointError where `out` is there and not an empty folder, and for what the system says.
+    """
+    if os.path.lexists(out) and not (is_folder and out.is_dir() and not out.is_symlink() and not os.listdir(out)):
+        raise CheckpointError(f"{out} is there already: nothing is written over it, name another one")
+    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.partial")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if is_folder:
+            unfinished.mkdir()
+        yield unfinished
+        if is_folder:
+            sync_folder(unfinished)
+        unfinished.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise CheckpointError(f"cannot write {out}: {error}") from error
+    finally:
+        if is_folder:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        else:
+            unfinished.unlink(missing_ok=True)

@@ -1,0 +1,189 @@
+"""Who may change a directory of checkpoints, and the renames by which it is changed.
+
+    step-00000100-g6/        the checkpoint of step 100 that generation 6 wrote: all of it, or it is not there
+    step-00000150-g7/
+    .generation-7-9f3c02d1/  the newest generation; what is being written, and what is being deleted, is in here
+
+A generation is one start of a run. It makes a folder of its own, and moves the folders of those before it away. A
+checkpoint comes into being by one rename out of the generation's folder, and ends by one rename into it. So a process
+that was left over from an earlier start changes nothing any more: its next rename has no source, or no target.
+
+Where renames are not atomic ("marker"), a checkpoint is written in place, and its manifest, written last and with a
+digest of its own, is what makes it one. A process that was left over looks before it writes the manifest; should it be
+stopped between looking and writing, its checkpoint is whole, and older than any of the new generation's.
+
+Of two checkpoints the newer one is that of the later generation, then that of the later step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple, final
+
+from lockstep.errors import StaleGeneration
+
+MANIFEST = "manifest.json"
+CommitMode = Literal["rename", "marker"]
+
+_CHECKPOINT = re.compile(r"step-(\d{8,18})-g(\d{1,9})")
+_GENERATION = re.compile(r"\.generation-(\d{1,9})-([0-9a-f]{8})")
+
+
+class Name(NamedTuple):
+    """Which checkpoint of a directory. Names sort by age."""
+
+    generation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"step-{self.step:08}-g{self.generation}"
+
+    @classmethod
+    def parse(cls, text: str) -> Name | None:
+        """The name that a folder's name spells; None where it is no checkpoint's."""
+        found = _CHECKPOINT.fullmatch(text)
+        name = None if found is None else cls(int(found[2]), int(found[1]))
+        return name if name is not None and str(name) == text else None
+
+
+def names_in(directory: Path) -> list[Name]:
+    """The checkpoints in `directory`, the newest first; whether they are good is not looked at."""
+    try:
+        found = [Name.parse(entry.name) for entry in os.scandir(directory)]
+    except FileNotFoundError:
+        return []
+    return sorted((name for name in found if name is not None), reverse=True)
+
+
+@final
+class Generation:
+    """The right of one process to change `directory`, until a later generation takes it."""
+
+    def __init__(self, directory: Path, mode: CommitMode) -> None:
+        """Take the directory over from all that were before.
+
+        Raises: StaleGeneration where another process is just doing the same and comes later; OSError.
+        """
+        self.directory = directory
+        self.mode: CommitMode = mode
+        directory.mkdir(parents=True, exist_ok=True)
+        before = [name.generation for name in names_in(directory)] + [number for number, _ in _generations(directory)]
+        self.number = max(before, default=0) + 1
+        self._nonce = secrets.token_hex(4)
+        self.folder = directory / f".generation-{self.number}-{self._nonce}"
+        self.folder.mkdir()
+        sync_folder(directory)
+        self.check()
+        with self._fenced():
+            for older in _generations(directory):
+                if older < (self.number, self._nonce):
+                    self._end(directory / f".generation-{older[0]}-{older[1]}")
+            self._clear()
+        if mode == "marker":
+            for name in names_in(directory):
+                if not (directory / str(name) / MANIFEST).exists():
+                    _delete(directory / str(name))
+
+    def check(self) -> None:
+        """Raises: StaleGeneration where a later generation has begun."""
+        newest = max(_generations(self.directory), default=(0, ""))
+        if newest != (self.number, self._nonce) or not self.folder.is_dir():
+            raise StaleGeneration(
+                f"this process (pid {os.getpid()}) belongs to generation {self.number} of {self.directory}, and "
+                f"generation {newest[0]} has taken over: it was left over from an earlier start, or two runs use one "
+                "directory. Nothing was changed; end this process, or give each run a directory of its own"
+            )
+
+    def begin(self, step: int) -> Path:
+        """An empty folder in which the checkpoint of `step` can be written.
+
+        Raises: StaleGeneration; OSError.
+        """
+        self.check()
+        name = str(Name(self.number, step))
+        with self._fenced():
+            self._clear()
+            folder = self.directory / name if self.mode == "marker" else self.folder / name
+            folder.mkdir()
+        return folder
+
+    def publish(self, unfinished: Path) -> Path:
+        """Make what `begin` gave, now complete and durable, a checkpoint. Its name is durable on return.
+
+        Raises: StaleGeneration; OSError.
+        """
+        final = self.directory / unfinished.name
+        if self.mode == "rename":
+            with self._fenced():
+                unfinished.rename(final)
+        sync_folder(self.directory)
+        return final
+
+    def retire(self, name: Name) -> None:
+        """Delete a checkpoint: it is there as a whole, or not at all.
+
+        Raises: StaleGeneration; OSError.
+        """
+        gone = self.directory / str(name)
+        if self.mode == "marker":
+            self.check()
+            (gone / MANIFEST).unlink(missing_ok=True)
+        else:
+            with self._fenced():
+                gone = gone.rename(self.folder / f"pruned-{name}")
+        sync_folder(self.directory)
+        _delete(gone)
+
+    def discard(self, unfinished: Path) -> None:
+        """Delete what `begin` gave, after a failure. Raises: OSError."""
+        _delete(unfinished)
+
+    def _end(self, older: Path) -> None:
+        """Take an older generation's folder away from it: from then on none of its renames has a source."""
+        if self.mode == "marker":
+            _delete(older)
+            return
+        with contextlib.suppress(FileNotFoundError):  # another process, between these two, was faster
+            _delete(older.rename(self.folder / f"ended{older.name}"))
+
+    def _clear(self) -> None:
+        """Delete what killed processes left in the folder of this generation."""
+        for entry in os.scandir(self.folder):
+            _delete(Path(entry.path))
+
+    @contextlib.contextmanager
+    def _fenced(self) -> Iterator[None]:
+        """What fails because a later generation has taken the folders away is said so."""
+        try:
+            yield
+        except OSError:
+            self.check()
+            raise
+
+
+def _generations(directory: Path) -> list[tuple[int, str]]:
+    found = [_GENERATION.fullmatch(entry.name) for entry in os.scandir(directory)]
+    return [(int(match[1]), match[2]) for match in found if match is not None]
+
+
+def _delete(folder: Path) -> None:
+    while folder.exists():
+        try:
+            shutil.rmtree(folder)
+        except FileNotFoundError:
+            continue  # a process that was left over deletes its own things in there at the same time
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in `folder` durable. Raises: OSError."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

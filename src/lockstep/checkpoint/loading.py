@@ -1,0 +1,271 @@
+"""One load: the newest checkpoint of which every byte is right, into tensors that may be cut in any way."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from lockstep.checkpoint.generation import names_in
+from lockstep.checkpoint.manifest import Manifest
+from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
+from lockstep.checkpoint.saving import SHARDS
+from lockstep.checkpoint.state import FlatState, State, flatten, join, keys_of, unflatten
+from lockstep.checkpoint.tensor_file import DTYPES
+from lockstep.checkpoint.together import together
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import is_dtensor, local_of, part_of
+from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointMissing, ConfigError
+
+_KINDS = ("dtype", "shape", "missing", "extra")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `Checkpointer.load` found."""
+
+    step: int
+    state: State  # as it was saved; tensors and objects are those of `into`
+    shards: dict[int, State]  # those that were asked for
+    path: Path
+    skipped: tuple[str, ...]  # why newer checkpoints were passed over
+    digest: str  # of its manifest
+
+
+def load_newest(
+    comm: Communicator,
+    directory: Path,
+    into: State | None,
+    step: int | None,
+    shards: Sequence[int],
+    allow: Collection[str],
+) -> Loaded | None:
+    """See `Checkpointer.load`."""
+
+    allowed = _Allowed(allow)
+
+    def find() -> tuple[None, list[str]]:
+        return None, [str(name) for name in names_in(directory) if step in (None, name.step)]
+
+    _, answers = together(comm, f"cannot load from {directory}", find)
+    names = answers[0]
+    if not names and step is not None:
+        there = sorted({name.step for name in names_in(directory)})
+        raise CheckpointMissing(f"{directory} has no checkpoint of step {step}: it has {there or 'none'}")
+    skipped: list[str] = []
+    for name in names:
+        try:
+            return _load(comm, directory / name, into, shards, allowed, tuple(skipped))
+        except (CheckpointDamaged, CheckpointMissing) as error:
+            skipped.append(str(error))
+            if comm.rank == 0 and name != names[-1]:
+                warnings.warn(f"{error}. The next older checkpoint is tried", stacklevel=3)
+    if skipped:
+        raise CheckpointDamaged(f"no checkpoint in {directory} is good: " + "; ".join(skipped))
+    return None
+
+
+def _load(
+    comm: Communicator,
+    path: Path,
+    into: State | None,
+    shards: Sequence[int],
+    allowed: _Allowed,
+    skipped: tuple[str, ...],
+) -> Loaded:
+    what = "cannot load"
+    with contextlib.ExitStack() as stack:
+
+        def check() -> tuple[CheckpointReader, str]:
+            reader = stack.enter_context(open_checkpoint(path))
+            reader.verify(sorted(reader.manifest.files)[comm.rank :: comm.world_size])
+            return reader, reader.manifest_digest
+
+        reader, digests = together(comm, what, check)
+        if len(set(digests)) > 1:
+            raise CheckpointError(f"{what}: the ranks see different files there; all need the same directory")
+        plan, _ = together(comm, what, lambda: (_Plan(reader.manifest, into, shards, allowed), None))
+        together(comm, what, lambda: (plan.fill(reader), None))
+        (state, own), _ = together(comm, what, lambda: (plan.finish(), None))
+    return Loaded(reader.manifest.step, state, own, path, skipped, reader.manifest_digest)
+
+
+# ------------------------------------------------------------------ what goes where
+
+
+class _Allowed:
+    """Which differences are no errors."""
+
+    def __init__(self, words: Collection[str]) -> None:
+        if isinstance(words, str):
+            words = (words,)
+        self._patterns: list[tuple[str, str]] = []
+        for word in words:
+            kind, _, pattern = word.partition(":")
+            if kind not in _KINDS:
+                raise ConfigError(f"allow={word!r}: use {', '.join(_KINDS)}, each alone or as 'missing:model/head.*'")
+            self._patterns.append((kind, pattern or "*"))
+
+    def __call__(self, kind: str, path: str) -> bool:
+        return any(kind == known and fnmatch.fnmatchcase(path, pattern) for known, pattern in self._patterns)
+
+
+class _Plan:
+    """Which tensors are filled from which of the checkpoint, once all that does not fit is known and allowed."""
+
+    def __init__(self, manifest: Manifest, into: State | None, shards: Sequence[int], allowed: _Allowed) -> None:
+        self.manifest = manifest
+        self.fills: dict[str, Tensor] = {}  # tensors that get the checkpoint's elements, by path
+        self.kept: dict[str, Any] = {}  # tensors and values that stay as they are, as was allowed
+        self.tied: dict[str, str] = {}  # tensors of `into` that are others
+        self.objects: dict[str, Any] = {}  # that load what was theirs, by path
+        self.shards = {number: join(SHARDS, str(number)) for number in dict.fromkeys(shards)}
+        problems = []
+        if into is None:
+            self._take_whole(lambda path: not path.startswith(f"{SHARDS}/"))
+        else:
+            held = [path for path in (*manifest.tensors, *manifest.aliases) if not path.startswith(f"{SHARDS}/")]
+            problems += self._fit(into, held, allowed)
+        for prefix in self.shards.values():
+            self._take_whole(lambda path, below=f"{prefix}/": path.startswith(below))
+            if not self._has(prefix) and not allowed("missing", prefix):
+                problems.append(f"{prefix} is not in the checkpoint")
+        if problems:
+            raise CheckpointMismatch("; ".join(problems))
+
+    def fill(self, reader: CheckpointReader) -> None:
+        """Let the tensors have the checkpoint's elements. Memory: the largest tensor where it has to be converted."""
+        with torch.no_grad():
+            for path, tensor in self.fills.items():
+                source = self.manifest.aliases.get(path, path)
+                dtype, local, part = DTYPES[self.manifest.tensors[source][0]], local_of(tensor), part_of(tensor)
+                is_direct = local.device.type == "cpu" and local.dtype == dtype
+                room = local if is_direct else torch.empty(part.shape, dtype=dtype)
+                reader.read_into(room, source, part)
+                if not is_direct:
+                    local.copy_(room)
+
+    def finish(self) -> tuple[State, dict[int, State]]:
+        """Give the objects what was theirs; return the state, and those of the shards that were asked for."""
+        leaves = {**self.manifest.values, **self.fills, **self.kept}
+        leaves |= {path: leaves[target] for path, target in self.tied.items() if target in leaves}
+        parents = {path.rsplit("/", depth)[0] for path in leaves for depth in range(path.count("/") + 1)}
+        kinds = {path: kind for path, kind in self.manifest.kinds.items() if path in leaves or path in parents}
+        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
+        values = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Tensor)}
+        state = unflatten(FlatState(tensors, values, kinds, {}))
+        shards = state.pop(SHARDS, {})
+        for path, owner in self.objects.items():
+            *above, name = keys_of(path)
+            place = state
+            for key in above:
+                place = place[key]
+            owner.load_state_dict(place[name])
+            place[name] = owner
+        return state, {number: shards[str(number)] for number in self.shards if str(number) in shards}
+
+    def _take_whole(self, is_wanted: Callable[[str], bool]) -> None:
+        self.fills |= {path: self._room(path) for path in self.manifest.tensors if is_wanted(path)}
+        self.tied |= {path: target for path, target in self.manifest.aliases.items() if is_wanted(path)}
+
+    # ------------------------------------------------------------------ what fits
+
+    def _fit(self, into: State, held: Sequence[str], allowed: _Allowed) -> list[str]:
+        """Find out what is filled. Returns: what does not fit and is not allowed."""
+        absent: list[str] = []
+        flat = flatten(self._rooms(into, "", absent))
+        differences = [("missing", path, "is not in the checkpoint") for path in absent]
+        self.tied |= flat.aliases
+        known = set(held)
+        for path, tensor in flat.tensors.items():
+            found = self._difference(path, tensor) if path in known else ("missing", path, "is not in the checkpoint")
+            if found is not None:
+                differences.append(found)
+            if found is None or found[0] == "dtype":
+                self.fills[path] = tensor
+            else:
+                self.kept[path] = tensor
+        for path, value in flat.values.items():
+            if path not in self.manifest.values and not self._has(path):
+                differences.append(("missing", path, "is not in the checkpoint"))
+                self.kept[path] = value
+        for path in held:
+            if path in self.tied and path in self.manifest.tensors:
+                differences.append(("extra", path, f"is tied to {self.tied[path]} here, not in the checkpoint"))
+            elif path not in flat.tensors and path not in self.tied:
+                differences.append(("extra", path, "is in the checkpoint only"))
+        return [f"{path} {text} (allow={kind!r})" for kind, path, text in differences if not allowed(kind, path)]
+
+    def _difference(self, path: str, tensor: Tensor) -> tuple[str, str, str] | None:
+        dtype, shape = self.manifest.tensors[self.manifest.aliases.get(path, path)]
+        if tuple(tensor.shape) != tuple(shape):
+            return "shape", path, f"is {list(tensor.shape)}, the checkpoint has {list(shape)}"
+        if tensor.dtype != DTYPES[dtype]:
+            return "dtype", path, f"is {tensor.dtype}, the checkpoint has {DTYPES[dtype]}"
+        return None
+
+    def _rooms(self, into: State, prefix: str, absent: list[str]) -> State:
+        """`into` with tensors to be filled in place of objects, which are noted."""
+        rooms: State = {}
+        for key, value in into.items():
+            path = join(prefix, key)
+            if type(value) is dict and value:
+                rooms[key] = self._rooms(value, path, absent)
+            elif not callable(getattr(value, "load_state_dict", None)):
+                rooms[key] = value
+            elif not self._has(path):
+                absent.append(path)
+            else:
+                self.objects[path] = value
+                rooms[key] = self._room_of(path, value)
+        return rooms
+
+    def _room_of(self, path: str, owner: Any) -> Any:
+        """Tensors for what the checkpoint has of `owner`: its own, those it makes, or whole ones on the CPU."""
+        if hasattr(owner, "room_for"):
+            return owner.room_for(self._subtree(path, lambda tensor: self._like(tensor, "meta")))
+        if isinstance(owner, Module):
+            return owner.state_dict()
+        if isinstance(owner, Optimizer) and any(is_dtensor(p) for group in owner.param_groups for p in group["params"]):
+            raise CheckpointMismatch(
+                f"{path} is an optimizer of sharded parameters, which has no room for its state before the first step: "
+                "save and load lockstep.TrainState(model, optimizer) instead of the two"
+            )
+        return self._subtree(path, self._room)
+
+    def _subtree(self, prefix: str, make: Callable[[str], Tensor]) -> Any:
+        """What lies under `prefix`, its tensors made by `make`."""
+        below = f"{prefix}/"
+        if prefix in self.manifest.values:
+            return self.manifest.values[prefix]
+        tensors = {p: make(p) for p in self.manifest.tensors if p.startswith(below)}
+        ties = {p: target for p, target in self.manifest.aliases.items() if p.startswith(below)}
+        tensors |= {p: make(p) for p, target in ties.items() if target not in tensors}
+        aliases = {p: target for p, target in ties.items() if p not in tensors}
+        values = {p: value for p, value in self.manifest.values.items() if p.startswith(below)}
+        kinds = {p: kind for p, kind in self.manifest.kinds.items() if p == prefix or p.startswith(below)}
+        found: Any = unflatten(FlatState(tensors, values, kinds, aliases))
+        for key in keys_of(prefix):
+            found = found[key]
+        return found
+
+    def _room(self, path: str) -> Tensor:
+        return self._like(path, "cpu")
+
+    def _like(self, path: str, device: str) -> Tensor:
+        dtype, shape = self.manifest.tensors[self.manifest.aliases.get(path, path)]
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype], device=device)
+
+    def _has(self, prefix: str) -> bool:
+        below = f"{prefix}/"
+        tables = (self.manifest.tensors, self.manifest.aliases, self.manifest.values)
+        return any(path == prefix or path.startswith(below) for table in tables for path in table)

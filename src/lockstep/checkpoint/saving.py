@@ -1,0 +1,238 @@
+"""One save: what all ranks agree on, what each of them writes, and how it gets its name.
+
+agree       every rank: what is saved (names, shapes, values) is one state; who writes which piece follows from it
+(copy)      a save in the background goes on with copies from here
+begin       rank 0: an empty folder in that of its generation
+write       every rank: its file, hashed while it is written, made durable; it reports bytes and digests
+publish     rank 0: the manifest, the folder made durable, the name
+verify      every rank, where older checkpoints are to go: its file, read back
+prune       rank 0: the checkpoints that are not among the newest
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from lockstep.checkpoint.generation import MANIFEST, CommitMode, Generation, Name, names_in, sync_folder
+from lockstep.checkpoint.manifest import Manifest, digest_of, file_name, to_text
+from lockstep.checkpoint.reader import open_checkpoint
+from lockstep.checkpoint.shares import layout_of, plan_pieces
+from lockstep.checkpoint.state import FlatState, State, flatten, tied_as
+from lockstep.checkpoint.tensor_file import FileRecord, Piece, dtype_name, write_tensor_file
+from lockstep.checkpoint.together import together
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import Part
+from lockstep.errors import CheckpointError, CheckpointMismatch
+
+SHARDS = "shards"  # under this key lies the state of each shard, by its number
+_DIFFERENCES_SHOWN = 5
+
+
+@dataclass
+class Directory:
+    """A directory of checkpoints as the process that writes them knows it."""
+
+    path: Path
+    keep: int | None
+    mode: CommitMode
+    generation: Generation | None = None  # on rank 0, from the first save on
+    parent: str = ""  # digest of the manifest that the next one follows: of the checkpoint saved or loaded last
+
+
+@dataclass(frozen=True)
+class Job:
+    """What this rank knows once all ranks have agreed on what is saved."""
+
+    step: int
+    whole: FlatState  # what all ranks have, and all ranks' shards; its tensors are those of this rank
+    table: Mapping[str, tuple[str, tuple[int, ...]]]  # all tensors' dtype and whole shape
+    pieces: Sequence[Piece] = field(default=())  # that this rank writes
+
+
+# ------------------------------------------------------------------ agree
+
+
+def agree(comm: Communicator, what: str, step: int, state: State, shards: Mapping[int, State]) -> Job:
+    """Find out whether all ranks are saving the same. Collective.
+
+    Raises: CheckpointError on every rank.
+    """
+
+    def describe() -> tuple[tuple[FlatState, FlatState], Any]:
+        if type(step) is not int or step < 0:
+            raise CheckpointError(f"step={step!r}: a step is a number, 0 or more")
+        if SHARDS in state:
+            raise CheckpointError(f"{SHARDS!r} cannot be a key of the state: give it as save(..., shards={{id: ...}})")
+        common = flatten(state)
+        own = flatten({SHARDS: {_shard_key(number): shard for number, shard in shards.items()}} if shards else {})
+        values = _digest(common.values, common.kinds)
+        said = [step, _digest(_table(common) | common.aliases), values, common.aliases]
+        return (common, own), [*said, [sorted(shards), _table(own), own.values, own.kinds, own.aliases]]
+
+    (common, own), everyone = together(comm, what, describe)
+    _check_equal(comm, what, everyone, common)
+    aliases = {path: target for *_, seen, _ in everyone for path, target in seen.items()}
+    common, _ = together(comm, what, lambda: (tied_as(common, aliases), None))
+    table = _table(common)
+    values, kinds = dict(common.values), dict(common.kinds)
+    for *_, (_, shard_table, shard_values, shard_kinds, shard_aliases) in everyone:
+        table |= {path: (dtype, tuple(shape)) for path, (dtype, shape) in shard_table.items()}
+        values, kinds, aliases = values | shard_values, kinds | shard_kinds, aliases | shard_aliases
+    layouts = {path: layout_of(tensor, path) for path, tensor in common.tensors.items()}
+    pieces = list(plan_pieces(layouts, comm.rank, comm.world_size))
+    pieces += [
+        Piece(path, dtype_name(tensor.dtype, path), Part((0,) * tensor.ndim, tuple(tensor.shape)))
+        for path, tensor in own.tensors.items()
+    ]
+    return Job(step, FlatState(common.tensors | own.tensors, values, kinds, aliases), table, pieces)
+
+
+def _check_equal(comm: Communicator, what: str, everyone: Sequence[Any], common: FlatState) -> None:
+    """Raises: CheckpointMismatch on every rank where they do not save the same."""
+    steps = [step for step, *_ in everyone]
+    if len(set(steps)) > 1:
+        raise CheckpointMismatch(f"{what}: the ranks save different steps: {steps}")
+    owners: dict[int, int] = {}
+    for rank, (*_, (numbers, *_)) in enumerate(everyone):
+        for number in numbers:
+            if owners.setdefault(number, rank) != rank:
+                raise CheckpointMismatch(
+                    f"{what}: ranks {owners[number]} and {rank} both have shard {number}: a shard is one rank's"
+                )
+    for index, noun in ((1, "tensors"), (2, "values")):
+        others = [rank for rank, said in enumerate(everyone) if said[index] != everyone[0][index]]
+        if others:
+            said = comm.all_gather_object(_listed(common, noun), label="checkpoint")
+            paths = sorted({path for rank in others for path, _ in said[0].items() ^ said[rank].items()})
+            raise CheckpointMismatch(
+                f"{what}: ranks {others} have other {noun} than rank 0: {', '.join(paths[:_DIFFERENCES_SHOWN])}. Every "
+                "rank saves the same state; what is a rank's own belongs into shards={comm.rank: ...}"
+            )
+
+
+def _listed(common: FlatState, noun: str) -> dict[str, str]:
+    """A short digest of each entry, to find those that differ."""
+    entries = _table(common) if noun == "tensors" else {**common.values, **common.kinds}
+    return {path: _digest(entry)[:16] for path, entry in entries.items()}
+
+
+def _table(flat: FlatState) -> dict[str, tuple[str, tuple[int, ...]]]:
+    return {path: (dtype_name(tensor.dtype, path), tuple(tensor.shape)) for path, tensor in flat.tensors.items()}
+
+
+def _digest(*entries: Any) -> str:
+    return hashlib.sha256(json.dumps(entries, sort_keys=True).encode()).hexdigest()
+
+
+def _shard_key(number: Any) -> str:
+    if type(number) is not int or number < 0:
+        raise CheckpointError(f"{number!r} is no number of a shard: use 0, 1, ...")
+    return str(number)
+
+
+# ------------------------------------------------------------------ write
+
+
+def write(comm: Communicator, what: str, job: Job, sources: Sequence[Tensor], directory: Directory) -> Path:
+    """Write the pieces, whose elements are `sources`, and give the checkpoint its name. Collective.
+
+    Raises: CheckpointError on every rank; the checkpoints that were there are then untouched.
+    """
+    _, answers = together(comm, what, lambda: (None, _begin(comm.rank, job.step, directory)))
+    folder, is_published = Path(answers[0]), False
+
+    def publish() -> tuple[None, Any]:
+        nonlocal is_published
+        said = _publish(comm.rank, comm.world_size, folder, job, records, directory)
+        is_published = True
+        return None, said
+
+    try:
+        _, records = together(comm, what, lambda: (None, _write_own(folder, comm.rank, job, sources)))
+        _, said = together(comm, what, publish)
+    except Exception:
+        if directory.generation is not None and not is_published:
+            with contextlib.suppress(OSError):  # what stays is deleted at the next save
+                directory.generation.discard(folder)
+        raise
+    name, directory.parent, has_older = said[0]
+    final = directory.path / name
+    if has_older:
+        own = [file_name(comm.rank)] if records[comm.rank] else []
+        together(comm, f"{what}; no older one was deleted", lambda: (_verify(final, own), None))
+        together(comm, f"{what}: it is there, but an older one stays", lambda: (_prune(comm.rank, directory), None))
+    return final
+
+
+def _begin(rank: int, step: int, directory: Directory) -> str:
+    if rank != 0:
+        return ""
+    generation = directory.generation
+    if generation is None or (directory.path / str(Name(generation.number, step))).exists():
+        directory.generation = generation = Generation(directory.path, directory.mode)
+    return str(generation.begin(step))
+
+
+def _write_own(folder: Path, rank: int, job: Job, sources: Sequence[Tensor]) -> Any:
+    if not folder.is_dir():
+        raise CheckpointError(
+            f"rank {rank} does not see the folder that rank 0 has made, {folder}: checkpoints of several hosts must be "
+            "in a folder that all of them see. Or a later start of this run has taken the directory over"
+        )
+    if not job.pieces:
+        return None
+    record = write_tensor_file(folder / file_name(rank), job.pieces, lambda index: sources[index])
+    return [record.bytes, record.sha256, record.crc32]
+
+
+def _publish(rank: int, world_size: int, folder: Path, job: Job, records: Sequence[Any], directory: Directory) -> Any:
+    if rank != 0:
+        return None
+    generation = directory.generation
+    assert generation is not None, "rank 0 has begun"
+    files = {file_name(n): FileRecord(r[0], r[1], tuple(r[2])) for n, r in enumerate(records) if r}
+    whole = job.whole
+    manifest = Manifest(
+        job.step,
+        generation.number,
+        directory.parent,
+        world_size,
+        files,
+        dict(job.table),
+        whole.aliases,
+        whole.kinds,
+        whole.values,
+    )
+    text = to_text(manifest)
+    if directory.mode == "marker":
+        sync_folder(folder)  # the manifest must not be there before the files
+        generation.check()
+    with (folder / MANIFEST).open("x", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(folder)
+    final = generation.publish(folder)
+    has_older = directory.keep is not None and len(names_in(directory.path)) > directory.keep
+    return [final.name, digest_of(text), has_older]
+
+
+def _verify(final: Path, own: Sequence[str]) -> None:
+    with open_checkpoint(final) as reader:
+        reader.verify(own)
+
+
+def _prune(rank: int, directory: Directory) -> None:
+    if rank == 0:
+        assert directory.generation is not None, "rank 0 has begun"
+        for name in names_in(directory.path)[directory.keep :]:
+            directory.generation.retire(name)

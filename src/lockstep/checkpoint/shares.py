@@ -1,0 +1,103 @@
+"""Who writes what: the pieces of tensors that each rank puts into its file. Pure arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lockstep.checkpoint.tensor_file import Piece, dtype_name
+from lockstep.comm.tensor_parts import Part, is_dtensor, is_first_copy, part_of
+
+_WHOLE_BYTES = 1 << 20  # a tensor up to this size is written by one rank
+_ROUNDS_PER_DIM = 4
+
+
+class Layout(NamedTuple):
+    """What must be known of a tensor to say who writes it."""
+
+    dtype: str  # in the format's words
+    shape: tuple[int, ...]  # whole
+    part: Part  # what this rank has of it
+    is_cut: bool  # ranks have pieces of it; else every rank has all of it
+    is_first_copy: bool  # of the ranks that have the same piece, this one is the first
+
+
+def layout_of(tensor: Any, path: str = "a tensor") -> Layout:
+    """The layout of a tensor or DTensor on this rank.
+
+    Raises: CheckpointError, naming `path`, for a dtype that files do not have; ConfigError for a DTensor whose pieces
+    are no boxes.
+    """
+    is_cut = is_dtensor(tensor)
+    first = is_first_copy(tensor) if is_cut else True
+    return Layout(dtype_name(tensor.dtype, path), tuple(tensor.shape), part_of(tensor), is_cut, first)
+
+
+def plan_pieces(tensors: Mapping[str, Layout], rank: int, world_size: int) -> list[Piece]:
+    """What `rank` writes. All ranks together write every element once; nothing is written of tensors without any.
+
+    Pieces of a cut tensor are written where they are, by the first that has them. All others are laid end to end, in
+    the order of their paths, and every rank gets an equal stretch, cut between tensors, and, in those of more than
+    1 MiB, between rows. So no rank writes more than its equal part, 1 MiB and one row.
+    """
+    pieces = []
+    replicated = {path: layout for path, layout in tensors.items() if not layout.is_cut}
+    total = sum(Piece(path, dtype, Part((), shape)).nbytes for path, (dtype, shape, *_) in replicated.items())
+    low, high = (-(-total * r // world_size) for r in (rank, rank + 1))  # bytes; what begins in here is this rank's
+    begin = 0
+    for path in sorted(tensors):
+        dtype, shape, part, is_cut, first = tensors[path]
+        if is_cut:
+            if first and part.numel:
+                pieces.append(Piece(path, dtype, part))
+            continue
+        whole = Piece(path, dtype, Part((0,) * len(shape), shape))
+        if whole.nbytes > _WHOLE_BYTES:
+            row_bytes = whole.nbytes // shape[0]
+            first_row, end_row = (min(max(-(-(at - begin) // row_bytes), 0), shape[0]) for at in (low, high))
+            if first_row < end_row:
+                start = (first_row, *whole.part.start[1:])
+                pieces.append(Piece(path, dtype, Part(start, (end_row - first_row, *shape[1:]))))
+        elif whole.nbytes and low <= begin < high:
+            pieces.append(whole)
+        begin += whole.nbytes
+    return pieces
+
+
+def is_tiled(shape: Sequence[int], parts: Sequence[Part]) -> bool:
+    """Whether `parts` have every element of a tensor of `shape` exactly once.
+
+    Only for parts that straight cuts through the whole tensor, then through what is left, have made: False for others.
+    Time: n log n for n parts.
+    """
+    if 0 in shape:
+        return not parts
+    return _tiled(Part((0,) * len(shape), tuple(shape)), list(parts), 0, _ROUNDS_PER_DIM * max(1, len(shape)))
+
+
+def _tiled(box: Part, parts: list[Part], dim: int, rounds: int) -> bool:
+    """The same for the elements of `box`, cutting along `dim` first."""
+    if len(parts) <= 1 or not box.shape or rounds == 0:
+        return parts == [box]
+    parts.sort(key=lambda part: part.start[dim])
+    begin, end = box.start[dim], box.start[dim] + box.shape[dim]
+    slab: list[Part] = []
+    reach = begin  # how far along `dim` the slab's parts go
+    for part in [*parts, None]:
+        at = end if part is None else part.start[dim]
+        if slab and at >= reach:
+            start = slab[0].start[dim]
+            inner = Part(_with(box.start, dim, start), _with(box.shape, dim, reach - start))
+            if at != reach or not _tiled(inner, slab, (dim + 1) % len(box.shape), rounds - 1):
+                return False
+            slab = []
+        if part is not None:
+            if not slab and at != reach:
+                return False
+            slab.append(part)
+            reach = max(reach, at + part.shape[dim])
+    return reach == end and not slab
+
+
+def _with(values: tuple[int, ...], index: int, value: int) -> tuple[int, ...]:
+    return (*values[:index], value, *values[index + 1 :])

@@ -1,0 +1,45 @@
+"""Steps that all ranks take together: it has succeeded on every rank, or raises on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointMismatch,
+    CheckpointMissing,
+    LockstepError,
+    StaleGeneration,
+)
+
+_T = TypeVar("_T")
+_REASON_CHARS = 4000
+_KINDS = {kind.__name__: kind for kind in (CheckpointDamaged, CheckpointMismatch, CheckpointMissing, StaleGeneration)}
+
+
+def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]) -> tuple[_T, list[Any]]:
+    """`action` returns a result and a JSON value; this returns the result and the values of all ranks.
+
+    Collective: every rank of `comm`.
+    Raises: CheckpointError on every rank where `action` failed on one, with the reasons of all; of its own kind where
+    all that failed are of one.
+    """
+    kind, reason, cause, result, said = "", "", None, None, None
+    try:
+        result, said = action()
+    except Exception as error:  # noqa: BLE001 - raised below, on every rank
+        cause, kind = error, type(error).__name__
+        reason = str(error) if isinstance(error, LockstepError) else f"{kind}: {error}"
+    answers: list[Any] = comm.all_gather_object([kind, reason[:_REASON_CHARS], said], label="checkpoint")
+    failed = {rank: text for rank, (failure, text, _) in enumerate(answers) if failure}
+    if not failed:
+        return result, [value for _, _, value in answers]  # pyright: ignore[reportReturnType]
+    kinds = {failure for failure, _, _ in answers if failure}
+    error_class = _KINDS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
+    texts = dict.fromkeys(failed.values())
+    if len(texts) == 1 and len(failed) == comm.world_size:
+        raise error_class(f"{what}: {next(iter(texts))}") from cause
+    raise error_class(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from cause

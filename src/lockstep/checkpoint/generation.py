@@ -2,7 +2,7 @@
 
     step-00000100-g6/        the checkpoint of step 100 that generation 6 wrote: all of it, or it is not there
     step-00000150-g7/
-    .generation-7-9f3c02d1/  the newest generation; what is being written, and what is being deleted, is in here
+    .generation-7/           the newest generation; what is being written, and what is being deleted, is in here
 
 A generation is one start of a run. It makes a folder of its own, and moves the folders of those before it away. A
 checkpoint comes into being by one rename out of the generation's folder, and ends by one rename into it. So a process
@@ -20,19 +20,19 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
+from lockstep.checkpoint.manifest import NAME as MANIFEST
+from lockstep.checkpoint.manifest import UNFINISHED
 from lockstep.errors import StaleGeneration
 
-MANIFEST = "manifest.json"
 CommitMode = Literal["rename", "marker"]
 
 _CHECKPOINT = re.compile(r"step-(\d{8,18})-g(\d{1,9})")
-_GENERATION = re.compile(r"\.generation-(\d{1,9})-([0-9a-f]{8})")
+_GENERATION = re.compile(r"\.generation-(\d{1,9})")
 
 
 class Name(NamedTuple):
@@ -58,7 +58,15 @@ def names_in(directory: Path) -> list[Name]:
         found = [Name.parse(entry.name) for entry in os.scandir(directory)]
     except FileNotFoundError:
         return []
-    return sorted((name for name in found if name is not None), reverse=True)
+    return sorted(
+        (name for name in found if name is not None and not _is_unfinished(directory / str(name))), reverse=True
+    )
+
+
+def _is_unfinished(folder: Path) -> bool:
+    if (folder / MANIFEST).exists():
+        return False
+    return (folder / UNFINISHED).exists() or (folder.is_dir() and not any(os.scandir(folder)))
 
 
 @final
@@ -73,32 +81,31 @@ class Generation:
         self.directory = directory
         self.mode: CommitMode = mode
         directory.mkdir(parents=True, exist_ok=True)
-        before = [name.generation for name in names_in(directory)] + [number for number, _ in _generations(directory)]
-        self.number = max(before, default=0) + 1
-        self._nonce = secrets.token_hex(4)
-        self.folder = directory / f".generation-{self.number}-{self._nonce}"
-        self.folder.mkdir()
+        self.number, self.folder = _claim(directory)
         sync_folder(directory)
         self.check()
-        with self._fenced():
-            for older in _generations(directory):
-                if older < (self.number, self._nonce):
-                    self._end(directory / f".generation-{older[0]}-{older[1]}")
+        with self.fenced():
+            for older in _numbers(directory):
+                if older < self.number:
+                    self._end(_folder_of(directory, older))
             self._clear()
-        if mode == "marker":
-            for name in names_in(directory):
-                if not (directory / str(name) / MANIFEST).exists():
-                    _delete(directory / str(name))
+            if mode == "marker":
+                for entry in os.scandir(directory):
+                    if Name.parse(entry.name) is not None and _is_unfinished(Path(entry.path)):
+                        _delete(Path(entry.path))
 
     def check(self) -> None:
         """Raises: StaleGeneration where a later generation has begun."""
-        newest = max(_generations(self.directory), default=(0, ""))
-        if newest != (self.number, self._nonce) or not self.folder.is_dir():
-            raise StaleGeneration(
-                f"this process (pid {os.getpid()}) belongs to generation {self.number} of {self.directory}, and "
-                f"generation {newest[0]} has taken over: it was left over from an earlier start, or two runs use one "
-                "directory. Nothing was changed; end this process, or give each run a directory of its own"
-            )
+        check_newest(self.directory, self.number)
+
+    @contextlib.contextmanager
+    def fenced(self) -> Iterator[None]:
+        """What fails in here because a later generation has taken the folders away is said so: StaleGeneration."""
+        try:
+            yield
+        except Exception:
+            self.check()
+            raise
 
     def begin(self, step: int) -> Path:
         """An empty folder in which the checkpoint of `step` can be written.
@@ -107,10 +114,12 @@ class Generation:
         """
         self.check()
         name = str(Name(self.number, step))
-        with self._fenced():
+        with self.fenced():
             self._clear()
             folder = self.directory / name if self.mode == "marker" else self.folder / name
             folder.mkdir()
+            if self.mode == "marker":
+                (folder / UNFINISHED).touch()
         return folder
 
     def publish(self, unfinished: Path) -> Path:
@@ -119,10 +128,12 @@ class Generation:
         Raises: StaleGeneration; OSError.
         """
         final = self.directory / unfinished.name
-        if self.mode == "rename":
-            with self._fenced():
+        with self.fenced():
+            if self.mode == "rename":
                 unfinished.rename(final)
-        sync_folder(self.directory)
+            else:
+                (final / UNFINISHED).unlink()
+            sync_folder(self.directory)
         return final
 
     def retire(self, name: Name) -> None:
@@ -131,14 +142,16 @@ class Generation:
         Raises: StaleGeneration; OSError.
         """
         gone = self.directory / str(name)
-        if self.mode == "marker":
-            self.check()
-            (gone / MANIFEST).unlink(missing_ok=True)
-        else:
-            with self._fenced():
+        self.check()
+        with self.fenced():
+            if self.mode == "rename":
                 gone = gone.rename(self.folder / f"pruned-{name}")
-        sync_folder(self.directory)
-        _delete(gone)
+                sync_folder(self.directory)
+            else:
+                (gone / UNFINISHED).touch()
+                (gone / MANIFEST).unlink(missing_ok=True)
+                sync_folder(gone)
+            _delete(gone)
 
     def discard(self, unfinished: Path) -> None:
         """Delete what `begin` gave, after a failure. Raises: OSError."""
@@ -157,19 +170,38 @@ class Generation:
         for entry in os.scandir(self.folder):
             _delete(Path(entry.path))
 
-    @contextlib.contextmanager
-    def _fenced(self) -> Iterator[None]:
-        """What fails because a later generation has taken the folders away is said so."""
-        try:
-            yield
-        except OSError:
-            self.check()
-            raise
+
+def check_newest(directory: Path, number: int) -> None:
+    """Raises: StaleGeneration where generation `number` is not the newest of `directory`."""
+    newest = max(_numbers(directory), default=0)
+    if newest != number:
+        raise StaleGeneration(
+            f"this process (pid {os.getpid()}) belongs to generation {number} of {directory}, and generation {newest} "
+            "has taken over: it was left over from an earlier start, or two runs use one directory. Nothing was "
+            "changed; end this process, or give each run a directory of its own"
+        )
 
 
-def _generations(directory: Path) -> list[tuple[int, str]]:
+def _claim(directory: Path) -> tuple[int, Path]:
+    """A number that is larger than all so far, and no other process's, with its folder."""
+    number = 0
+    while True:
+        named = [name.generation for entry in os.scandir(directory) if (name := Name.parse(entry.name)) is not None]
+        number = max(number, *named, *_numbers(directory), 0) + 1
+        folder = _folder_of(directory, number)
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            folder.mkdir()
+            return number, folder
+
+
+def _numbers(directory: Path) -> list[int]:
+    """Of the generations whose folders are there."""
     found = [_GENERATION.fullmatch(entry.name) for entry in os.scandir(directory)]
-    return [(int(match[1]), match[2]) for match in found if match is not None]
+    return [int(match[1]) for match in found if match is not None]
+
+
+def _folder_of(directory: Path, number: int) -> Path:
+    return directory / f".generation-{number}"
 
 
 def _delete(folder: Path) -> None:

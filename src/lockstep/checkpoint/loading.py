@@ -23,7 +23,7 @@ from lockstep.checkpoint.state import FlatState, State, flatten, join, keys_of, 
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import is_dtensor, local_of, part_of
+from lockstep.comm.tensor_parts import AnyTensor, held, is_dtensor
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointMissing, ConfigError
 
 _KINDS = ("dtype", "shape", "missing", "extra")
@@ -124,7 +124,7 @@ class _Plan:
 
     def __init__(self, manifest: Manifest, into: State | None, shards: Sequence[int], allowed: _Allowed) -> None:
         self.manifest = manifest
-        self.fills: dict[str, Tensor] = {}  # tensors that get the checkpoint's elements, by path
+        self.fills: dict[str, AnyTensor] = {}  # tensors that get the checkpoint's elements, by path
         self.kept: dict[str, Any] = {}  # tensors and values that stay as they are, as was allowed
         self.tied: dict[str, str] = {}  # tensors of `into` that are others
         self.objects: dict[str, Any] = {}  # that load what was theirs, by path
@@ -143,16 +143,11 @@ class _Plan:
             raise CheckpointMismatch("; ".join(problems))
 
     def fill(self, reader: CheckpointReader) -> None:
-        """Let the tensors have the checkpoint's elements. Memory: the largest tensor where it has to be converted."""
+        """Let the tensors have the checkpoint's elements. Memory: blocks of 16 MiB where they have to be converted."""
         with torch.no_grad():
             for path, tensor in self.fills.items():
-                source = self.manifest.aliases.get(path, path)
-                dtype, local, part = DTYPES[self.manifest.tensors[source][0]], local_of(tensor), part_of(tensor)
-                is_direct = local.device.type == "cpu" and local.dtype == dtype
-                room = local if is_direct else torch.empty(part.shape, dtype=dtype)
-                reader.read_into(room, source, part)
-                if not is_direct:
-                    local.copy_(room)
+                for part, local in held(tensor):
+                    reader.read_into(local, path, part)
 
     def finish(self) -> tuple[State, dict[int, State]]:
         """Give the objects what was theirs; return the state, and those of the shards that were asked for."""
@@ -160,8 +155,8 @@ class _Plan:
         leaves |= {path: leaves[target] for path, target in self.tied.items() if target in leaves}
         parents = {path.rsplit("/", depth)[0] for path in leaves for depth in range(path.count("/") + 1)}
         kinds = {path: kind for path, kind in self.manifest.kinds.items() if path in leaves or path in parents}
-        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, Tensor)}
-        values = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, Tensor)}
+        tensors = {path: leaf for path, leaf in leaves.items() if isinstance(leaf, AnyTensor)}
+        values = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, AnyTensor)}
         state = unflatten(FlatState(tensors, values, kinds, {}))
         shards = state.pop(SHARDS, {})
         for path, owner in self.objects.items():
@@ -205,7 +200,7 @@ class _Plan:
                 differences.append(("extra", path, "is in the checkpoint only"))
         return [f"{path} {text} (allow={kind!r})" for kind, path, text in differences if not allowed(kind, path)]
 
-    def _difference(self, path: str, tensor: Tensor) -> tuple[str, str, str] | None:
+    def _difference(self, path: str, tensor: AnyTensor) -> tuple[str, str, str] | None:
         dtype, shape = self.manifest.tensors[self.manifest.aliases.get(path, path)]
         if tuple(tensor.shape) != tuple(shape):
             return "shape", path, f"is {list(tensor.shape)}, the checkpoint has {list(shape)}"

@@ -15,14 +15,15 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.generation import MANIFEST, CommitMode, Generation, Name, names_in, sync_folder
+from lockstep.checkpoint.generation import CommitMode, Generation, Name, check_newest, names_in, sync_folder
+from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.manifest import Manifest, digest_of, file_name, to_text
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.shares import layout_of, plan_pieces
@@ -30,7 +31,7 @@ from lockstep.checkpoint.state import FlatState, State, flatten, tied_as
 from lockstep.checkpoint.tensor_file import FileRecord, Piece, dtype_name, write_tensor_file
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import Part
+from lockstep.comm.tensor_parts import TensorPieces, held
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 SHARDS = "shards"  # under this key lies the state of each shard, by its number
@@ -87,12 +88,11 @@ def agree(comm: Communicator, what: str, step: int, state: State, shards: Mappin
     for *_, (_, shard_table, shard_values, shard_kinds, shard_aliases) in everyone:
         table |= {path: (dtype, tuple(shape)) for path, (dtype, shape) in shard_table.items()}
         values, kinds, aliases = values | shard_values, kinds | shard_kinds, aliases | shard_aliases
-    layouts = {path: layout_of(tensor, path) for path, tensor in common.tensors.items()}
+    layouts = {path: layout_of(t, path) for path, t in common.tensors.items() if not isinstance(t, TensorPieces)}
     pieces = list(plan_pieces(layouts, comm.rank, comm.world_size))
-    pieces += [
-        Piece(path, dtype_name(tensor.dtype, path), Part((0,) * tensor.ndim, tuple(tensor.shape)))
-        for path, tensor in own.tensors.items()
-    ]
+    alone = own.tensors | {path: t for path, t in common.tensors.items() if isinstance(t, TensorPieces)}
+    for path, tensor in alone.items():
+        pieces += [Piece(path, dtype_name(tensor.dtype, path), part) for part, _ in held(tensor)]
     return Job(step, FlatState(common.tensors | own.tensors, values, kinds, aliases), table, pieces)
 
 
@@ -147,46 +147,61 @@ def write(comm: Communicator, what: str, job: Job, sources: Sequence[Tensor], di
 
     Raises: CheckpointError on every rank; the checkpoints that were there are then untouched.
     """
-    _, answers = together(comm, what, lambda: (None, _begin(comm.rank, job.step, directory)))
-    folder, is_published = Path(answers[0]), False
+    _, begun = together(comm, what, lambda: (None, _begin(comm.rank, job.step, directory)))
+    number, folder = begun[0][0], Path(begun[0][1])
+    published: list[Any] = []
 
-    def publish() -> tuple[None, Any]:
-        nonlocal is_published
-        said = _publish(comm.rank, comm.world_size, folder, job, records, directory)
-        is_published = True
-        return None, said
+    def take(action: Callable[[], Any], what: str = what) -> list[Any]:
+        """What `action` returns on each rank. Where it fails because this process was left over, that is said."""
+        return together(comm, what, lambda: (None, _fenced(directory.path, number, action)))[1]
+
+    def publish() -> Any:
+        if comm.rank == 0:
+            published.append(_publish(comm.world_size, folder, job, records, directory))
+        return published
 
     try:
-        _, records = together(comm, what, lambda: (None, _write_own(folder, comm.rank, job, sources)))
-        _, said = together(comm, what, publish)
+        records = take(lambda: _write_own(folder, comm.rank, job, sources))
+        ((name, digest, has_older),) = take(publish)[0]
     except Exception:
-        if directory.generation is not None and not is_published:
+        if comm.rank == 0 and directory.generation is not None and not published:
             with contextlib.suppress(OSError):  # what stays is deleted at the next save
                 directory.generation.discard(folder)
         raise
-    name, directory.parent, has_older = said[0]
+    directory.parent = digest
     final = directory.path / name
     if has_older:
         own = [file_name(comm.rank)] if records[comm.rank] else []
-        together(comm, f"{what}; no older one was deleted", lambda: (_verify(final, own), None))
-        together(comm, f"{what}: it is there, but an older one stays", lambda: (_prune(comm.rank, directory), None))
+        take(lambda: _verify(final, own), f"{what}; no older one was deleted")
+        take(lambda: _prune(comm.rank, directory), f"{what}: it is there, but an older one stays")
     return final
 
 
-def _begin(rank: int, step: int, directory: Directory) -> str:
+def _begin(rank: int, step: int, directory: Directory) -> Any:
+    """On rank 0: the number of the generation, and an empty folder."""
     if rank != 0:
-        return ""
+        return None
     generation = directory.generation
+    if generation is not None:
+        generation.check()  # before a name that is taken already is a reason for a new one
     if generation is None or (directory.path / str(Name(generation.number, step))).exists():
         directory.generation = generation = Generation(directory.path, directory.mode)
-    return str(generation.begin(step))
+    return generation.number, str(generation.begin(step))
+
+
+def _fenced(directory: Path, number: int, action: Callable[[], Any]) -> Any:
+    try:
+        return action()
+    except Exception:
+        check_newest(directory, number)
+        raise
 
 
 def _write_own(folder: Path, rank: int, job: Job, sources: Sequence[Tensor]) -> Any:
     if not folder.is_dir():
         raise CheckpointError(
             f"rank {rank} does not see the folder that rank 0 has made, {folder}: checkpoints of several hosts must be "
-            "in a folder that all of them see. Or a later start of this run has taken the directory over"
+            "in a folder that all of them see"
         )
     if not job.pieces:
         return None
@@ -194,9 +209,7 @@ def _write_own(folder: Path, rank: int, job: Job, sources: Sequence[Tensor]) -> 
     return [record.bytes, record.sha256, record.crc32]
 
 
-def _publish(rank: int, world_size: int, folder: Path, job: Job, records: Sequence[Any], directory: Directory) -> Any:
-    if rank != 0:
-        return None
+def _publish(world_size: int, folder: Path, job: Job, records: Sequence[Any], directory: Directory) -> Any:
     generation = directory.generation
     assert generation is not None, "rank 0 has begun"
     files = {file_name(n): FileRecord(r[0], r[1], tuple(r[2])) for n, r in enumerate(records) if r}

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tensor_file import DTYPES, Piece
-from lockstep.comm.tensor_parts import local_of, part_of
+from lockstep.comm.tensor_parts import AnyTensor, held
 
 _ALIGNMENT = 64  # bytes; a view of any dtype may begin there
 
@@ -21,7 +21,7 @@ class Snapshot:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, pieces: Sequence[Piece], tensors: Mapping[str, Tensor]) -> list[Tensor]:
+    def take(self, pieces: Sequence[Piece], tensors: Mapping[str, AnyTensor]) -> list[Tensor]:
         """Copies of `pieces` of `tensors`, complete on return; they are valid until the next call.
 
         Memory: the pieces', kept until `release`.
@@ -49,6 +49,7 @@ class Snapshot:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
 
-def piece_of(piece: Piece, tensor: Tensor) -> Tensor:
+def piece_of(piece: Piece, tensor: AnyTensor) -> Tensor:
     """The elements of `piece`, as a view of what this rank holds of `tensor`."""
-    return local_of(tensor)[piece.part.within(part_of(tensor)).slices]
+    part, local = next(each for each in held(tensor) if piece.part.overlap(each[0]) == piece.part)
+    return local[piece.part.within(part).slices]

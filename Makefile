@@ -1,8 +1,11 @@
 # make train, make test: everything a fresh machine needs, then the thing itself. A second call installs nothing.
-#   PYTHON=python3.12   which Python makes .venv (3.10 or newer)      ARGS="..."   handed on to train, test and bench
+#   PYTHON=python3.12   which Python makes .venv (3.10 or newer)      ARGS="..."   handed on to train, test, chaos and bench
+#   KILLS=100   of chaos        SEED=7   its plan, as it was printed by the run to be seen again
 
 PYTHON ?= python3
 ARGS ?=
+KILLS ?= 1000
+SEED ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -17,7 +20,7 @@ $(shell rm -f $(STAMP))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help install train test check format bench
+.PHONY: help install train test chaos check format bench
 
 help: ## this list
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
@@ -31,6 +34,9 @@ train: $(STAMP) ## train a small GPT-2 with two processes on this Python's own l
 
 test: $(STAMP) ## the whole test suite
 	@$(BIN)/python -m pytest $(ARGS)
+
+chaos: $(STAMP) ## kill a training run KILLS times at random moments; it must end in the same bits
+	@$(BIN)/python -m lockstep.testing.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 check: $(STAMP) ## format, lint, types, layers, sizes
 	@$(BIN)/ruff format --check --quiet . || { echo 'make: not formatted, see above: make format' >&2; exit 1; }

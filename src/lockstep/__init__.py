@@ -9,12 +9,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from lockstep.checkpoint.checkpointer import Checkpointer
+    from lockstep.checkpoint.rng import rng_state, set_rng_state
     from lockstep.checkpoint.weights import load_safetensors
     from lockstep.comm.communicator import Communicator
     from lockstep.comm.init import init
     from lockstep.comm.mesh import Mesh
     from lockstep.comm.process_group import register_backend
+    from lockstep.data.coverage import Coverage
+    from lockstep.data.dataloader import DataLoader
     from lockstep.data.sampler import DistributedSampler
+    from lockstep.launch.worker import REQUEUE, StopRequest
     from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from lockstep.parallel.ddp import DistributedDataParallel
     from lockstep.parallel.fsdp import FullyShardedDataParallel
@@ -38,6 +43,7 @@ if TYPE_CHECKING:
     from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from lockstep.parallel.sharded_optimizer import ShardedOptimizer
     from lockstep.parallel.strategy import in_step, microbatch, optimizer_for, parallelize
+    from lockstep.parallel.train_state import TrainState
     from lockstep.parallel.wrap_policies import (
         ModuleWrapPolicy,
         size_based_auto_wrap_policy,
@@ -50,7 +56,10 @@ _HOME = {
     "BackwardPrefetch": "lockstep.parallel.fsdp1.arguments",
     "CPUOffload": "lockstep.parallel.fsdp1.arguments",
     "CPUOffloadPolicy": "lockstep.parallel.shard_policies",
+    "Checkpointer": "lockstep.checkpoint.checkpointer",
     "Communicator": "lockstep.comm.communicator",
+    "Coverage": "lockstep.data.coverage",
+    "DataLoader": "lockstep.data.dataloader",
     "DistributedDataParallel": "lockstep.parallel.ddp",
     "DistributedSampler": "lockstep.data.sampler",
     "FSDPModule": "lockstep.parallel.fsdp_module",
@@ -63,11 +72,14 @@ _HOME = {
     "MixedPrecisionPolicy": "lockstep.parallel.shard_policies",
     "ModuleWrapPolicy": "lockstep.parallel.wrap_policies",
     "OffloadPolicy": "lockstep.parallel.shard_policies",
+    "REQUEUE": "lockstep.launch.worker",
     "ShardedOptimStateDictConfig": "lockstep.parallel.fsdp1.arguments",
     "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
     "ShardedStateDictConfig": "lockstep.parallel.fsdp1.arguments",
     "ShardingStrategy": "lockstep.parallel.fsdp1.arguments",
     "StateDictType": "lockstep.parallel.fsdp1.arguments",
+    "StopRequest": "lockstep.launch.worker",
+    "TrainState": "lockstep.parallel.train_state",
     "average_gradients": "lockstep.parallel.naive",
     "clip_grad_norm_": "lockstep.parallel.clip",
     "clip_grads_with_norm_": "lockstep.parallel.clip",
@@ -82,16 +94,22 @@ _HOME = {
     "parallelize": "lockstep.parallel.strategy",
     "register_backend": "lockstep.comm.process_group",
     "register_fsdp_forward_method": "lockstep.parallel.fully_shard",
+    "rng_state": "lockstep.checkpoint.rng",
+    "set_rng_state": "lockstep.checkpoint.rng",
     "size_based_auto_wrap_policy": "lockstep.parallel.wrap_policies",
     "transformer_auto_wrap_policy": "lockstep.parallel.wrap_policies",
     "whole_state_dict": "lockstep.parallel.named_state",
 }
 
 __all__ = [
+    "REQUEUE",
     "BackwardPrefetch",
     "CPUOffload",
     "CPUOffloadPolicy",
+    "Checkpointer",
     "Communicator",
+    "Coverage",
+    "DataLoader",
     "DistributedDataParallel",
     "DistributedSampler",
     "FSDPModule",
@@ -109,6 +127,8 @@ __all__ = [
     "ShardedStateDictConfig",
     "ShardingStrategy",
     "StateDictType",
+    "StopRequest",
+    "TrainState",
     "average_gradients",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
@@ -123,6 +143,8 @@ __all__ = [
     "parallelize",
     "register_backend",
     "register_fsdp_forward_method",
+    "rng_state",
+    "set_rng_state",
     "size_based_auto_wrap_policy",
     "transformer_auto_wrap_policy",
     "whole_state_dict",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,12 +23,13 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from lockstep.checkpoint import sharded
+from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.weights import load_safetensors
 from lockstep.comm.communicator import Communicator
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.materialize import materialize
-from lockstep.testing.failures import RankFailed
+from lockstep.parallel.train_state import TrainState
 from lockstep.testing.worlds import run_processes
 
 SIDES: dict[str, Callable[..., Any]] = {"theirs": torch.distributed.fsdp.fully_shard, "ours": fully_shard}
@@ -182,16 +182,24 @@ def save_sharded(comm: Communicator, side: str, folder: str, grid: tuple[int, ..
     model, optimizer = trained(side, grid)
     keep_reference(folder, model, optimizer)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    sharded.save(comm, Path(folder), 1, state)
+    with Checkpointer(folder, comm) as checkpointer:
+        checkpointer.save(1, {"torch": state, "ours": TrainState(model, optimizer)})
 
 
 def load_sharded(comm: Communicator, side: str, folder: str, grid: tuple[int, ...] | None) -> None:
+    """Into what torch's functions make, and into ours, which understands both."""
+    checkpointer = Checkpointer(folder, comm)
     model, optimizer = blank(side, grid)
     state = {"model": get_model_state_dict(model), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    state = sharded.load(comm, Path(folder) / "step-00000001", state)
-    set_model_state_dict(model, state["model"])
-    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    loaded = checkpointer.load({"torch": state}, allow={"extra"})
+    assert loaded is not None
+    set_model_state_dict(model, loaded.state["torch"]["model"])
+    set_optimizer_state_dict(model, optimizer, loaded.state["torch"]["optimizer"])
     check_equals(f"{folder}/reference", model, optimizer)
+    for saved_by in ("torch", "ours"):
+        model, optimizer = blank(side, grid)
+        checkpointer.load({saved_by: TrainState(model, optimizer)}, allow={"extra"})
+        check_equals(f"{folder}/reference", model, optimizer)
 
 
 @pytest.mark.parametrize(("before", "after"), [("theirs", "ours"), ("ours", "theirs"), ("ours", "ours")])
@@ -203,8 +211,9 @@ def test_sharded_checkpoints_at_another_world_size(before: str, after: str, tmp_
 @pytest.mark.parametrize("side", SIDES)
 def test_replicas_write_once_and_any_strategy_loads(side: str, tmp_path: Path) -> None:
     run_processes(4, save_sharded, side, str(tmp_path), (2, 2))
-    files = sorted(file.name for file in (tmp_path / "step-00000001").glob("*.safetensors"))
-    assert files == ["rank-00000.safetensors", "rank-00001.safetensors"]
+    with open_checkpoint(tmp_path / "step-00000001-g1") as reader:
+        pieces = [reader.read("ours/model/first.weight"), reader.manifest.world_size]
+    assert (pieces[0].shape, pieces[1]) == ((7, 6), 4)
     run_processes(2, load_sharded, side, str(tmp_path), None)
 
 
@@ -236,28 +245,3 @@ def materialized(comm: Communicator, side: str, folder: str) -> None:
 @pytest.mark.parametrize("side", SIDES)
 def test_materialize_and_load_safetensors(side: str, tmp_path: Path) -> None:
     run_processes(3, materialized, side, str(tmp_path))
-
-
-def fill_the_disk(comm: Communicator, folder: str) -> None:
-    """Rank 1 may write files of 4 KiB, no more: what a full disk looks like, in the middle of a write."""
-    state = {"w": torch.ones(4096), "sharded": build("ours", 1).state_dict()["first.weight"]}
-    state |= {"more": DTensor.from_local(torch.ones(4096), state["sharded"].device_mesh, state["sharded"].placements)}
-    sharded.save(comm, Path(folder), 1, state)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if comm.rank == 1:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        sharded.save(comm, Path(folder), 2, state)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
-def test_a_full_disk_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
-    with pytest.raises(RankFailed) as caught:
-        run_processes(2, fill_the_disk, str(tmp_path))
-    assert set(caught.value.errors) == {0, 1}
-    for error in caught.value.errors.values():
-        assert error.kind == "CheckpointError"
-        assert "rank 1: OSError" in error.message
-        assert "older ones are untouched" in error.message
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]

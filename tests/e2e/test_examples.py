@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from command_runs import Run, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -45,6 +48,31 @@ def test_swapped_import() -> None:
 @pytest.mark.parametrize("words", [(*TORCHRUN, "examples/sharded.py", "hybrid"), ("examples/sharded.py",)], ids=len)
 def test_sharded(words: tuple[str, ...]) -> None:
     check_figures(printed(*words), shown(".venv/bin/torchrun --nproc-per-node=2 examples/sharded.py full"))
+
+
+@pytest.mark.limit_s(120)
+def test_resume(tmp_path: Path) -> None:
+    """Loses a rank, is stopped and goes on under another launcher: the weights are those of a run left alone."""
+    script, out = str(ROOT / "examples" / "resume.py"), tmp_path / "out"
+    alone = printed(*TORCHRUN, script, str(tmp_path / "alone"))
+    assert re.fullmatch("20 of 20 epochs had every sample; weights [0-9a-f]{16}", alone[-1])
+    run = Run(tmp_path, "run", "--nproc-per-node", "2", "--max-restarts", "3", script, str(out))
+    try:
+        wait_for(lambda: newest_in(out) > 0, "a checkpoint", run.text)
+        os.kill(run.pid_of(1), signal.SIGKILL)
+        run.await_text("restart 1 ")
+        saved = newest_in(out)
+        wait_for(lambda: newest_in(out) > saved, "progress after the restart", run.text)
+        run.process.send_signal(signal.SIGUSR1)
+        run.end(75)
+    finally:
+        run.close()
+    assert newest_in(out) > saved
+    assert printed(*TORCHRUN, script, str(out))[-1] == alone[-1]
+
+
+def newest_in(out: Path) -> int:
+    return max((int(path.name[5:13]) for path in out.glob("step-*")), default=0)
 
 
 def check_figures(found: list[str], expected: list[str]) -> None:

@@ -8,16 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import lockstep
-from lockstep.checkpoint import sharded, tensor_file
+from lockstep.checkpoint.foreign.export import export_checkpoint
+from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import is_dtensor
 from lockstep.errors import PeerFailed, ShardingError, UnsupportedArgument
+from lockstep.parallel.train_state import ModelState, OptimizerState
 from lockstep.testing.worlds import run_processes
 from shard_sides import ADAMW, Side, seeded, to_local
 from tp_models import Llama, loss_of, tensor_parallel
@@ -47,20 +50,35 @@ def assert_same(model: nn.Module, other: nn.Module) -> None:
 def saved_and_loaded(comm: Communicator, folder: str) -> None:
     """At one layout of ranks, loaded at others, and as one file."""
     model, optimizer = trained(over(comm, 2, 2))
-    momenta = {str(index): state["exp_avg"] for index, state in optimizer.state_dict()["state"].items()}
-    path = sharded.save(comm, Path(folder), 1, {"model": model.state_dict(), "momenta": momenta})
+    checkpointer = lockstep.Checkpointer(folder, comm)
+    path = checkpointer.save(1, {"model": ModelState(model), "optimizer": OptimizerState(model, optimizer)})
+    expected = states_of(model, optimizer)
     others = [over(comm, 2, 2).model(), over(comm, 1, 2, 2).model(), seeded(Llama), seeded(Llama)]
     lockstep.fully_shard(others[2], mesh=comm)
     for other in others:
         for param in other.parameters():
             to_local(param).zero_() if param.requires_grad and hasattr(param, "placements") else param.data.zero_()
-        sharded.load(comm, path, {"model": other.state_dict()}, strict=False)
+        its = ADAMW(other.parameters())
+        checkpointer.load({"model": ModelState(other), "optimizer": OptimizerState(other, its)})
         assert_same(model, other)
+        found = states_of(other, its)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[path], tensor) for path, tensor in expected.items())
     if comm.rank == 0:
-        sharded.export(path, Path(folder) / "whole.safetensors")
-        with tensor_file.open_tensors(Path(folder) / "whole.safetensors") as file:
-            whole = others[-1].state_dict()
-            assert all(torch.equal(file.get_tensor(name), whole[name]) for name in whole)
+        with open_checkpoint(path) as reader:
+            export_checkpoint(reader, Path(folder) / "whole.safetensors", form="safetensors")
+        written, whole = load_file(Path(folder) / "whole.safetensors"), others[-1].state_dict()
+        assert all(torch.equal(written[name], whole[name]) for name in whole)
+
+
+def states_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    """Everything that the optimizer keeps, whole, by name. Collective."""
+    entries = OptimizerState(model, optimizer).state_dict()["state"]
+    return {
+        f"{name} {key}": value.full_tensor() if is_dtensor(value) else value
+        for name, entry in entries.items()
+        for key, value in entry.items()
+    }
 
 
 def test_a_checkpoint_is_loaded_at_any_layout(tmp_path: Path) -> None:

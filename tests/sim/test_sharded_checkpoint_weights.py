@@ -15,7 +15,10 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
-from lockstep.checkpoint import sharded, weights
+from lockstep.checkpoint import weights
+from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.foreign.export import export_checkpoint
+from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.weights import load_safetensors
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import CheckpointError
@@ -99,7 +102,7 @@ def test_a_hugging_face_folder(make: Callable[[], Any], tmp_path: Path) -> None:
 def save_model(comm: Communicator, make: Callable[[], Any], directory: Path) -> Path:
     model = cut_model(on_meta(make), mesh_of((3,), comm.rank))
     materialize(model, seed=4)
-    return sharded.save(comm, directory, 1, {"model": model.state_dict()})
+    return Checkpointer(directory, comm).save(1, {"model": model})
 
 
 @pytest.mark.parametrize("make", [gpt2, llama], ids=lambda make: make.__name__)
@@ -108,7 +111,8 @@ def test_an_export_is_read_by_transformers_and_by_us(make: Callable[[], Any], tm
     path = run_threads(3, save_model, make, tmp_path / "checkpoints")[0]
     folder = tmp_path / "exported"
     expected.config.save_pretrained(folder)
-    sharded.export(path, folder / "model.safetensors")
+    with open_checkpoint(path) as reader:
+        export_checkpoint(reader, folder / "model.safetensors", form="safetensors")
     theirs, ours = make().from_pretrained(folder), make()
     load_safetensors(ours, folder)
     for name, param in expected.named_parameters(remove_duplicate=False):

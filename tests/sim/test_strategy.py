@@ -13,24 +13,16 @@ from torch import Tensor, nn
 
 import shard_models
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import is_dtensor, local_of, part_of
+from lockstep.comm.tensor_parts import held, local_of
 from lockstep.errors import ConfigError
 from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.fsdp import FullyShardedDataParallel
-from lockstep.parallel.fsdp1.tensors import gathered
 from lockstep.parallel.materialize import materialize
-from lockstep.parallel.named_state import (
-    is_cut,
-    load_optimizer_state,
-    optimizer_state,
-    room_for_state,
-    unwrapped,
-    whole_state_dict,
-    whole_tensors,
-)
+from lockstep.parallel.named_state import is_cut, whole_state_dict, whole_tensors
 from lockstep.parallel.shard_context import unit_of
 from lockstep.parallel.shard_policies import MixedPrecisionPolicy
 from lockstep.parallel.strategy import chosen_units, in_step, microbatch, optimizer_for, parallelize
+from lockstep.parallel.train_state import OptimizerState
 from lockstep.parallel.wrap_policies import ModuleWrapPolicy
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
@@ -144,46 +136,7 @@ def test_microbatches_add_up_to_the_batch(sharding: Any) -> None:
     assert difference(added, on_one_rank(llama, 5)) < 1e-6
 
 
-# ------------------------------------------------------------------ state by name
-
-
-def test_state_by_name_moves_from_any_sharding_into_any_other() -> None:
-    """Each goes on from the whole state of the one before, on another number of ranks."""
-    original, after = llama(), on_one_rank(llama, 5)
-
-    def first(comm: Communicator, sharding: Any, before: Any, step: int) -> Any:
-        model = parallelize(copy.deepcopy(original), sharding, mesh=comm)
-        optimizer = optimizer_for(model, torch.optim.AdamW, lr=1e-3, eps=1e-5)
-        if before:
-            weights, states = before
-            with torch.no_grad():
-                for fqn, tensor in unwrapped(model).state_dict().items():
-                    local_of(tensor).copy_(weights[fqn][part_of(tensor).slices])
-            load_optimizer_state(model, optimizer, states)
-        step_once(model, optimizer, comm, step, 1)
-        return whole_state_dict(model), whole_states(model, optimizer)
-
-    state: Any = None
-    for step, (sharding, world_size) in enumerate(zip(ALL, (2, 3, 2, 4, 2), strict=True)):
-        state, *others = run_threads(world_size, first, sharding, state, step)
-        assert all(weights == {} for weights, _ in others)
-    expected = {fqn: after.weights[fqn] for fqn in state[0]}
-    assert difference(Result(state[0], []), Result(expected, [])) < 1e-6
-    assert {float(entry["step"]) for entry in state[1].values()} == {5.0}
-
-
-def whole_states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
-    by_name = dict(unwrapped(model).named_parameters())
-    return {
-        fqn: {key: full_tensor(value, by_name[fqn]) for key, value in entry.items()}
-        for fqn, entry in optimizer_state(model, optimizer).items()
-    }
-
-
-def full_tensor(value: Tensor, param: Tensor) -> Tensor:
-    whole = gathered(local_of(value), param) if is_dtensor(value) else value.clone()
-    assert whole is not None
-    return whole
+# ------------------------------------------------------------------ the whole model
 
 
 @pytest.mark.parametrize("sharding", ALL)
@@ -228,12 +181,12 @@ def test_each_rank_keeps_its_part_of_the_optimizer(sharding: Any) -> None:
         optimizer.step()
         kept = sum(local_of(state["exp_avg"]).numel() for state in optimizer.state.values())
         whole = {"exp_avg": torch.empty(8, 64, device="meta"), "step": torch.empty((), device="meta")}
-        room = room_for_state(model, {"weight": whole})["weight"]
+        room = OptimizerState(model, optimizer).room_for({"state": {"weight": whole}})["state"]["weight"]
         assert room["step"].shape == ()
-        return kept, local_of(room["exp_avg"]).numel()
+        return kept, sum(tensor.numel() for _, tensor in held(room["exp_avg"]))
 
     kept = 512 if sharding == "none" else 256
-    assert run_threads(2, one) == [(kept, 256 if sharding in CUT else 512)] * 2
+    assert run_threads(2, one) == [(kept, kept)] * 2
 
 
 @pytest.mark.parametrize("sharding", ALL)

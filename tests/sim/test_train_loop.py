@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,21 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.checkpoint.store import latest, load
+from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.generation import names_in
+from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.local_transport import LocalWorld
+from lockstep.data.coverage import whole_tally
+from lockstep.data.sample_log import sample_ids, samples_by_epoch
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
-from lockstep.train.checkpoints import find_all
+from lockstep.train import loop
 from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.train.console import SilentConsole
 from lockstep.train.loop import TrainResult, prepare, train
+from lockstep.train.metrics import StepLog
+from lockstep.train.run_dir import Launch
 from sharded_tensors import Alive
 
 
@@ -68,7 +76,17 @@ def go(run: RunConfig, world_size: int, resume: str = "", stop_at: int = 0, stop
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    return load(path)["model"]
+    with open_checkpoint(path) as reader:
+        return {name: reader.read(name) for name in reader.manifest.tensors if name.startswith("model/")}
+
+
+def lines_of(run: RunConfig, log: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run.out / f"{log}.jsonl").read_text().splitlines()]
+
+
+def steps_in(directory: Path) -> list[int]:
+    """Of its checkpoints, the newest last."""
+    return Checkpointer(directory).steps()
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
@@ -85,13 +103,11 @@ def test_every_world_trains_the_model_that_one_process_trains(run: RunConfig, wo
 def test_run_directory_holds_what_happened(run: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     result = go(run, 2)[0]
     said = capsys.readouterr().out
-    assert {path.name for path in run.out.iterdir()} == {"checkpoints", "config.json", "metrics.jsonl", "sample.txt"}
-    assert sorted(path.name[5:13] for path in (run.out / "checkpoints").iterdir()) == [
-        "00000002",
-        "00000004",
-        "00000006",
-    ]
-    records = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
+    assert {path.name for path in run.out.iterdir()} == {
+        "checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt"
+    }  # fmt: skip
+    assert steps_in(run.out / "checkpoints") == [2, 4, 6]
+    records = lines_of(run, "metrics")
     assert [(r["step"], "val_loss" in r) for r in records] == [
         (1, False), (2, False), (4, False), (4, True), (6, False), (6, True),
     ]  # fmt: skip
@@ -127,11 +143,111 @@ def test_new_run_moves_the_older_one_aside_and_so_does_one_from_an_older_checkpo
     first = go(run, 1)[0]
     go(run, 1)
     assert (run.out / "older-1" / "checkpoints" / first.checkpoint.name).exists()
-    again = go(run, 1, resume=str(run.out / "checkpoints" / "step-00000002.safetensors"))[0]
+    again = go(run, 1, resume=str(run.out / "checkpoints" / "step-00000002-g1"))[0]
     assert again.digest == first.digest
     assert (run.out / "older-2" / "metrics.jsonl").exists()
-    records = [json.loads(line) for line in (run.out / "metrics.jsonl").read_text().splitlines()]
-    assert records[0]["step"] == 3
+    assert lines_of(run, "metrics")[0]["step"] == 4, "as in the first run"
+    assert lines_of(run, "samples")[0]["step"] == 3
+
+
+# ------------------------------------------------------------------ histories
+
+
+def history_of(run: RunConfig) -> dict[str, list[dict[str, Any]]]:
+    """Both logs, without what depends on the clock."""
+    timed = ("tokens_per_s", "eta_s")
+    return {
+        log: [{key: value for key, value in line.items() if key not in timed} for line in lines_of(run, log)]
+        for log in ("metrics", "samples")
+    }
+
+
+def short_epochs(run: RunConfig) -> RunConfig:
+    """Six steps are three epochs and some."""
+    text = run.out.parent / "short.txt"
+    text.write_text("".join(f"{i}: {i * i % 97}\n" for i in range(30)))
+    return with_option(run, "data", path=text)
+
+
+def test_any_number_of_ranks_trains_on_the_same_samples_each_once(
+    run: RunConfig, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = short_epochs(run)
+    alone = replace(run, out=run.out.parent / "alone")
+    go(alone, 1)
+    capsys.readouterr()
+    for world_size, stop_at in ((2, 3), (1, 2), (3, 0)):
+        result = go(run, world_size, resume="auto", stop_at=stop_at)[0]
+    assert result.step == 6
+    samples = history_of(run)["samples"]
+    assert samples == history_of(alone)["samples"]
+    assert [line["step"] for line in samples] == [1, 2, 3, 4, 5, 6]
+    epochs: dict[int, list[int]] = {}
+    for line in samples:
+        assert len(sample_ids(line)) == 12
+        for epoch, ids in samples_by_epoch(line):
+            epochs.setdefault(epoch, []).extend(ids)
+    length = samples[0]["length"]
+    assert length < 24
+    assert all(sorted(ids) == list(range(length)) for epoch, ids in epochs.items() if epoch < max(epochs))
+    verdicts = [line for line in history_of(run)["metrics"] if "epoch" in line]
+    assert verdicts == [line for line in history_of(alone)["metrics"] if "epoch" in line]
+    assert [line["epoch"] for line in verdicts] == sorted(epochs)[:-1]
+    assert {line["digest"] for line in verdicts} == {whole_tally(length).digest().hex()}
+    said = capsys.readouterr().out
+    assert said.count(f"coverage of epoch 0: each of {length} samples exactly once") == 1
+    assert f"coverage of epoch {max(epochs)}: each of {len(epochs[max(epochs)])} samples exactly once" in said
+
+
+class Killed(BaseException):
+    """Rank 0 ends here."""
+
+
+def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
+    """Before the write, flush or save of this number."""
+    left = itertools.count(number, -1)
+
+    def counted(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if next(left) <= 0:
+                raise Killed
+            return original(*args, **kwargs)
+
+        return call
+
+    names = [(StepLog, "write"), (StepLog, "sync"), (Checkpointer, "save"), (Checkpointer, "save_async")]
+    for owner, name in (*names, (loop, "write_sample"), (loop, "conclude")):
+        patch.setattr(owner, name, counted(getattr(owner, name)))
+
+
+@pytest.mark.parametrize("by_launcher", [True, False])
+def test_killed_and_resumed_again_and_again_the_logs_are_those_of_one_run(run: RunConfig, by_launcher: bool) -> None:
+    run = short_epochs(run)
+    alone = replace(run, out=run.out.parent / "alone")
+    expected = go(alone, 1)[0]
+    (run.out / "checkpoints").mkdir(parents=True)
+    (run.out / "metrics.jsonl").write_text("of an older run")
+    ended = 0
+    for number in itertools.count():
+        environ = {"TORCHELASTIC_RUN_ID": "one", "TORCHELASTIC_RESTART_COUNT": str(number)} if by_launcher else {}
+        resume = "" if by_launcher or number == 0 else "auto"
+        with pytest.MonkeyPatch.context() as patch:
+            killed_at(3 + 5 * number, patch)  # comes further each time, and over the same step again
+            try:
+                result = train(run, alone_comm(), StopAt(0), resume, environ)
+                break
+            except Killed:
+                ended += 1
+    assert ended > 2
+    assert result.digest == expected.digest
+    assert history_of(run) == history_of(alone)
+    older = (run.out / "older-1" / "metrics.jsonl").read_text()
+    assert older == "of an older run"
+    assert not (run.out / "older-2").exists()
+
+
+def alone_comm() -> Communicator:
+    return Communicator(LocalWorld(1).transports[0])
 
 
 def with_option(run: RunConfig, section: str, **fields: Any) -> RunConfig:
@@ -140,8 +256,6 @@ def with_option(run: RunConfig, section: str, **fields: Any) -> RunConfig:
 
 def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_touched(run: RunConfig, tmp_path: Path) -> None:
     go(run, 1)
-    newest = latest(run.out / "checkpoints")
-    assert newest is not None
     before = {path: path.stat().st_mtime_ns for path in run.out.rglob("*")}
     short, other, empty = (tmp_path / name for name in ("short.txt", "other.txt", "empty.txt"))
     short.write_text("short\n" * 15)
@@ -155,7 +269,8 @@ def test_what_does_not_fit_is_refused_on_every_rank_and_nothing_is_touched(run: 
         (with_option(run, "data", val_fraction=0.0005), "", "DataError", "too short to validate on"),
         (run, str(tmp_path / "nowhere"), "ConfigError", "does not exist"),
         (run, str(tmp_path / "cache"), "ConfigError", "holds no checkpoint"),
-        (run, str(short), "CheckpointError", "cannot read"),
+        (run, str(short), "ConfigError", "holds no checkpoint"),
+        (run, f"{run.out}:5", "ConfigError", "holds no checkpoint of step 5"),
         (with_option(run, "train", batch=7), "", "ConfigError", "cannot be divided|not divide"),
     ]
     for changed, resume, kind, words in cases:
@@ -185,7 +300,6 @@ def test_every_sharding_ends_with_the_same_weights(run: RunConfig, sharding: str
     assert len(set(results)) == 1
     assert (results[0].digest, results[0].val_loss) == (whole.digest, whole.val_loss)
     assert (run.out / "sample.txt").read_text() == (run.out / "whole" / "sample.txt").read_text()
-    assert results[0].checkpoint.is_dir() == (sharding != "optimizer")
 
 
 @pytest.mark.parametrize(("sharding", "resume"), [("gradients", False), ("full", False), ("full", True)])
@@ -197,9 +311,9 @@ def test_no_rank_ever_holds_more_than_its_pieces_and_one_module(run: RunConfig, 
 
     def one(comm: Communicator) -> None:
         with Alive() as alive:
-            job = prepare(wide, comm, SilentConsole(), "auto" if resume else "")
-        if job.metrics:
-            job.metrics.close()
+            job = prepare(wide, comm, SilentConsole(), "auto" if resume else "", Launch())
+        if job.logs:
+            job.logs.close()
         whole = sum(param.numel() * param.itemsize for param in job.model.parameters())
         kept = (1 + 2 * resume) * whole / 4  # parameters, and AdamW's two moments
         assert 0.99 * kept < alive.most < kept + whole / 4
@@ -213,17 +327,13 @@ def test_cut_model_of_any_world_is_that_of_one_process(run: RunConfig, world_siz
     alone = go(run, 1)[0]
     result = go(with_option(replace(run, out=run.out / "many"), "train", sharding="full"), world_size)[0]
     assert result.val_loss == pytest.approx(alone.val_loss, rel=1e-5)
-    assert result.checkpoint.is_dir()
 
 
 def test_run_goes_on_with_any_other_sharding_bit_for_bit(run: RunConfig) -> None:
     whole = go(cut(run, "none", out=run.out / "whole"), 2)[0]
-    kinds = []
     for step, sharding in enumerate(("none", "full", "optimizer", "gradients", "hybrid"), 1):
         stopped = go(cut(run, sharding), 2, resume="auto", stop_at=2)[0]
         assert (stopped.step, stopped.was_stopped) == (step, True)
-        kinds.append(stopped.checkpoint.is_dir())
-    assert kinds == [False, True, False, True, True]
     assert go(cut(run, "none"), 2, resume="auto")[0].digest == whole.digest
 
 
@@ -236,13 +346,13 @@ def test_run_goes_on_with_another_sharding_on_other_ranks(run: RunConfig) -> Non
     assert resumed.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
 
 
-def test_only_the_newest_checkpoints_of_both_kinds_are_kept(run: RunConfig) -> None:
+def test_only_the_newest_checkpoints_are_kept(run: RunConfig) -> None:
     kept = replace(run, checkpoint=CheckpointConfig(every=1, keep=3))
     go(kept, 2, stop_at=4)
     go(with_option(kept, "train", sharding="full"), 2, resume="auto", stop_at=3)
-    names = [path.name for path in find_all(run.out / "checkpoints")]
-    assert names == ["step-00000003.safetensors", "step-00000004", "step-00000005"]
-    assert sorted(names) == sorted(path.name for path in (run.out / "checkpoints").iterdir())
+    assert [str(name) for name in names_in(run.out / "checkpoints")] == [
+        "step-00000005-g2", "step-00000004-g2", "step-00000003-g1"
+    ]  # fmt: skip
 
 
 def test_folder_of_another_model_or_a_damaged_one_is_refused(run: RunConfig) -> None:
@@ -256,4 +366,4 @@ def test_folder_of_another_model_or_a_damaged_one_is_refused(run: RunConfig) -> 
     for sharding in ("none", "full"):
         with pytest.raises(RankFailed, match=r"rank-00001\.safetensors is damaged") as caught:
             go(cut(run, sharding), 2, resume=str(stopped.checkpoint))
-        assert {error.kind for error in caught.value.errors.values()} == {"CheckpointError"}
+        assert {error.kind for error in caught.value.errors.values()} == {"CheckpointDamaged"}

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-from lockstep.launch.agent import Ended, describe, first_failure
+from lockstep.errors import ConfigError
+from lockstep.launch.ended import Ended, describe, first_failure, signal_name
 from lockstep.launch.worker import (
     ERROR_FILE,
+    INTERRUPTED,
+    REQUEUE,
     Failure,
-    StopRequest,
     describe_failure,
     read_failure,
     report_failure,
-    stop_signals,
 )
+from lockstep.train.config import check
 
 
 def failure(rank: int, time_s: float = 1.0, **fields: Any) -> Failure:
@@ -26,20 +30,28 @@ def failure(rank: int, time_s: float = 1.0, **fields: Any) -> Failure:
     return Failure(rank=rank, trace="", time_s=time_s, **{**values, "is_consequence": False, **fields})
 
 
-def ended(rank: int, exit_code: int, said: Failure | None = None, was_ended: bool = False, last: str = "") -> Ended:
-    return Ended(rank, 100 + rank, exit_code, was_ended, said, last)
+def ended(
+    rank: int, exit_code: int, said: Failure | None = None, was_ended: bool = False, last: str = "", **fields: Any
+) -> Ended:
+    return Ended(rank, 100 + rank, exit_code, was_ended, said, last, **fields)
 
 
 @pytest.mark.parametrize(
     ("processes", "cause"),
     [
         ([ended(0, 0), ended(1, 0)], None),
-        ([ended(0, 130), ended(1, 130)], None),
+        ([ended(0, INTERRUPTED), ended(1, INTERRUPTED)], None),
+        ([ended(0, REQUEUE), ended(1, REQUEUE)], None),
         ([ended(0, 1, failure(0, 1.0, is_consequence=True)), ended(1, -signal.SIGKILL)], 1),
         ([ended(0, 1, failure(0, 1.0, is_consequence=True)), ended(1, 1, failure(1, 2.0))], 1),
         ([ended(0, 1, failure(0, 2.0)), ended(1, 1, failure(1, 1.0))], 1),
         ([ended(0, -signal.SIGKILL, was_ended=True), ended(1, 1, failure(1, 5.0))], 1),
         ([ended(0, 0), ended(1, 3)], 1),
+        ([ended(0, -signal.SIGABRT, at_s=7.5), ended(1, -signal.SIGKILL, at_s=7.4)], 1),
+        ([ended(0, -signal.SIGKILL, at_s=7.5), ended(1, -signal.SIGKILL, at_s=7.5)], 0),
+        ([ended(0, -signal.SIGABRT, at_s=1.0), ended(1, -signal.SIGKILL, stuck="stopped", at_s=2.0)], 1),
+        ([ended(0, 1, failure(0, 1.0)), ended(1, -signal.SIGKILL, was_ended=True, stuck="no progress for 5 s")], 1),
+        ([ended(0, -9), ended(1, 1, failure(1, 1.0, is_consequence=True), stuck="no progress for 5 s")], 0),
         ([ended(0, 1, failure(0, 9.0, is_consequence=True)), ended(1, 1, failure(1, 8.0, is_consequence=True))], 1),
     ],
 )
@@ -54,6 +66,12 @@ def test_how_a_process_ended_is_said() -> None:
     assert describe(ended(1, 3)) == "ended with exit code 3"
     assert describe(ended(1, 1, failure(1))) == "failed: ValueError: bad"
     assert describe(ended(1, 1, failure(1, is_expected=True))) == "bad"
+    assert describe(ended(1, 1, failure(1, where="train.py:31"))) == "failed at train.py:31: ValueError: bad"
+    assert describe(ended(1, -9, out_of_memory=True)) == "was killed by the kernel: out of memory"
+    stopped = ended(1, -9, was_ended=True, stuck="stopped (SIGSTOP) for 10 s")
+    assert describe(stopped) == "was ended by its launcher: stopped (SIGSTOP) for 10 s"
+    assert describe(ended(1, -40)) == "was killed by signal 40"
+    assert [signal_name(number) for number in (9, 10, 15)] == ["SIGKILL", "SIGUSR1", "SIGTERM"]
 
 
 def test_report_travels_by_file_and_torchrun_finds_the_message(
@@ -74,18 +92,85 @@ def test_report_travels_by_file_and_torchrun_finds_the_message(
     assert capsys.readouterr().err == f"{said.trace}lockstep: rank 3: 'lost'\n"
 
 
-def test_stop_request_waits_for_the_loop_and_raises_before_it() -> None:
-    before = {number: signal.getsignal(number) for number in stop_signals()}
+# ------------------------------------------------------------------ where in the user's code
+
+
+def raised_by(action: Callable[[], object]) -> Failure:
     try:
-        stop = StopRequest(has_launcher=True)
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGTERM)
-        stop = StopRequest(has_launcher=True)
-        stop.arm()
-        assert not stop.is_set()
-        signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGTERM)
-        assert stop.is_set()
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        action()
+    except Exception as error:  # noqa: BLE001 (any of them)
+        return describe_failure(error, 0, 1, is_expected=False, is_consequence=False)
+    raise AssertionError("it did not raise")
+
+
+def line_of(text: str) -> str:
+    """This file and the number of its only line with `text`."""
+    lines = Path(__file__).read_text().splitlines()
+    (number,) = (number for number, line in enumerate(lines, 1) if line.strip() == text)
+    return f"{Path(__file__)}:{number}"
+
+
+def test_place_of_a_failure_is_the_users_own_innermost_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # elsewhere, so paths are whole
+
+    def in_standard_library() -> None:
+        json.loads("{")
+
+    def in_lockstep() -> None:
+        check(None, 0)  # pyright: ignore[reportArgumentType]
+
+    assert raised_by(in_standard_library).where == line_of('json.loads("{")')
+    assert raised_by(in_lockstep).where == line_of("check(None, 0)  # pyright: ignore[reportArgumentType]")
+    (tmp_path / "broken.py").write_text("x = 1\ny = (\n")
+    assert raised_by(lambda: compile(Path("broken.py").read_text(), "broken.py", "exec")).where == "broken.py:2"
+    unnamed = compile("1 / 0", "<made>", "exec")
+    said = raised_by(lambda: exec(unnamed))
+    assert said.where == line_of("said = raised_by(lambda: exec(unnamed))")
+    bare = describe_failure(ConfigError("no frame at all"), 0, 1, is_expected=True, is_consequence=False)
+    assert bare.where == ""
+
+
+def test_path_within_the_current_folder_is_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "part").mkdir()
+    script = tmp_path / "part" / "train.py"
+    code = compile("def f():\n    raise OSError('gone')\nf()\n", str(script), "exec")
+    assert raised_by(lambda: exec(code)).where == "part/train.py:2"
+
+
+def test_what_torchs_record_leaves_is_understood(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "error.json"
+    monkeypatch.setenv(ERROR_FILE, str(path))
+    try:
+        raise OSError("the disk: is gone")
+    except OSError as error:
+        ErrorHandler().record_exception(error)
+    said = read_failure(path, rank=3)
+    assert said is not None
+    assert (said.rank, said.kind, said.message, said.exit_code) == (3, "OSError", "the disk: is gone", 1)
+    assert (said.is_expected, said.is_consequence) == (False, False)
+    assert said.where.endswith(line_of('raise OSError("the disk: is gone")').rpartition("/")[2])
+    assert said.time_s > 1e9
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ('{"message": "Signal 11 (SIGSEGV) received by PID 7"}', "Signal 11 (SIGSEGV) received by PID 7", None),
+        ('{"message": {"message": "KeyError: 1", "extraInfo": {}}}', "KeyError", "1"),
+    ],
+)
+def test_other_forms_of_torchs_error_file(tmp_path: Path, text: str, kind: str, message: str | None) -> None:
+    path = tmp_path / "error.json"
+    path.write_text(text)
+    said = read_failure(path)
+    assert said is not None
+    assert (said.kind, said.message) == (kind, message or kind)
+
+
+def test_report_that_was_cut_off_says_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "error.json"
+    whole = json.dumps({"message": {"message": "KeyError: 1", "extraInfo": {"py_callstack": "x"}}})
+    for length in range(len(whole)):
+        path.write_text(whole[:length])
+        assert read_failure(path) is None

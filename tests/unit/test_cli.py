@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from lockstep import cli
+from lockstep.cli.train import parse_train
 from lockstep.errors import ConfigError
 from lockstep.recipes import gpt2
 
@@ -18,18 +19,18 @@ def _no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_default_recipe_options_and_sections() -> None:
-    command = cli.parse_train(["-n", "3", "--optim.lr", "0.5", "--data.path", "x", "--resume", "auto", "--seed", "9"])
-    assert (command.processes, command.resume) == (3, "auto")
+    command = parse_train(["-n", "3", "--optim.lr", "0.5", "--data.path", "x", "--resume", "auto", "--seed", "9"])
+    assert (command.processes, command.resume) == ("3", "auto")
     assert (command.run.optim.lr, command.run.data.path, command.run.seed) == (0.5, Path("x"), 9)
     assert command.run.model == gpt2.tiny().model
 
 
 @pytest.mark.parametrize("name", ["gpt2-124m", "gpt2_124m"])
 def test_recipe_by_name_keeps_its_other_values(name: str) -> None:
-    command = cli.parse_train([name, "--model.layers", "3", "--train.log-every", "7", "--train.microbatch", "None"])
+    command = parse_train([name, "--model.layers", "3", "--train.log-every", "7", "--train.microbatch", "None"])
     assert (command.run.model.layers, command.run.model.width) == (3, 768)
     assert (command.run.train.log_every, command.run.train.microbatch) == (7, None)
-    assert cli.parse_train(["gpt2-124m"]).run == gpt2.gpt2_124m()
+    assert parse_train(["gpt2-124m"]).run == gpt2.gpt2_124m()
 
 
 @pytest.mark.parametrize(
@@ -47,14 +48,14 @@ def test_recipe_by_name_keeps_its_other_values(name: str) -> None:
 )
 def test_unknown_word_is_answered_with_the_nearest_name(words: list[str], answer: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        cli.parse_train(words)
+        parse_train(words)
     assert answer in str(caught.value)
 
 
 @pytest.mark.parametrize("words", [["--optim.lr", "fast"], ["--data.tokens", "words"], ["--train.steps"]])
 def test_value_of_the_wrong_type_ends_with_code_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
-        cli.parse_train(words)
+        parse_train(words)
     assert caught.value.code == 2
     assert words[0] in capsys.readouterr().err
 

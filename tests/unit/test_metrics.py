@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 from pathlib import Path
 
 import pytest
 
 from lockstep.train import console as console_module
 from lockstep.train.console import BarConsole, SilentConsole, open_console
-from lockstep.train.metrics import Meter, MetricsFile, StepMetrics, duration
+from lockstep.train.metrics import Meter, StepLog, StepMetrics, duration
 
 RECORD = StepMetrics(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, tokens=2000, tokens_per_s=12345.6, eta_s=75)
 
@@ -32,20 +33,37 @@ def test_meter_leaves_pauses_out() -> None:
 
 def test_file_drops_what_a_resumed_run_does_again_and_lines_cut_off(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    file = MetricsFile(path)
-    for step in (10, 20, 30):
-        file.write({"step": step})
+    file = StepLog(path)
+    for record in ({"step": 10, "val_loss": 1.5}, {"step": 20}, {"step": 30, "val_loss": 1.0}):
+        file.write(record)
+    assert file.validated == {10, 30}
+    file.sync()
     file.close()
     with path.open("a") as torn:
         torn.write('{"step": 2')
-    resumed = MetricsFile(path, resumed_step=20)
+    resumed = StepLog(path, resumed_step=20)
     resumed.write(RECORD)
+    assert len(path.read_text().splitlines()) == 3, "written at once"
     resumed.close()
+    assert resumed.validated == {10}
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 20]
     assert lines[2]["tokens_per_s"] == 12345.6
-    MetricsFile(path).close()
+    StepLog(path).close()
     assert path.read_text() == ""
+
+
+def test_a_log_that_cannot_be_cut_off_stays_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+
+    def killed(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", killed)
+    with pytest.raises(KeyboardInterrupt):
+        StepLog(path, resumed_step=1)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.7, "1:00"), (75, "1:15"), (3675, "1:01:15")])

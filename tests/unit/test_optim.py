@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lockstep.errors import CheckpointError
-from lockstep.parallel.named_state import load_optimizer_state, optimizer_state
+from lockstep.errors import CheckpointMismatch
+from lockstep.parallel.train_state import OptimizerState
 from lockstep.train.config import OptimConfig
 from lockstep.train.optim import build_optimizer, learning_rate
 
@@ -74,12 +76,15 @@ def test_only_matrices_decay_and_frozen_parameters_are_left_out() -> None:
 
 def test_state_goes_by_name_and_the_next_step_is_the_same_bit_for_bit() -> None:
     model, optimizer = trained(0, 3)
-    state = optimizer_state(model, optimizer)
-    assert set(state) == {"embedding.weight", "norm.weight", "norm.bias", "head.bias"}
-    state = {fqn: {key: value.clone() for key, value in entry.items()} for fqn, entry in state.items()}
+    state = copy.deepcopy(OptimizerState(model, optimizer).state_dict())
+    assert set(state["state"]) == {"embedding.weight", "norm.weight", "norm.bias", "head.bias"}
+    assert [group["params"] for group in state["param_groups"]] == [
+        ["embedding.weight"],
+        ["norm.weight", "norm.bias", "head.bias"],
+    ]
     other, other_optimizer = trained(1, 0)
     other.load_state_dict(model.state_dict())
-    load_optimizer_state(other, other_optimizer, state)
+    OptimizerState(other, other_optimizer).load_state_dict(state)
     step_once(model, optimizer)
     step_once(other, other_optimizer)
     for (fqn, expected), actual in zip(model.named_parameters(), other.parameters(), strict=True):
@@ -88,5 +93,5 @@ def test_state_goes_by_name_and_the_next_step_is_the_same_bit_for_bit() -> None:
 
 def test_state_of_another_model_is_refused() -> None:
     model, optimizer = trained(0, 1)
-    with pytest.raises(CheckpointError, match=r"'nobody\.weight'"):
-        load_optimizer_state(model, optimizer, {"nobody.weight": {}})
+    with pytest.raises(CheckpointMismatch, match=r"'nobody\.weight'"):
+        OptimizerState(model, optimizer).load_state_dict({"state": {"nobody.weight": {}}})

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import math
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from lockstep.checkpoint.tensor_file import DTYPES, Source, sum_of, write_tensors
-from lockstep.comm.tensor_parts import Part, is_dtensor, is_first_copy, local_of, part_of
+from lockstep.comm.tensor_parts import Part, boxes_of_range, is_dtensor, is_first_copy, local_of, part_of
 from lockstep.errors import ConfigError
 from sharded_tensors import mesh_of
 
@@ -64,6 +59,18 @@ def test_overlap_is_what_indexing_says(pair: tuple[Part, Part]) -> None:
         assert common.numel == len(both)
 
 
+@given(shape=st.lists(st.integers(0, 5), max_size=4).map(tuple), data=st.data())
+def test_a_range_of_elements_is_boxes_in_the_same_order(shape: tuple[int, ...], data: st.DataObject) -> None:
+    numel = math.prod(shape)
+    start = data.draw(st.integers(0, numel))
+    stop = data.draw(st.integers(start, numel))
+    whole = torch.arange(numel).view(shape)
+    boxes = boxes_of_range(shape, start, stop)
+    assert [int(number) for box in boxes for number in whole[box.slices].flatten()] == list(range(start, stop))
+    assert len(boxes) <= max(1, 2 * len(shape) - 1)
+    assert all(box.numel for box in boxes)
+
+
 def test_plain_tensors_are_held_whole_and_odd_dtensors_are_refused() -> None:
     plain = torch.ones(2, 3, requires_grad=True)
     assert part_of(plain) == Part((0, 0), (2, 3))
@@ -77,24 +84,3 @@ def test_plain_tensors_are_held_whole_and_odd_dtensors_are_refused() -> None:
     uneven = DTensor.from_local(torch.ones(4), mesh, [Shard(0)], run_check=False, shape=torch.Size([6]), stride=(1,))
     with pytest.raises(ConfigError, match=r"piece \(4,\) at .* rule it is \(3,\)"):
         part_of(uneven)
-
-
-def test_a_file_holds_every_dtype_aligned_and_its_sum_is_that_of_its_bytes(tmp_path: Path) -> None:
-    tensors = {f"{name}.{shape}": torch.ones(shape).to(dtype) for name, dtype in DTYPES.items() for shape in ((3,), ())}
-    tensors |= {"turned": torch.arange(6.0).view(2, 3).t(), "none": torch.empty(0, 4), "é": torch.tensor([True])}
-    sources = {name: Source(t.dtype, tuple(t.shape), partial(tensors.__getitem__, name)) for name, t in tensors.items()}
-    path = tmp_path / "x"
-    written = write_tensors(path, sources, {"format": "pt"})
-    assert written == sum_of(path)
-    assert written.bytes == path.stat().st_size
-    data = path.read_bytes()
-    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    for name, tensor in tensors.items():
-        assert header[name]["data_offsets"][0] % tensor.dtype.itemsize == 0, name
-    found = load_file(path)
-    assert found.keys() == tensors.keys()
-    for name, tensor in tensors.items():
-        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
-        assert found[name].contiguous().view(-1).view(torch.uint8).tolist() == (
-            tensor.contiguous().view(-1).view(torch.uint8).tolist()
-        ), name

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 28_000  # all of src/lockstep: small enough to read
+LIBRARY_LINES_MAX = 33_000  # all of src/lockstep: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
 TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "manager", "base", "misc", "common")
@@ -33,6 +33,10 @@ MAY_IMPORT_TORCH_DISTRIBUTED = (
     "src/lockstep/comm/process_group_work.py",
     "src/lockstep/comm/init.py",
     "src/lockstep/launch/agent.py",
+    "src/lockstep/launch/launcher.py",
+    "src/lockstep/launch/loopback.py",
+    "src/lockstep/launch/torchrun_flags.py",
+    "src/lockstep/launch/workers.py",
     "src/lockstep/parallel/dtensors.py",
 )
 

@@ -177,6 +177,7 @@ class Checkpointer:
         loaded = load_newest(self.comm, self.directory, into, step, tuple(shards), allow)
         if loaded is not None:
             self._directory.parent = loaded.digest
+            self._pulse.committed(loaded.step)  # what would be lost now is counted from there
         return loaded
 
     def steps(self) -> list[int]:

@@ -8,9 +8,10 @@ A generation is one start of a run. It makes a folder of its own, and moves the 
 checkpoint comes into being by one rename out of the generation's folder, and ends by one rename into it. So a process
 that was left over from an earlier start changes nothing any more: its next rename has no source, or no target.
 
-Where renames are not atomic ("marker"), a checkpoint is written in place, and its manifest, written last and with a
-digest of its own, is what makes it one. A process that was left over looks before it writes the manifest; should it be
-stopped between looking and writing, its checkpoint is whole, and older than any of the new generation's.
+Where renames are not atomic ("marker"), a checkpoint is written in place, beside a file that says it is unfinished, and
+its end is that file's; the manifest, which is written last, carries a digest of its own. A process that was left over
+looks before that; should it be stopped between looking and the end, its checkpoint is whole, and older than any of the
+new generation's.
 
 Of two checkpoints the newer one is that of the later generation, then that of the later step.
 """
@@ -25,7 +26,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
-from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.manifest import UNFINISHED
 from lockstep.errors import StaleGeneration
 
@@ -55,7 +55,7 @@ class Name(NamedTuple):
 def names_in(directory: Path) -> list[Name]:
     """The checkpoints in `directory`, the newest first; whether they are good is not looked at."""
     try:
-        found = [Name.parse(entry.name) for entry in os.scandir(directory)]
+        found = [Name.parse(entry) for entry in os.listdir(directory)]
     except FileNotFoundError:
         return []
     return sorted(
@@ -64,9 +64,8 @@ def names_in(directory: Path) -> list[Name]:
 
 
 def _is_unfinished(folder: Path) -> bool:
-    if (folder / MANIFEST).exists():
-        return False
-    return (folder / UNFINISHED).exists() or (folder.is_dir() and not any(os.scandir(folder)))
+    """Whether it was killed in the making, or in its end, where both happen in place."""
+    return (folder / UNFINISHED).exists() or (folder.is_dir() and not os.listdir(folder))
 
 
 @final
@@ -90,9 +89,9 @@ class Generation:
                     self._end(_folder_of(directory, older))
             self._clear()
             if mode == "marker":
-                for entry in os.scandir(directory):
-                    if Name.parse(entry.name) is not None and _is_unfinished(Path(entry.path)):
-                        _delete(Path(entry.path))
+                for entry in os.listdir(directory):
+                    if Name.parse(entry) is not None and _is_unfinished(directory / entry):
+                        _delete(directory / entry)
 
     def check(self) -> None:
         """Raises: StaleGeneration where a later generation has begun."""
@@ -133,6 +132,7 @@ class Generation:
                 unfinished.rename(final)
             else:
                 (final / UNFINISHED).unlink()
+                sync_folder(final)
             sync_folder(self.directory)
         return final
 
@@ -149,7 +149,6 @@ class Generation:
                 sync_folder(self.directory)
             else:
                 (gone / UNFINISHED).touch()
-                (gone / MANIFEST).unlink(missing_ok=True)
                 sync_folder(gone)
             _delete(gone)
 
@@ -167,8 +166,8 @@ class Generation:
 
     def _clear(self) -> None:
         """Delete what killed processes left in the folder of this generation."""
-        for entry in os.scandir(self.folder):
-            _delete(Path(entry.path))
+        for entry in os.listdir(self.folder):
+            _delete(self.folder / entry)
 
 
 def check_newest(directory: Path, number: int) -> None:
@@ -186,7 +185,7 @@ def _claim(directory: Path) -> tuple[int, Path]:
     """A number that is larger than all so far, and no other process's, with its folder."""
     number = 0
     while True:
-        named = [name.generation for entry in os.scandir(directory) if (name := Name.parse(entry.name)) is not None]
+        named = [name.generation for entry in os.listdir(directory) if (name := Name.parse(entry)) is not None]
         number = max(number, *named, *_numbers(directory), 0) + 1
         folder = _folder_of(directory, number)
         with contextlib.suppress(FileExistsError):  # another process was faster
@@ -196,7 +195,7 @@ def _claim(directory: Path) -> tuple[int, Path]:
 
 def _numbers(directory: Path) -> list[int]:
     """Of the generations whose folders are there."""
-    found = [_GENERATION.fullmatch(entry.name) for entry in os.scandir(directory)]
+    found = [_GENERATION.fullmatch(entry) for entry in os.listdir(directory)]
     return [int(match[1]) for match in found if match is not None]
 
 

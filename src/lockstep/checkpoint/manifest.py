@@ -10,8 +10,10 @@ import json
 import math
 import re
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any
 
 from lockstep.checkpoint.state import check_paths
@@ -28,6 +30,7 @@ from lockstep.checkpoint.tensor_file import (
 from lockstep.errors import CheckpointDamaged, CheckpointError
 
 NAME = "manifest.json"
+UNFINISHED = "unfinished"  # beside what is not yet a checkpoint, where folders are made in place
 FORMAT = "lockstep-checkpoint-2"
 BYTES_MAX = 64 << 20
 ENTRIES_MAX = 1_000_000  # tensors, aliases, values, kinds and files together
@@ -38,6 +41,7 @@ _TAIL = "}\n"
 _FILE_NAME = re.compile(r"rank-([0-9]{5})\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CRC32S = re.compile(r"(?:[0-9a-f]{8})*")
+_TABLES = ("files", "tensors", "aliases", "kinds", "values")
 _INT_BITS = 63
 _DATA_MIN = 10  # bytes of a file without pieces: the length, and {}
 
@@ -72,6 +76,7 @@ def to_text(manifest: Manifest) -> str:
     Raises: CheckpointError for what cannot be in a manifest, or is more than fits into one.
     """
     try:
+        _check_count(vars(manifest))
         body = _body(manifest)
         _check(manifest)
     except (ValueError, TypeError) as error:
@@ -154,9 +159,10 @@ def _encoded(value: Any) -> Any:
 
 def _parsed(fields: Any) -> Manifest:
     _keys(fields, list(Manifest.__dataclass_fields__), "the manifest")
-    for name in ("files", "tensors", "aliases", "kinds", "values"):
+    for name in _TABLES:
         if type(fields[name]) is not dict:
             raise ValueError(f"{name} is no table")
+    _check_count(fields)
     fields["files"] = {name: _record(name, entry) for name, entry in fields["files"].items()}
     fields["tensors"] = {path: _tensor(path, entry) for path, entry in fields["tensors"].items()}
     fields["values"] = {path: _value(value) for path, value in fields["values"].items()}
@@ -192,11 +198,13 @@ def _value(value: Any) -> Any:
 def _scalar(value: Any) -> Any:
     if type(value) is list:
         raise ValueError("a list in a list of values")
+    if type(value) is str and not value.isascii():
+        value.encode()  # raises where it is no text
     if type(value) is not dict:
         return value
     (kind, digits), *others = value.items() or [("", "")]
     if others or kind not in ("int", "float") or type(digits) is not str:
-        raise ValueError(f"{str(value)[:80]} is no value")
+        raise ValueError(f"{short(value)} is no value")
     return int(digits, 16) if kind == "int" else struct.unpack(">d", bytes.fromhex(digits))[0]
 
 
@@ -208,9 +216,6 @@ def _check(manifest: Manifest) -> None:
         raise ValueError("its parent is no digest")
     if natural(manifest.world_size, 100_001) == 0:
         raise ValueError("it is of 0 ranks")
-    tables = (manifest.files, manifest.tensors, manifest.aliases, manifest.kinds, manifest.values)
-    if sum(map(len, tables)) > ENTRIES_MAX:
-        raise ValueError(f"it has more than {ENTRIES_MAX} entries")
     for name, record in manifest.files.items():
         _check_file(name, record, manifest.world_size)
     needed = sum(math.prod(shape) * DTYPES[checked_dtype(dtype)].itemsize for dtype, shape in manifest.tensors.values())
@@ -219,12 +224,17 @@ def _check(manifest: Manifest) -> None:
         raise ValueError(f"its tensors have {needed} bytes, its files at most {room}")
     for path, target in manifest.aliases.items():
         if type(target) is not str or target not in manifest.tensors:
-            raise ValueError(f"{path[:200]!r} is said to be {str(target)[:200]!r}, which is no tensor of it")
+            raise ValueError(f"{path[:200]!r} is said to be {short(target)}, which is no tensor of it")
     twice = manifest.aliases.keys() & manifest.tensors.keys()
     twice |= manifest.values.keys() & (manifest.aliases.keys() | manifest.tensors.keys())
     if twice:
         raise ValueError(f"{min(twice)[:200]!r} is there twice")
     check_paths([*manifest.tensors, *manifest.aliases], manifest.values, manifest.kinds)
+
+
+def _check_count(fields: Mapping[str, Any]) -> None:
+    if sum(len(fields[name]) for name in _TABLES) > ENTRIES_MAX:
+        raise ValueError(f"it has more than {ENTRIES_MAX} entries")
 
 
 def _check_file(name: str, record: FileRecord, world_size: int) -> None:

@@ -8,6 +8,7 @@ with their crc32 once more as they are read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import math
@@ -16,7 +17,6 @@ import stat
 import zlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -45,7 +45,7 @@ class _Held(NamedTuple):
     crc32: int
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_checkpoint(folder: Path, *, allowed: Collection[str] = ()) -> Iterator[CheckpointReader]:
     """The checkpoint in `folder`, of which the manifest is read. `allowed`: names of other files that may be there.
 
@@ -60,7 +60,7 @@ def open_checkpoint(folder: Path, *, allowed: Collection[str] = ()) -> Iterator[
         yield CheckpointReader(folder, files, allowed)
     finally:
         files.close()
-        os.close(folder_fd)
+        _close(folder_fd)
 
 
 @final
@@ -204,7 +204,7 @@ class CheckpointReader:
             dtype, shape = self.manifest.tensors.get(piece.path, ("", ()))
             if piece.dtype != dtype or len(piece.part.shape) != len(shape):
                 raise CheckpointDamaged(
-                    f"{source} holds {piece.dtype} {list(piece.part.shape)} of {piece.path}, which is, "
+                    f"{source} holds {piece.dtype} {list(piece.part.shape)} of {piece.path[:200]!r}, which is, "
                     f"by the manifest, {f'{dtype} {list(shape)}' if dtype else 'no tensor'}"
                 )
             index.setdefault(piece.path, []).append(_Held(name, offset, piece.part, crc))
@@ -225,7 +225,7 @@ class _OpenFiles:
         fd = self._open.get(name)
         if fd is None:
             while len(self._open) >= _OPEN_MAX:
-                os.close(self._open.popitem(last=False)[1])
+                _close(self._open.popitem(last=False)[1])
             fd = self._open[name] = os.open(name, _FLAGS, dir_fd=self.folder_fd)
             found = os.fstat(fd)
             if not stat.S_ISREG(found.st_mode):
@@ -254,7 +254,12 @@ class _OpenFiles:
     def close(self) -> None:
         """Close what is open."""
         while self._open:
-            os.close(self._open.popitem()[1])
+            _close(self._open.popitem()[1])
+
+
+def _close(fd: int) -> None:
+    with contextlib.suppress(OSError):  # the kernel has closed it; of what was only read nothing can be lost
+        os.close(fd)
 
 
 @final
@@ -270,7 +275,7 @@ class _Copy:
         """`out` becomes the elements `common` of `held`, which begins at byte `offset`; both are parts of the same."""
         row_bytes = self._dtype.itemsize * math.prod(held.shape[1:])
         if not held.shape:
-            self._block(out.view(1), offset, (1,), (slice(0, 1),))
+            self._block(out.view(1), offset, (1,), ())
             return
         first = common.start[0] - held.start[0]
         rows = common.shape[0]
@@ -332,7 +337,7 @@ def _blocks(fd: int, offset: int, size: int) -> Iterator[memoryview]:
         yield block
 
 
-@contextmanager
+@contextlib.contextmanager
 def _faults(source: Path, absent: str, missing: type[CheckpointError] = CheckpointDamaged) -> Iterator[None]:
     """What the system says of file or folder `source`, as our errors."""
     try:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lockstep.checkpoint.generation import CommitMode, Generation, Name, check_newest, names_in, sync_folder
 from lockstep.checkpoint.manifest import NAME as MANIFEST
-from lockstep.checkpoint.manifest import Manifest, digest_of, file_name, to_text
+from lockstep.checkpoint.manifest import UNFINISHED, Manifest, digest_of, file_name, to_text
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.shares import layout_of, plan_pieces
 from lockstep.checkpoint.state import FlatState, State, flatten, tied_as
@@ -76,7 +76,7 @@ def agree(comm: Communicator, what: str, step: int, state: State, shards: Mappin
         common = flatten(state)
         own = flatten({SHARDS: {_shard_key(number): shard for number, shard in shards.items()}} if shards else {})
         values = _digest(common.values, common.kinds)
-        said = [step, _digest(_table(common) | common.aliases), values, common.aliases]
+        said = [step, _digest(_all_tensors(common)), values, common.aliases]
         return (common, own), [*said, [sorted(shards), _table(own), own.values, own.kinds, own.aliases]]
 
     (common, own), everyone = together(comm, what, describe)
@@ -121,8 +121,14 @@ def _check_equal(comm: Communicator, what: str, everyone: Sequence[Any], common:
 
 def _listed(common: FlatState, noun: str) -> dict[str, str]:
     """A short digest of each entry, to find those that differ."""
-    entries = _table(common) if noun == "tensors" else {**common.values, **common.kinds}
+    entries = _all_tensors(common) if noun == "tensors" else {**common.values, **common.kinds}
     return {path: _digest(entry)[:16] for path, entry in entries.items()}
+
+
+def _all_tensors(flat: FlatState) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The table with aliases, too: which paths are these a rank with an empty piece cannot see."""
+    table = _table(flat)
+    return table | {path: table[target] for path, target in flat.aliases.items()}
 
 
 def _table(flat: FlatState) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -233,6 +239,8 @@ def _publish(world_size: int, folder: Path, job: Job, records: Sequence[Any], di
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+    with open_checkpoint(folder, allowed=(UNFINISHED,)) as reader:
+        reader.verify(())  # every element is in a file once; what could not be loaded gets no name
     sync_folder(folder)
     final = generation.publish(folder)
     has_older = directory.keep is not None and len(names_in(directory.path)) > directory.keep

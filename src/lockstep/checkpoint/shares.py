@@ -9,6 +9,7 @@ from lockstep.checkpoint.tensor_file import Piece, dtype_name
 from lockstep.comm.tensor_parts import Part, is_dtensor, is_first_copy, part_of
 
 _WHOLE_BYTES = 1 << 20  # a tensor up to this size is written by one rank
+_SMALL_BYTES = 1 << 16  # and up to this size by rank 0
 _ROUNDS_PER_DIM = 4
 
 
@@ -36,14 +37,15 @@ def layout_of(tensor: Any, path: str = "a tensor") -> Layout:
 def plan_pieces(tensors: Mapping[str, Layout], rank: int, world_size: int) -> list[Piece]:
     """What `rank` writes. All ranks together write every element once; nothing is written of tensors without any.
 
-    Pieces of a cut tensor are written where they are, by the first that has them. All others are laid end to end, in
-    the order of their paths, and every rank gets an equal stretch, cut between tensors, and, in those of more than
-    1 MiB, between rows. So no rank writes more than its equal part, 1 MiB and one row.
+    Pieces of a cut tensor are written where they are, by the first that has them. Of the others, those up to 64 KiB are
+    rank 0's: among them are buffers that differ between ranks, as batch norm's, of which rank 0's count. The rest is
+    laid end to end, in the order of paths, and every rank gets an equal stretch, cut between tensors, and, in those of
+    more than 1 MiB, between rows. So no rank writes more of it than its equal part, 1 MiB and one row.
     """
     pieces = []
-    replicated = {path: layout for path, layout in tensors.items() if not layout.is_cut}
-    total = sum(Piece(path, dtype, Part((), shape)).nbytes for path, (dtype, shape, *_) in replicated.items())
-    low, high = (-(-total * r // world_size) for r in (rank, rank + 1))  # bytes; what begins in here is this rank's
+    wholes = {p: Piece(p, t.dtype, Part((0,) * len(t.shape), t.shape)) for p, t in tensors.items() if not t.is_cut}
+    total = sum(whole.nbytes for whole in wholes.values() if whole.nbytes > _SMALL_BYTES)
+    low, high = (-(-total * r // world_size) for r in (rank, rank + 1))  # this rank's stretch, in bytes
     begin = 0
     for path in sorted(tensors):
         dtype, shape, part, is_cut, first = tensors[path]
@@ -51,14 +53,18 @@ def plan_pieces(tensors: Mapping[str, Layout], rank: int, world_size: int) -> li
             if first and part.numel:
                 pieces.append(Piece(path, dtype, part))
             continue
-        whole = Piece(path, dtype, Part((0,) * len(shape), shape))
-        if whole.nbytes > _WHOLE_BYTES:
+        whole = wholes[path]
+        if whole.nbytes <= _SMALL_BYTES:
+            if rank == 0 and whole.nbytes:
+                pieces.append(whole)
+            continue
+        if shape and whole.nbytes > _WHOLE_BYTES:  # the rows that begin in the stretch
             row_bytes = whole.nbytes // shape[0]
             first_row, end_row = (min(max(-(-(at - begin) // row_bytes), 0), shape[0]) for at in (low, high))
             if first_row < end_row:
                 start = (first_row, *whole.part.start[1:])
                 pieces.append(Piece(path, dtype, Part(start, (end_row - first_row, *shape[1:]))))
-        elif whole.nbytes and low <= begin < high:
+        elif low <= begin + whole.nbytes // 2 < high:
             pieces.append(whole)
         begin += whole.nbytes
     return pieces
@@ -88,7 +94,7 @@ def _tiled(box: Part, parts: list[Part], dim: int, rounds: int) -> bool:
         if slab and at >= reach:
             start = slab[0].start[dim]
             inner = Part(_with(box.start, dim, start), _with(box.shape, dim, reach - start))
-            if at != reach or not _tiled(inner, slab, (dim + 1) % len(box.shape), rounds - 1):
+            if not _tiled(inner, slab, (dim + 1) % len(box.shape), rounds - 1):
                 return False
             slab = []
         if part is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
 from typing import Any
 
@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from lockstep.checkpoint.tensor_file import dtype_name
-from lockstep.comm.tensor_parts import is_dtensor, local_of
+from lockstep.comm.tensor_parts import AnyTensor, TensorPieces, is_dtensor, local_of
 from lockstep.errors import CheckpointError
 
 State = dict[str, Any]  # str -> tensor, None, bool, int, float, str, list, tuple, dict, or object with state_dict()
 
 DEPTH_MAX = 64
-CONTAINERS_MAX = 1_000_000
+CONTAINERS_MAX = 500_000
 _SCALARS = (type(None), bool, int, float, str)  # by exact type: a subclass would come back as something else
-_COMPONENT = re.compile(r"~2|(?:[^/~]|~[01])+")
 _INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
 _ESCAPED = {"~0": "~", "~1": "/", "~2": ""}
 _NO_CODE = "code is not saved: leave it out, and make it again from the config"
@@ -59,7 +58,7 @@ _HINTS = {
 class FlatState:
     """A state by path. Every leaf is in one of `tensors`, `values` and `aliases`."""
 
-    tensors: dict[str, Tensor]  # as they were: DTensors, of any device, strided
+    tensors: dict[str, Any]  # Tensors as they were, DTensors, of any device, strided; or TensorPieces
     values: dict[str, Any]  # None, bool, int, float, str, a list of these, or {}
     kinds: dict[str, str]  # containers that are no dict with keys of text: what they are, by path
     aliases: dict[str, str]  # path of a tensor that is another one, as tied weights are -> path of that one
@@ -142,7 +141,10 @@ def _add(flat: FlatState, memory: dict[tuple[Any, ...], str], path: str, value: 
     if path.count("/") >= DEPTH_MAX:
         raise CheckpointError(f"{path} is nested more than {DEPTH_MAX} deep; does a container contain itself?")
     value = _asked(value)
-    if isinstance(value, Tensor):
+    if isinstance(value, TensorPieces):
+        dtype_name(value.dtype, path)
+        flat.tensors[path] = value  # of one rank each: never tied
+    elif isinstance(value, Tensor):
         _add_tensor(flat, memory, path, value)
     elif type(value) in _SCALARS:
         flat.values[path] = _checked(value, path)
@@ -182,8 +184,10 @@ def _add_tensor(flat: FlatState, memory: dict[tuple[Any, ...], str], path: str, 
         flat.aliases[path] = first
 
 
-def _memory_of(tensor: Tensor, path: str) -> tuple[Any, ...] | None:
+def _memory_of(tensor: AnyTensor, path: str) -> tuple[Any, ...] | None:
     """What is equal for tensors that are one; None where this rank has none of its elements."""
+    if isinstance(tensor, TensorPieces):
+        return None
     local = local_of(tensor)
     if not local.numel():
         return None
@@ -247,12 +251,16 @@ def _hint(value: Any) -> str:
 class _Node(dict[str, Any]):
     """A container that is being put together: its children by path component."""
 
+    __slots__ = ()
+
 
 def _tree(leaves: Mapping[str, Any]) -> _Node:
     root, containers = _Node(), 0
     for path, leaf in leaves.items():
+        if not path.isascii():
+            path.encode()  # raises where it is no text
         names = path.split("/")
-        if len(names) > DEPTH_MAX or not all(map(_COMPONENT.fullmatch, names)) or names[0] == "__metadata__":
+        if len(names) > DEPTH_MAX or not _are_components(names, path) or names[0] == "__metadata__":
             raise ValueError(f"{path[:200]!r} is no path")
         place: Any = root
         for name in names[:-1]:
@@ -268,6 +276,12 @@ def _tree(leaves: Mapping[str, Any]) -> _Node:
             raise ValueError(f"more than {CONTAINERS_MAX} containers")
         place[names[-1]] = leaf
     return root
+
+
+def _are_components(names: Sequence[str], path: str) -> bool:
+    if "~" not in path:
+        return all(names)
+    return all(n == "~2" or (n and n.count("~") == n.count("~0") + n.count("~1")) for n in names)
 
 
 def _walk(tree: _Node, names: Iterable[str]) -> Any:

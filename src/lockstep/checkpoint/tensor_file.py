@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from reprlib import repr as short
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,7 @@ _HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 TOKENS_MAX = 8_000_000  # of JSON that is parsed at once
 _SIZE_MAX = 2**63
 _DIMS_MAX = 64
+_FURTHER = "~~"  # between a path and a number, in the name of a second, third, ... piece of a tensor in one file
 
 
 class Piece(NamedTuple):
@@ -155,14 +157,14 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, source: str) ->
 
 
 def parse_json(text: str) -> Any:
-    """`text` as JSON, in which no key is there twice, and no number is other than an integer of up to 19 digits.
+    """`text` as JSON, in which no key is there twice, and every number is finite.
 
     Memory: bounded by the number of tokens, which is limited. Raises: ValueError.
     """
     if tokens_in(text.encode()) > TOKENS_MAX:
         raise ValueError(f"more than {TOKENS_MAX} entries")
     try:
-        return json.loads(text, object_pairs_hook=_without_repeats, parse_int=_int, parse_constant=_no_constant)
+        return json.loads(text, object_pairs_hook=_without_repeats, parse_constant=_no_constant)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
 
@@ -175,26 +177,26 @@ def tokens_in(text: bytes) -> int:
 def natural(value: Any, below: int = _SIZE_MAX) -> int:
     """`value`, if it is an integer from 0 up. Raises: ValueError."""
     if type(value) is not int or not 0 <= value < below:
-        raise ValueError(f"{str(value)[:40]} is no integer from 0 to {below - 1}")
+        raise ValueError(f"{short(value)} is no integer from 0 to {below - 1}")
     return value
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
     """`value`, if it is a list of sizes whose product fits any machine. Raises: ValueError."""
     if type(value) is not list or len(value) > _DIMS_MAX:
-        raise ValueError(f"{str(value)[:40]} is no shape")
+        raise ValueError(f"{short(value)} is no shape")
     product = 8  # as bytes, of the widest elements
     for n in value:
         product *= max(1, natural(n))
         if product >= _SIZE_MAX:
-            raise ValueError(f"the shape {str(value)[:80]} is too large")
+            raise ValueError(f"the shape {short(value)} is too large")
     return tuple(value)
 
 
 def checked_dtype(value: Any) -> str:
     """`value`, if it names a dtype. Raises: ValueError."""
     if type(value) is not str or value not in DTYPES:
-        raise ValueError(f"{str(value)[:40]!r} is no dtype that is known")
+        raise ValueError(f"{short(value)} is no dtype that is known")
     return value
 
 
@@ -212,18 +214,32 @@ def open_tensors(path: Path) -> Any:
 # ------------------------------------------------------------------ the header
 
 
-def _order(piece: Piece) -> tuple[int, str]:
-    return -DTYPES[piece.dtype].itemsize, piece.path
+def _order(piece: Piece) -> tuple[int, str, tuple[int, ...]]:
+    return -DTYPES[piece.dtype].itemsize, piece.path, piece.part.start
+
+
+def _names(pieces: Sequence[Piece]) -> list[str]:
+    """What pieces, in the order of their data, are called in the file: by the path, further ones of it `path~~1`, ...
+
+    No path has two tildes in a row.
+    """
+    names: list[str] = []
+    number = 0
+    for index, piece in enumerate(pieces):
+        number = number + 1 if index and pieces[index - 1].path == piece.path else 0
+        names.append(f"{piece.path}{_FURTHER}{number}" if number else piece.path)
+    return names
 
 
 def _header(pieces: Sequence[Piece]) -> bytes:
     """The header of a file of `pieces`, which are in the order of their data."""
-    starts = {path: part.start for path, _, part in pieces if any(part.start)}
+    names = _names(pieces)
+    starts = {name: piece.part.start for name, piece in zip(names, pieces, strict=True) if any(piece.part.start)}
     header: dict[str, Any] = {"__metadata__": {"starts": json.dumps(starts, separators=(",", ":"))}} if starts else {}
     end = 0
-    for piece in pieces:
+    for name, piece in zip(names, pieces, strict=True):
         start, end = end, end + piece.nbytes
-        header[piece.path] = {"dtype": piece.dtype, "shape": piece.part.shape, "data_offsets": (start, end)}
+        header[name] = {"dtype": piece.dtype, "shape": piece.part.shape, "data_offsets": (start, end)}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     return encoded + b" " * (-len(encoded) % 8)
 
@@ -242,6 +258,8 @@ def _parsed(raw: bytes) -> list[Piece]:
     pieces = [_piece(path, entry, starts.get(path)) for path, entry in header.items()]
     if any(_order(one) >= _order(other) for one, other in pairwise(pieces)):
         raise ValueError("its pieces are not in order")
+    if list(header) != _names(pieces):
+        raise ValueError("its pieces are not named by their paths")
     return pieces
 
 
@@ -254,7 +272,7 @@ def _piece(path: str, entry: Any, start: Any) -> Piece:
     begin = (0,) * len(shape) if start is None else shape_of(start)
     if len(begin) != len(shape):
         raise ValueError(f"{path[:200]!r} starts at {begin} and has the shape {shape}")
-    return Piece(path, checked_dtype(entry["dtype"]), Part(begin, shape))
+    return Piece(path.partition(_FURTHER)[0], checked_dtype(entry["dtype"]), Part(begin, shape))
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -262,12 +280,6 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(made) != len(pairs):
         raise ValueError("a key is there twice")
     return made
-
-
-def _int(digits: str) -> int:
-    if len(digits) > 20:
-        raise ValueError(f"the number {digits[:20]}... is too large")
-    return int(digits)
 
 
 def _no_constant(name: str) -> Any:

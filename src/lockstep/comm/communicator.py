@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ from lockstep.comm import objects
 from lockstep.comm.farewell import end_what_others_wait_for
 from lockstep.comm.op import CommOp, Kind, Reduction, ThenWork, Work
 from lockstep.comm.operands import SUM_LIKE, WIDER, check_reduction, dense, in_place, in_place_list
+from lockstep.comm.pulse import open_pulse
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, TransportClosed
 
@@ -36,6 +38,7 @@ class Communicator:
         self.rank = transport.rank
         self.world_size = transport.world_size
         self.place: Place | None = None  # where init() found this process; None for groups made otherwise
+        self._pulse = open_pulse(os.environ)  # so that a launcher sees whether this rank gets on
         self._collectives = 0
         self._messages = 0
         self._closed = False
@@ -354,6 +357,7 @@ class Communicator:
             raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
         op = CommOp(self._collectives, kind, inputs, outputs, peer, reduce, 0, label, (), async_op)
         work = self.transport.submit(op)
+        self._pulse.beat()
         self._collectives += 1
         if copy_back is not None:
             work = ThenWork(work, copy_back)
@@ -365,6 +369,7 @@ class Communicator:
         if self._closed:
             raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
         op = CommOp(self._messages, kind, **fields)
+        self._pulse.beat()
         self._messages += 1
         return op
 

@@ -58,6 +58,9 @@ class TensorPieces:
     pieces: tuple[tuple[Part, Tensor], ...]  # where in the whole, and what is there: a tensor of the part's shape
 
 
+AnyTensor = Tensor | TensorPieces
+
+
 def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> list[Part]:
     """Elements [start, stop), counted row by row, as boxes in the same order: at most 2 * dims - 1 of them.
 

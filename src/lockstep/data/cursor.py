@@ -83,13 +83,23 @@ class EpochCursor:
         return last if last is not None and last.epoch != new.epoch and not last.is_complete() else None
 
 
-def check_state(what: str, state: Mapping[str, Any], expected: Mapping[str, Any], counts: tuple[str, ...]) -> None:
+def check_state(
+    what: str,
+    state: Mapping[str, Any],
+    expected: Mapping[str, Any],
+    counts: tuple[str, ...] = (),
+    parts: tuple[str, ...] = (),
+) -> None:
     """Refuse a state that was not taken from this data: `expected` must be equal, `counts` must be numbers >= 0.
+
+    parts: what else must be there, for others to check.
 
     Raises: DataError naming both values.
     """
+    if not isinstance(state, Mapping):
+        raise DataError(f"this is no {what} state but a {type(state).__name__}")
     expected = {"version": STATE_VERSION, **expected}
-    missing = [name for name in (*expected, *counts) if name not in state]
+    missing = [name for name in (*expected, *counts, *parts) if name not in state]
     if missing:
         raise DataError(
             f"this is no {what} state: {', '.join(missing)} missing, it has {', '.join(state) or 'nothing'}"

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from lockstep.data.coverage import Coverage, Verdict, tally_of
 from lockstep.data.cursor import STATE_VERSION, check_state
 from lockstep.data.order import Order, Positions, epoch_order
+from lockstep.data.sample_log import Span, sample_record, stream_spans
 from lockstep.data.sampler import DistributedSampler
 from lockstep.data.token_file import Tokens
 from lockstep.errors import ConfigError, DataError
@@ -76,6 +78,9 @@ class TokenLoader:
         so a plain mean over microbatches and ranks is the mean over the step's tokens.
     digest: of the tokens, so that a resume on other text is refused.
 
+    A loop that asks for `step_at(loader.consumed)` itself calls `advance()` after each step; iterating does it when the
+    step is handed out. `coverage` counts the windows: every rank calls `coverage.combine(comm)` before `state_dict()`.
+
     Raises: ConfigError where `batch` cannot be cut evenly.
     """
 
@@ -103,15 +108,24 @@ class TokenLoader:
         self.seed = seed
         self.order: Order = order
         self.digest = digest
-        self.consumed: int = 0  # windows of the stream handed out, over all ranks
+        self.consumed: int = 0  # windows of the stream trained on or handed out, over all ranks
+        self.coverage = Coverage(len(self.windows), world_size)
         self._epoch = -1
         self._epoch_order = epoch_order(1, None, seed, 0)
 
     def __iter__(self) -> Iterator[list[TokenBatch]]:
         while True:
             microbatches = self.step_at(self.consumed)
-            self.consumed += self.batch
+            self.advance()
             yield microbatches
+
+    def advance(self) -> None:
+        """The step at `consumed` has been trained on: count this rank's windows and go on to the next step."""
+        share = self.batch // self.world_size
+        first = self.consumed + self.rank * share
+        for span in stream_spans(first, first + share, len(self.windows)):
+            self.coverage.add(self._samples(span), span.epoch)
+        self.consumed += self.batch
 
     def step_at(self, consumed: int) -> list[TokenBatch]:
         """This rank's microbatches of the step that begins after `consumed` windows of the stream."""
@@ -125,14 +139,34 @@ class TokenLoader:
     def samples_at(self, consumed: int, index: int) -> Positions:
         """The numbers of the windows in that microbatch. Shapes: [microbatch]."""
         first = consumed + index * self.microbatch
-        epochs, positions = np.divmod(np.arange(first, first + self.microbatch), len(self.windows))
-        return np.concatenate([self._samples(int(epoch), positions[epochs == epoch]) for epoch in np.unique(epochs)])
+        spans = stream_spans(first, first + self.microbatch, len(self.windows))
+        return np.concatenate([self._samples(span) for span in spans])
 
-    def _samples(self, epoch: int, positions: Positions) -> Positions:
-        if epoch != self._epoch:  # the order of one epoch is kept, because "torch" has to shuffle all of it
-            self._epoch_order = epoch_order(len(self.windows), self.order, self.seed, epoch)
-            self._epoch = epoch
-        return self._epoch_order(positions)
+    def samples_of_step(self, consumed: int) -> dict[str, Any]:
+        """For the log: which windows, over all ranks, the step that begins after `consumed` windows trains on.
+
+        JSON values, from which `sample_ids` makes the list.
+        """
+        spans = stream_spans(consumed, consumed + self.batch, len(self.windows))
+        return sample_record(spans, len(self.windows), self.order, self.seed)
+
+    def _samples(self, span: Span) -> Positions:
+        if span.epoch != self._epoch:  # the order of one epoch is kept, because "torch" has to shuffle all of it
+            self._epoch_order = epoch_order(len(self.windows), self.order, self.seed, span.epoch)
+            self._epoch = span.epoch
+        return self._epoch_order(np.arange(span.first, span.stop))
+
+    def verdicts(self) -> list[Verdict]:
+        """What the coverage proves: of each finished epoch, and of the beginning of the one that is going on.
+
+        After `coverage.combine(comm)`. The windows of the epoch so far are hashed again: for the end of a run.
+        """
+        epoch, position = divmod(self.consumed, len(self.windows))
+        verdicts = [self.coverage.verdict(finished) for finished in range(epoch)]
+        if position:
+            expected = tally_of(self._samples(Span(epoch, 0, position)))
+            verdicts.append(self.coverage.verdict(epoch, expected))
+        return verdicts
 
     @property
     def epoch(self) -> float:
@@ -148,14 +182,19 @@ class TokenLoader:
         consumed = self.consumed if consumed is None else consumed
         if not 0 <= consumed <= self.consumed:
             raise DataError(f"consumed={consumed}: {self.consumed} windows have been handed out")
-        return {"version": STATE_VERSION, "consumed": consumed, **self._identity()}
+        undone = [
+            (span.epoch, self._samples(span)) for span in stream_spans(consumed, self.consumed, len(self.windows))
+        ]
+        coverage = self.coverage.state_dict(consumed // len(self.windows), without=undone)
+        return {"version": STATE_VERSION, "consumed": consumed, "coverage": coverage, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, also with another number of ranks, batch or microbatch.
 
         Raises: DataError naming both values where the tokens, context, seed or order are others.
         """
-        check_state("loader", state, self._identity(), counts=("consumed",))
+        check_state("loader", state, self._identity(), counts=("consumed",), parts=("coverage",))
+        self.coverage.load_state_dict(state["coverage"])
         self.consumed = state["consumed"]
 
     def _identity(self) -> dict[str, Any]:

@@ -42,6 +42,23 @@ def deal(length: int, start: int, rank: int, world_size: int, tail: Tail) -> ran
     return range(start + rank, stop, world_size)
 
 
+def tail_positions(
+    length: int, start: int, world_size: int, tail: Tail, batch: int = 1, drop_last: bool = False
+) -> tuple[list[int], list[int]]:
+    """What a pass from `start` on does at its end, over all ranks: (positions dealt once more, positions left out).
+
+    drop_last: each rank leaves out what does not fill a `batch`.
+    """
+    repeated, dropped, dealt = [], [], start
+    for rank in range(world_size):
+        positions = deal(length, start, rank, world_size, tail)
+        kept = len(positions) - (len(positions) % batch if drop_last else 0)
+        repeated += [position for position in positions[max(0, kept - 1) : kept] if position >= length]
+        dropped += [position for position in positions[kept:] if position < length]
+        dealt = max(dealt, positions[-1] + 1 if positions else start)
+    return sorted(repeated), sorted([*dropped, *range(dealt, length)])
+
+
 def epoch_order(length: int, order: Order | None, seed: int, epoch: int) -> Callable[[Positions], Positions]:
     """Position in [0, length) -> sample. `order` None: as they come.
 

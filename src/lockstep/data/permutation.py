@@ -26,6 +26,8 @@ _MIN_BITS = 6
 
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
+_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @final
@@ -56,18 +58,18 @@ class KeyedPermutation:
     def _mix(self, values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
         high, low = values >> self._low_bits, values & self._low_mask
         for first, second in zip(self._keys[::2], self._keys[1::2], strict=True):
-            high ^= _scramble(low + first) & self._high_mask
-            low ^= _scramble(high + second) & self._low_mask
+            high ^= scramble(low + first) & self._high_mask
+            low ^= scramble(high + second) & self._low_mask
         return (high << self._low_bits) | low
 
 
-def _scramble(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def scramble(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of splitmix64, in place; arithmetic is modulo 2**64."""
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(0xBF58476D1CE4E5B9)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(0x94D049BB133111EB)
-    words ^= words >> np.uint64(31)
+    words ^= words >> _SHIFTS[0]
+    words *= _FACTORS[0]
+    words ^= words >> _SHIFTS[1]
+    words *= _FACTORS[1]
+    words ^= words >> _SHIFTS[2]
     return words
 
 
@@ -75,6 +77,6 @@ def _round_keys(seed: int, epoch: int) -> list[np.uint64]:
     """One 64-bit key per round. Seed and epoch enter one after the other: (0, 1) and (1, 0) are different orders."""
     state = np.zeros(1, np.uint64)
     for number in (seed, epoch):
-        state = _scramble(state + np.uint64((number + _GOLDEN) & _WORD))
+        state = scramble(state + np.uint64((number + _GOLDEN) & _WORD))
     steps = np.array([(step * _GOLDEN) & _WORD for step in range(1, _ROUNDS + 1)], np.uint64)
-    return list(_scramble(state + steps))
+    return list(scramble(state + steps))

@@ -117,18 +117,39 @@ class DistributedSampler(TorchDistributedSampler[int]):
                 f"begins epoch {new.epoch}. If not every rank does so, ranks disagree from now on: call set_epoch",
                 stacklevel=2,
             )
-        for chunk in sample_chunks(new.positions, new.length, self._order(), self.seed, new.epoch):
+        for chunk in sample_chunks(new.positions, new.length, self.used_order, self.seed, new.epoch):
             new.handed_out += len(chunk)
             new.chunk = iter(chunk)
             yield new.chunk
         new.ended = True
 
-    def _deal(self, start: int) -> range:
-        tail: Tail = "drop" if self.drop_last else self.pad
-        return deal(self._length, start, self.rank, self.num_replicas, tail)
+    @property
+    def length(self) -> int:
+        """Samples in the dataset."""
+        return self._length
 
-    def _order(self) -> Order | None:
+    @property
+    def current_pass(self) -> Pass | None:
+        """The pass that began last, if any has since the last seek or load."""
+        return self._cursor.current
+
+    @property
+    def next_epoch(self) -> int:
+        """The epoch of a pass that would be made now."""
+        return self._cursor.next(self._length)[0]
+
+    @property
+    def tail(self) -> Tail:
+        """What happens at the end of an epoch, in the words of `order.deal`."""
+        return "drop" if self.drop_last else self.pad
+
+    @property
+    def used_order(self) -> Order | None:
+        """The order that samples come in; None is as they are."""
         return self.order if self.shuffle else None
+
+    def _deal(self, start: int) -> range:
+        return deal(self._length, start, self.rank, self.num_replicas, self.tail)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """The position in the global order, in JSON values; the same on all ranks that are equally far.
@@ -145,7 +166,10 @@ class DistributedSampler(TorchDistributedSampler[int]):
             consumed = min(consumed, len(current.positions))
         if not 0 <= consumed <= taken:
             raise DataError(f"consumed={consumed} on rank {self.rank}: the sampler has handed out {taken} in this pass")
-        position = self._cursor.start if current is None else current.position(consumed)
+        return self.state_at(self._cursor.start if current is None else current.position(consumed))
+
+    def state_at(self, position: int) -> dict[str, Any]:
+        """The state in which the first `position` samples of the global order of this epoch are used up."""
         return {"version": STATE_VERSION, "epoch": self.epoch, "consumed": position, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

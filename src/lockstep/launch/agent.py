@@ -1,201 +1,322 @@
-"""Starts the ranks of one machine as real processes, watches them, and ends them all when one fails or the user says.
+"""Supervises the workers of this machine: starts them, sees how they end, and starts them again where that helps.
 
-The processes are started and their output is followed by torch.distributed.elastic's engine, which is also torchrun's.
-The ranks meet in a store that this process hosts on a loopback socket: nothing can be reached from outside.
+It stands on torch.distributed.elastic, torchrun's engine: its rendezvous brings several machines together, its contract
+says what workers find in their environment, its log files are where torchrun writes them. Starting, waiting, killing
+and the decision to restart are lockstep's.
 """
 
 from __future__ import annotations
 
-import gc
-import logging
 import os
 import signal
 import socket
 import sys
-import tempfile
 import time
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from string import Template
+from typing import Any, final
 
-import torch
-from torch.distributed import TCPStore
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, SubprocessContext, start_processes
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import LogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as maybe_bind
 
-from lockstep.errors import LaunchError
-from lockstep.launch.worker import AGENT_PID, INTERRUPTED, Failure, read_failure, stop_signals
+from lockstep.comm.pulse import NONE, PULSE, Beat, create_pulses, read_pulses
+from lockstep.launch.ended import Ended, describe, first_failure
+from lockstep.launch.fork_server import Start
+from lockstep.launch.out_of_memory import out_of_memory_kills
+from lockstep.launch.processes import WorkerProcess, reap_strangers
+from lockstep.launch.program import Program
+from lockstep.launch.recovery import Cause, Decision, Fault, RestartPolicy, decide, fault_of, report_of
+from lockstep.launch.starter import Starter
+from lockstep.launch.stop_signals import StopSignals
+from lockstep.launch.watch import Watch, process_states
+from lockstep.launch.worker import ERROR_FILE, INTERRUPTED, REQUEUE
+from lockstep.launch.workers import Workers, environment_of
 
-_POLL_S = 0.05
-_GRACE_AFTER_FAILURE_S = 5.0  # the other ranks notice by themselves and say what they saw
-_GRACE_AFTER_SIGNAL_S = 60.0  # the step ends and a checkpoint is written
+_LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
+_CONSEQUENCE_S = 2.0  # a rank that saw another one fail may be quicker than that one's own end
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How one worker process ended."""
+class Supervision:
+    """How a launcher deals with its workers."""
 
-    rank: int
-    pid: int
-    exit_code: int  # negative: the number of the signal that killed it
-    was_ended: bool  # by this agent, because of another
-    failure: Failure | None  # what it said itself
-    last_line: str  # of its standard error
-
-
-def default_processes() -> int:
-    """One per GPU, two where there is none."""
-    return torch.cuda.device_count() or 2
+    policy: RestartPolicy
+    grace_s: float = 60.0  # for all, after a signal: the step ends and a checkpoint is written
+    failure_grace_s: float = 0.2  # for the others, after one failed: they say what they saw
+    asks_first: bool = False  # the others get SIGTERM meanwhile
+    stopped_limit_s: float = 10.0
+    hang_limit_s: float = 600.0
+    tells_traces: bool = False  # workers leave it to the launcher to print what they raised
+    again: str = ""  # command that goes on with the run
+    fits: Callable[[int], bool] | None = None  # whether the run can be done by that many processes
 
 
-def launch(arguments: Sequence[str], processes: int) -> int:
-    """Run `python -m lockstep <arguments>` as ranks 0 to `processes` - 1 of this machine; return the run's exit code.
+@dataclass
+class _Life:
+    """One start of the workers, until all have ended."""
 
-    Blocks until every process has ended, whatever happens; none is left behind. SIGINT, SIGTERM and SIGHUP are passed
-    on once and give the ranks time to save; a second one kills them.
-    """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # this file says it in its own words
-    gc.freeze()  # or the interpreter walks all that torch has made once more when it ends, for a second
-    signals = _Signals()
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
-    with tempfile.TemporaryDirectory(prefix="lockstep-") as logs:
-        context = _start(arguments, processes, port, logs)
-        running = set(range(processes))
-        try:
-            running = _watch(context, signals)
-        finally:
-            context.close(signal.SIGKILL, timeout=5)
-        ended = [_ended(context, rank, rank in running) for rank in range(processes)]
-    del store
-    return _verdict(ended, signals)
+    workers: Workers
+    pulses: Path
+    watch: Watch
+    started_s: float
+    oom_kills: int
+    was_asked: bool = False  # the others, to end, after one failed
+    look_s: float = 0.0  # when the watch looks next
+    ask_s: float = 0.0  # when the other machines are asked next
 
 
-class _Signals:
-    """Signals that arrived at this process; two mean that the user will not wait."""
+@final
+class Agent(SimpleElasticAgent):
+    """One machine's part of a run."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        for number in stop_signals():
-            signal.signal(number, self._on_signal)
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        program: Program,
+        supervision: Supervision,
+        *,
+        starter: Starter,
+        signals: StopSignals,
+        logs_specs: LogsSpecs,
+        prefix: str | None,
+        folder: Path,
+        is_alone: bool,
+    ) -> None:
+        super().__init__(spec, exit_barrier_timeout=300, shutdown_timeout=0)
+        self._program, self._supervision = program, supervision
+        self._starter, self._signals = starter, signals
+        self._logs_specs, self._prefix, self._folder, self._is_alone = logs_specs, prefix, folder, is_alone
+        self._generation = -1
+        self._life: _Life | None = None
+        self._history: list[Fault] = []
+        self.committed = NONE  # last step of which any start has left a checkpoint
+        self.exit_code = 1
 
-    def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
+    # ------------------------------------------------------------------ the run
+
+    def _invoke_run(self, role: str = "") -> RunResult:
+        self._initialize_workers(self._worker_group)  # pyright: ignore[reportCallIssue]
+        while True:
+            life = self._alive()
+            if not self._attend(life):
+                self._start_anew()  # machines have come or gone
+                continue
+            life.workers.close(signal.SIGKILL)  # the last lines are printed before anything is said about them
+            ended, beats = self._look_back(life)
+            decision = None if self._signals.count else self._decide(ended, beats, life)
+            if decision is not None and decision.restart:
+                self._worker_group.spec.local_world_size = decision.processes
+                self._start_anew()
+                continue
+            return self._end(ended, life, decision)
+
+    def _start_anew(self) -> None:
+        self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] (torch's decorator has no types)
+
+    def _attend(self, life: _Life) -> bool:
+        """Wait until all workers have ended, whoever has to be ended for it; False where other machines are waiting."""
+        workers, signals, limits = life.workers, self._signals, self._supervision
+        deadline_s, passed_on = float("inf"), 0
+        while workers.running():
+            handles = [process.handle for process in workers.running().values() if process.handle >= 0]
+            signals.wait(handles, max(0.0, min(_LOOK_S, deadline_s - time.monotonic())))
+            workers.look()
+            reap_strangers([*workers.pids().values(), self._starter.server_pid])
+            now_s = time.monotonic()
+            if now_s >= deadline_s or signals.count > 1:
+                workers.kill()
+            elif signals.count > passed_on:
+                passed_on, deadline_s = signals.count, now_s + limits.grace_s
+                self._pass_on(workers, signals.arrived[0])
+            if not passed_on:  # or each has its time to save, whatever becomes of the others
+                deadline_s = min(deadline_s, self._deadline_s(life, now_s))
+            self._look_at_states(life, now_s)
+            if not signals.count and self._others_wait(life, now_s):
+                return False
+        return True
+
+    def _others_wait(self, life: _Life, now_s: float) -> bool:
+        """True where machines have come that this start has no place for, or one of it has begun anew."""
+        spec = self._worker_group.spec
+        if self._is_alone or now_s < life.ask_s:
+            return False
+        life.ask_s = now_s + spec.monitor_interval
+        return spec.rdzv_handler.num_nodes_waiting() > 0
+
+    def _deadline_s(self, life: _Life, now_s: float) -> float:
+        """Until when the others may go on, now that some have ended."""
+        workers, limits = life.workers, self._supervision
+        if workers.failed():
+            if limits.asks_first and not life.was_asked:
+                life.was_asked = True
+                workers.send_signal(signal.SIGTERM)
+            is_plain = limits.asks_first or workers.cause_is_known()
+            return now_s + (limits.failure_grace_s if is_plain else max(_CONSEQUENCE_S, limits.failure_grace_s))
+        return now_s + limits.grace_s if workers.stopped() else float("inf")
+
+    def _pass_on(self, workers: Workers, number: int) -> None:
+        bar = "\n" if sys.stderr.isatty() else ""  # rank 0's progress bar stands on the line of the cursor
+        say("stopping; once more ends all processes at once", bar)
+        workers.send_signal(number)
+
+    def _look_at_states(self, life: _Life, now_s: float) -> None:
+        ranks = self._ranks()
+        pids = {ranks[local]: process.pid for local, process in life.workers.running().items()}
+        if now_s < life.look_s or not pids:
+            return
+        life.look_s = now_s + _LOOK_S
+        stuck = life.watch.look(now_s, process_states(pids), read_pulses(life.pulses))
+        if stuck is not None:
+            what = f"{stuck.what} ({stuck.detail})" if stuck.detail else stuck.what
+            life.workers.kill({local: what for local, rank in ranks.items() if rank in stuck.ranks})
+
+    def _look_back(self, life: _Life) -> tuple[list[Ended], list[Beat]]:
+        beats = read_pulses(life.pulses)
+        life.pulses.unlink()
+        self.committed = max([self.committed, *(beat.committed for beat in beats)])
+        return life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills), beats
+
+    def _decide(self, ended: list[Ended], beats: list[Beat], life: _Life) -> Decision | None:
+        """What follows from how they ended, said to the user; None where none failed."""
+        limits = self._supervision
+        lived_s = max(e.at_s for e in ended) - life.started_s
+        fault = fault_of(ended, beats, self._worker_group.spec.local_world_size, lived_s)
+        if fault is None:
+            return None
+        first = first_failure(ended)
+        assert first is not None
+        if not self._is_alone and first.failure is not None and first.failure.is_consequence:
+            fault = replace(fault, cause=Cause("the failure of another machine"))  # which decides for itself
+        self._history.append(fault)
+        decision = decide(limits.policy, self._history, limits.fits)
+        if limits.tells_traces and first.failure is not None and not first.failure.is_expected:
+            sys.stderr.write(first.failure.trace)
+        if not decision.restart and all(e.failure is not None and e.failure.is_expected for e in ended):
+            say(describe(first))  # no rank's own trouble, and no more than its words
+            return decision
+        host = "" if self._is_alone else socket.gethostname()
+        for line in report_of(ended, beats, decision, committed=self.committed, host=host, again=limits.again).split(
+            "\n"
+        ):
+            say(line)
+        return decision
+
+    def _end(self, ended: list[Ended], life: _Life, decision: Decision | None) -> RunResult:
+        """The run is over."""
+        codes = {e.exit_code for e in ended}
+        failures = life.workers.failures(self._ranks())
+        first = first_failure(ended)
+        if codes <= {0, REQUEUE}:
+            self.exit_code, failures = max(codes), {}
+        elif self._signals.count or decision is None:
+            went_well = codes <= {0, REQUEUE, INTERRUPTED}
+            self.exit_code = REQUEUE if went_well and self.committed != NONE else INTERRUPTED
+            if any(e.was_ended for e in ended):
+                say("the processes were ended before they could save; earlier checkpoints are on disk")
+        else:
+            assert first is not None
+            self.exit_code = first.failure.exit_code if first.failure is not None else 1
+            _tell_launcher_above(life.workers.error_files, first, self._ranks())
+        state = WorkerState.FAILED if failures else WorkerState.SUCCEEDED
+        self._worker_group.state = state
+        if not failures and not self._is_alone:
+            self._exit_barrier()
+        well = [rank for rank in self._ranks().values() if rank not in failures]
+        return RunResult(state, return_values=dict.fromkeys(well), failures=failures)
+
+    def _ranks(self) -> dict[int, int]:
+        return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+
+    def _alive(self) -> _Life:
+        assert self._life is not None
+        return self._life
+
+    # ------------------------------------------------------------------ what torch's agent asks for
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """torch's, and then all machines agree on the number of this start: their next ones may differ."""
+        worker_group.store = self._store = None  # the last start's, whose port may be asked for again
+        super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
+        store: Any
+        store, here, machines = worker_group.store, worker_group.group_rank, worker_group.group_world_size
+        store.set(f"lockstep/generation/{here}", str(self._generation + 1))
+        numbers = store.multi_get([f"lockstep/generation/{machine}" for machine in range(machines or 1)])
+        self._generation = max(int(number) for number in numbers)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        spec, generation = worker_group.spec, self._generation
+        pulses = self._folder / f"pulse-{generation}"
+        create_pulses(pulses, spec.local_world_size)
+        envs = {}
+        for worker in worker_group.workers:
+            env = environment_of(
+                worker,
+                worker_group,
+                generation=generation,
+                max_restarts=spec.max_restarts,
+                run_id=spec.rdzv_handler.get_run_id(),
+                uses_agent_store=spec.rdzv_handler.use_agent_store,
+            )
+            envs[worker.local_rank] = {**env, PULSE: "" if spec.virtual_local_rank else str(pulses)}
+        filters = {
+            "duplicate_stdout_filters": spec.duplicate_stdout_filters,
+            "duplicate_stderr_filters": spec.duplicate_stderr_filters,
+        }
+        workers = Workers(spec.role, self._program, envs, self._logs_specs, self._prefixes(worker_group), **filters)
+        limits = self._supervision
+        watch = Watch(limits.stopped_limit_s, limits.hang_limit_s)
+        self._life = _Life(workers, pulses, watch, time.monotonic(), out_of_memory_kills())
+        workers.start_with(self._start_worker)
+        return workers.pids()
+
+    def _start_worker(self, local_rank: int, start: Start) -> WorkerProcess:
+        def bind(command: list[str]) -> list[str]:
+            options = self._worker_group.spec.numa_options
+            words = maybe_bind(tuple(command), gpu_index=local_rank, numa_options=options)
+            return list(words)
+
+        return self._starter.start(start, bind)
+
+    def _prefixes(self, worker_group: WorkerGroup) -> dict[int, str] | None:
+        if not self._prefix:
+            return None
+        return {
+            worker.local_rank: Template(self._prefix).safe_substitute(
+                role_name=worker_group.spec.role, rank=worker.global_rank, local_rank=worker.local_rank
+            )
+            for worker in worker_group.workers
+        }
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._shutdown()
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        raise AssertionError("_attend() looks at the workers")
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
+        if self._life is not None:
+            self._life.workers.close(signal.SIGKILL)
+            self._life = None
 
 
-def _start(arguments: Sequence[str], processes: int, port: int, logs: str) -> SubprocessContext:
-    common = {
-        "WORLD_SIZE": str(processes),
-        "LOCAL_WORLD_SIZE": str(processes),
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_RUN_ID": f"lockstep-{uuid.uuid4().hex[:12]}",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        # a restarted worker must not read a dead one's address
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-        AGENT_PID: str(os.getpid()),
-    }
-    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the engine's own handler; the others are ours
-    context = start_processes(
-        name="rank",
-        entrypoint=sys.executable,
-        args=dict.fromkeys(range(processes), ("-m", "lockstep", *arguments)),
-        envs={rank: {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)},
-        logs_specs=DefaultLogsSpecs(log_dir=logs, tee=Std.ERR),
-        log_line_prefixes={rank: f"[rank {rank}] " for rank in range(processes)},
-    )
-    assert isinstance(context, SubprocessContext)
-    return context
+def _tell_launcher_above(error_files: dict[int, str], first: Ended, ranks: dict[int, int]) -> None:
+    """What failed first, where whoever started this launcher looks, as torchrun does."""
+    local = next(local for local, rank in ranks.items() if rank == first.rank)
+    if ERROR_FILE in os.environ and os.path.exists(error_files[local]):
+        get_error_handler().dump_error_file(error_files[local], first.exit_code)
 
 
-def _watch(context: SubprocessContext, signals: _Signals) -> set[int]:
-    """Return when all workers have ended or had their time to; the ranks that are still running."""
-    deadline_s = float("inf")
-    passed_on = 0
-    while True:
-        codes = {rank: handler.proc.poll() for rank, handler in context.subprocess_handlers.items()}
-        running = {rank for rank, code in codes.items() if code is None}
-        if not running or time.monotonic() > deadline_s or signals.count > 1:
-            return running
-        if any(codes.values()):
-            deadline_s = min(deadline_s, time.monotonic() + _GRACE_AFTER_FAILURE_S)
-        if signals.count > passed_on:
-            passed_on = signals.count
-            deadline_s = time.monotonic() + _GRACE_AFTER_SIGNAL_S
-            bar = "\n" if sys.stderr.isatty() else ""  # rank 0's progress bar stands on the line of the cursor
-            _say("stopping; once more ends all processes at once", bar)
-            for rank in running:
-                context.subprocess_handlers[rank].proc.send_signal(signal.SIGTERM)
-        time.sleep(_POLL_S)
-
-
-def _ended(context: SubprocessContext, rank: int, was_ended: bool) -> Ended:
-    process = context.subprocess_handlers[rank].proc
-    if process.returncode is None:
-        raise LaunchError(f"rank {rank} (pid {process.pid}) cannot be killed: it hangs in the kernel")
-    lines = Path(context.stderrs[rank]).read_text(errors="replace").split("\n")
-    last_line = next((line.strip() for line in reversed(lines) if line.strip()), "")
-    failure = read_failure(Path(context.error_files[rank]))
-    return Ended(rank, process.pid, process.returncode, was_ended, failure, last_line)
-
-
-def first_failure(ended: Sequence[Ended]) -> Ended | None:
-    """The process that failed first, as far as one can tell; None if none did.
-
-    A process that was killed could not report anything; one that only saw another's failure says so. Unexpected errors
-    go by the time of the report; of expected ones, which ranks often raise together, the lowest rank speaks for all.
-    """
-    failed = [e for e in ended if e.exit_code not in (0, INTERRUPTED) and not (e.was_ended and e.failure is None)]
-    culprits = [e for e in failed if e.failure is None or not e.failure.is_consequence] or failed
-
-    def order(e: Ended) -> tuple[bool, bool, float]:
-        said = e.failure
-        if said is None:
-            return (False, False, e.rank)
-        return (True, said.is_expected, e.rank if said.is_expected else said.time_s)
-
-    return min(culprits, key=order, default=None)
-
-
-def describe(ended: Ended) -> str:
-    """How a process ended, as the end of a sentence that begins with its name."""
-    if ended.failure is not None:
-        return (
-            ended.failure.message
-            if ended.failure.is_expected
-            else f"failed: {ended.failure.kind}: {ended.failure.message}"
-        )
-    if ended.exit_code < 0:
-        text = f"was killed by {signal.Signals(-ended.exit_code).name}"
-    else:
-        text = f"ended with exit code {ended.exit_code}"
-    return f"{text}; its last words: {ended.last_line}" if ended.last_line else text
-
-
-def _verdict(ended: Sequence[Ended], signals: _Signals) -> int:
-    """Say how the run ended if it did not end well; return its exit code."""
-    first = first_failure(ended)
-    if signals.count:
-        if first is not None:
-            _say("the processes were ended before they could save; earlier checkpoints are on disk")
-        return INTERRUPTED
-    if first is None:
-        return max(e.exit_code for e in ended)
-    failure = first.failure
-    if failure is not None and not failure.is_expected:
-        sys.stderr.write(failure.trace)
-    if failure is not None and failure.is_expected and all(e.failure for e in ended):  # no rank's own trouble
-        _say(describe(first))
-    else:
-        _say(f"rank {first.rank} (pid {first.pid}) {describe(first)}; the other ranks were ended")
-    return failure.exit_code if failure is not None else 1
-
-
-def _say(text: str, before: str = "") -> None:
+def say(text: str, before: str = "") -> None:
+    """One line to the user."""
     sys.stderr.write(f"{before}lockstep: {text}\n")
     sys.stderr.flush()

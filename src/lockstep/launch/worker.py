@@ -8,8 +8,10 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import signal
 import sys
+import sysconfig
 import threading
 import time
 import traceback
@@ -17,10 +19,18 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING, Any, final
+
+import lockstep
+from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.comm.communicator import Communicator
 
 AGENT_PID = "LOCKSTEP_AGENT_PID"  # set by our agent only: it also prints what its workers report
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by our agent and by torchrun; torchrun prints the message in it
-INTERRUPTED = 130  # exit code of a run that was told to stop and did, as a shell reports SIGINT
+REQUEUE = 75  # exit code of a run that a signal stopped after its checkpoint: start it again, and it goes on
+INTERRUPTED = 130  # of one that a signal stopped before there was anything to keep, as a shell reports SIGINT
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -36,11 +46,12 @@ class Failure:
     is_consequence: bool  # another rank's failure seen from here
     trace: str
     time_s: float  # since the epoch
+    where: str = ""  # "train.py:31", the innermost line of the user's own code; "" where none was running
 
 
 def die_with_launcher(environ: Mapping[str, str]) -> None:
     """From now on, if the process that started this one ends in any way, even by SIGKILL, so does this one."""
-    if AGENT_PID not in environ and "TORCHELASTIC_RUN_ID" not in environ:
+    if not has_launcher_of_ranks(environ):
         return  # started by a shell or by Slurm: they have rules of their own
     parent = int(environ.get(AGENT_PID, os.getppid()))
     if sys.platform == "linux":
@@ -58,40 +69,98 @@ def _watch_parent(parent: int) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop, without those that `nohup` or a shell has set to be ignored."""
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    """The signals that ask a run to stop, without those that `nohup` or a shell has set to be ignored.
+
+    SIGUSR1 is what batch systems send some time before the end, `#SBATCH --signal=USR1@60`.
+    """
+    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
+@final
 class StopRequest:
-    """Becomes true when SIGINT, SIGTERM or SIGHUP arrives, so that the loop can stop between two steps.
+    """Becomes true when SIGTERM, SIGINT, SIGHUP or SIGUSR1 arrives, so that a loop can stop between two steps.
 
-    Until `arm` there is no loop that would look: the signal then ends the process by KeyboardInterrupt. A second signal
-    means "at once"; a worker leaves that to its launcher, which ends all ranks together.
+        stop = lockstep.StopRequest(comm)
+        for step in range(...):
+            if stop.agreed():
+                checkpointer.save(step, state)
+                sys.exit(lockstep.REQUEUE)
+
+    A second signal ends the process at once, and the checkpoints that are there stay whole; where it has a launcher,
+    that one does so for all ranks together. Exit code 75 (REQUEUE) says that the run wants to be started again; in a
+    batch script of Slurm's: `#SBATCH --signal=USR1@60`, and `[ $? -eq 75 ] && scontrol requeue $SLURM_JOB_ID` at the
+    end. Processes that this one forks hear only SIGTERM, which ends them: the others are meant for the run.
+
+    Without `comm` there is no loop before `arm`: a signal raises KeyboardInterrupt until then.
+    Raises: ConfigError outside the main thread, where Python allows no handlers.
     """
 
-    def __init__(self, has_launcher: bool) -> None:
-        self._has_launcher = has_launcher
-        self._is_armed = False
-        self._is_set = False
-        for number in stop_signals():
-            signal.signal(number, self._on_signal)
+    def __init__(self, comm: Communicator | None = None, *, has_launcher: bool | None = None) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigError("StopRequest belongs into the main thread: signals arrive nowhere else")
+        self._comm = comm
+        self._has_launcher = has_launcher_of_ranks(os.environ) if has_launcher is None else has_launcher
+        self._is_armed = comm is not None
+        self._pid = os.getpid()
+        self._arrived = 0  # number of the first signal
+        self._agreed = 0  # number of a signal that all ranks have heard of
+        self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
 
     def arm(self) -> None:
         """The loop has begun and looks at `is_set` at every step."""
         self._is_armed = True
 
     def is_set(self) -> bool:
-        """True once a signal has asked to stop."""
-        return self._is_set
+        """True once a signal has asked this rank to stop; the others may not know."""
+        return self._arrived > 0
+
+    def agreed(self) -> bool:
+        """True once a signal has asked any rank to stop, on all ranks at the same call.
+
+        Collective: every rank, between the same two steps; blocks. It costs one all-reduce of a number.
+        Raises: ConfigError where this was made without a communicator.
+        """
+        if self._comm is None:
+            raise ConfigError("agreed() asks the other ranks: make it with StopRequest(comm)")
+        if not self._agreed:
+            import torch
+
+            number = torch.tensor([self._arrived], dtype=torch.int64, device=self._comm.device)
+            self._comm.all_reduce(number, "max", label="stop")
+            self._agreed = int(number)
+        return self._agreed > 0
+
+    @property
+    def reason(self) -> str:
+        """Name of the signal that asked, "SIGUSR1"; "" while none has. After `agreed()`, the same on all ranks."""
+        number = self._agreed or self._arrived
+        return signal.Signals(number).name if number else ""
+
+    def close(self) -> None:
+        """Signals do again what they did before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        self._before = {}
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if not self._is_armed and not self._is_set:
-            self._is_set = True
+        if os.getpid() != self._pid:  # a forked child, of a data loader for example
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                os.kill(os.getpid(), number)
+            return
+        if self._arrived:
+            if not self._has_launcher:
+                os._exit(INTERRUPTED)
+            return
+        self._arrived = number
+        if not self._is_armed:
             raise KeyboardInterrupt
-        if self._is_set and not self._has_launcher:
-            os._exit(INTERRUPTED)
-        self._is_set = True
+
+
+def has_launcher_of_ranks(environ: Mapping[str, str]) -> bool:
+    """True where our agent or torchrun started this process, and ends it with the others."""
+    return AGENT_PID in environ or "TORCHELASTIC_RUN_ID" in environ
 
 
 def describe_failure(
@@ -100,7 +169,37 @@ def describe_failure(
     """`error` as a record that can leave the process."""
     trace = "".join(traceback.format_exception(error))
     message = str(error) or type(error).__name__
-    return Failure(rank, type(error).__name__, message, exit_code, is_expected, is_consequence, trace, time.time())
+    kind = type(error).__name__
+    where = users_line(error)
+    return Failure(rank, kind, message, exit_code, is_expected, is_consequence, trace, time.time(), where)
+
+
+def users_line(error: BaseException) -> str:
+    """Where in the user's own code `error` came up, "train.py:31": not in an installed package, Python's or lockstep's.
+
+    "" where no frame is the user's.
+    """
+    if isinstance(error, SyntaxError) and error.filename:
+        places = [(error.filename, error.lineno or 0)]
+    else:
+        frames = traceback.extract_tb(error.__traceback__)
+        places = [(frame.filename, frame.lineno or 0) for frame in frames]
+    return _innermost(places)
+
+
+def _innermost(places: list[tuple[str, int]]) -> str:
+    here = os.getcwd() + os.sep
+    for file, line in reversed(places):
+        path = os.path.abspath(file)
+        if not file.startswith("<") and not path.startswith(_not_the_users()):
+            return f"{path.removeprefix(here)}:{line}"
+    return ""
+
+
+def _not_the_users() -> tuple[str, ...]:
+    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    ours = os.path.dirname(os.path.abspath(str(lockstep.__file__)))
+    return tuple(folder + os.sep for folder in (ours, *installed))
 
 
 def report_failure(failure: Failure, environ: Mapping[str, str]) -> None:
@@ -121,9 +220,23 @@ def report_failure(failure: Failure, environ: Mapping[str, str]) -> None:
         sys.stderr.write(f"lockstep: {who}{failure.message}\n")
 
 
-def read_failure(path: Path) -> Failure | None:
-    """What a worker left with `report_failure`; None where it had no time to."""
+def read_failure(path: Path, rank: int = 0) -> Failure | None:
+    """What a worker left with `report_failure`, or a script with torch's `@record`; None where it had no time to.
+
+    rank: of the worker, which torch's format does not say.
+    """
     if not path.exists():
         return None
-    extra = json.loads(path.read_text())["message"]["extraInfo"]
-    return Failure(**{name: extra[name] for name in Failure.__dataclass_fields__})
+    try:
+        message = json.loads(path.read_text(errors="replace"))["message"]
+    except ValueError:  # torch writes in place: it was killed meanwhile
+        return None
+    extra: dict[str, Any] = message.get("extraInfo", {}) if isinstance(message, dict) else {}
+    if "kind" in extra:
+        return Failure(**{name: extra[name] for name in Failure.__dataclass_fields__ if name in extra})
+    summary = message.get("message", "") if isinstance(message, dict) else str(message)
+    kind, _, text = summary.partition(": ")
+    trace = str(extra.get("py_callstack", ""))
+    places = [(file, int(line)) for file, line in re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)]
+    time_s = float(extra.get("timestamp", 0))
+    return Failure(rank, kind, text or summary, 1, False, False, trace, time_s, _innermost(places))

@@ -63,9 +63,13 @@ def _children_first(root: Module) -> Iterator[tuple[str, Module, Any]]:
 
 def seed_of(seed: int, initialiser: Initialiser, owner: str) -> int:
     """Where the random numbers of `initialiser` begin when it fills the tensors of the module `owner`."""
-    names = [".".join(part for part in fqn.split(".") if part not in _WRAPPERS) for fqn in (initialiser.fqn, owner)]
-    text = "/".join((str(seed), initialiser.what, *names))
+    text = "/".join((str(seed), initialiser.what, plain_name(initialiser.fqn), plain_name(owner)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+
+
+def plain_name(fqn: str) -> str:
+    """A dotted name without what wrappers, torch.compile's too, add to it."""
+    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import TensorPieces
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.zero.chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
@@ -28,6 +29,7 @@ from lockstep.parallel.zero.state import (
     flat_states,
     gather_states,
     new_groups,
+    states_in_pieces,
 )
 
 
@@ -228,9 +230,20 @@ class ShardedOptimizer(Optimizer):
         `sharded`: this rank's elements only, without communication; `merge_state_dicts` makes the whole of all ranks'.
         Collective: every rank, unless `sharded` or consolidated since the last step.
         """
+        return self._hooked(lambda: self._saved(sharded))
+
+    def state_dict_in_pieces(self) -> StateDict:
+        """`state_dict()` with TensorPieces of this rank's elements where parameters are whole: nothing is gathered.
+
+        `load_state_dict` takes it on ranks that share the parameters in the same way.
+        Collective: every rank; a few bytes travel. Memory: no copy.
+        """
+        return self._hooked(self._in_pieces)
+
+    def _hooked(self, save: Callable[[], StateDict]) -> StateDict:
         for hook in self._optimizer_state_dict_pre_hooks.values():
             hook(self)
-        result = self._saved(sharded)
+        result = save()
         for after in self._optimizer_state_dict_post_hooks.values():
             changed = after(self, result)
             result = result if changed is None else changed
@@ -244,9 +257,10 @@ class ShardedOptimizer(Optimizer):
         """
         self._consolidated = (to, self._gather(to))
 
-    def load_state_dict(self, state_dict: StateDict) -> None:
+    def load_state_dict(self, state_dict: StateDict, *, copy: bool = True) -> None:
         """Take what `state_dict` gave, here or in `optimizer_cls`; of `sharded=True` this rank's own. Not collective.
 
+        copy: else pieces of this rank's become the optimizer's own, and nobody else's.
         Raises: CheckpointError where it is of other parameters, or of another rank's elements.
         """
         state_dict = state_dict.copy()
@@ -259,7 +273,7 @@ class ShardedOptimizer(Optimizer):
             own.clear()
             own.update(new)
         for part in self._parts:
-            part.load(states[part.chunk], self.param_groups)
+            part.load(states[part.chunk], self.param_groups, copy)
         self._consolidated = None
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -284,6 +298,20 @@ class ShardedOptimizer(Optimizer):
             chunk, mine = part.chunk, part.states()
             found[chunk] = gather_states(chunk, mine, to) if isinstance(chunk, ReplicatedChunk) else mine
         return self._numbered(found)
+
+    def _in_pieces(self) -> StateDict:
+        found: dict[Chunk, States] = {part.chunk: part.states() for part in self._parts}
+        shared = [chunk for chunk in found if isinstance(chunk, ReplicatedChunk)]
+        if shared:
+            found.update(zip(shared, states_in_pieces(self.comm, shared, [found[c] for c in shared]), strict=True))
+        return self._numbered(found)
+
+    def room_for(self, param: Tensor, dtype: torch.dtype) -> TensorPieces:
+        """Memory for state of a whole parameter's elements, of which this rank has a share: for `load_state_dict`."""
+        part, index = self._home[id(param)]
+        assert isinstance(part.chunk, ReplicatedChunk), "state of a DTensor is a DTensor"
+        start, stop = part.chunk.range_of(index)
+        return part.chunk.in_pieces(index, torch.empty(stop - start, dtype=dtype, device=part.chunk.flat.device))
 
     def _numbered(self, found: Mapping[Chunk, States]) -> StateDict:
         """torch's form: parameters by their place in `param_groups`."""

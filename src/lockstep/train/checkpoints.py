@@ -1,123 +1,116 @@
-"""Checkpoints of a run, whichever way it is cut: one file written by rank 0, or a folder that every rank writes into.
+"""What a checkpoint of a run holds, and which one a run begins from.
 
-step-00000250.safetensors   where every rank has whole parameters
-step-00000250/              where ranks have pieces of them
+model, optimizer      by the names of the parameters, cut in any way
+data                  the position in the text, and what was trained on so far
+step, tokens, config, world_size
 
-Each is resumed by any strategy and any number of ranks.
+There are no random numbers in it: weights, order of the data and dropout follow from the seed, the step and the number
+of the microbatch. The learning rate follows from the step.
 """
 
 from __future__ import annotations
 
-import shutil
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from lockstep.checkpoint import manifest, sharded, store
-from lockstep.checkpoint.state import FlatState, State, unflatten_state
-from lockstep.checkpoint.tensor_file import DTYPES
+from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.generation import Name, names_in
+from lockstep.checkpoint.loading import Loaded
+from lockstep.checkpoint.reader import open_checkpoint
+from lockstep.checkpoint.state import FlatState, State, unflatten
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import local_of, part_of
-from lockstep.errors import CheckpointError
-from lockstep.parallel.named_state import (
-    is_cut,
-    load_optimizer_state,
-    optimizer_state,
-    room_for_state,
-    unwrapped,
-)
-from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.data.loader import TokenLoader
+from lockstep.errors import CheckpointError, CheckpointMissing, ConfigError
+from lockstep.parallel.train_state import ModelState, OptimizerState
 
-_MODEL, _OPTIMIZER = "model", "optimizer"
+_MODEL, _OPTIMIZER, _DATA = "model", "optimizer", "data"
+_WITH_STEP = re.compile(r"(.+):(\d+)")
 
 
-def save(
-    comm: Communicator, directory: Path, step: int, model: nn.Module, optimizer: Optimizer, values: State, keep: int
-) -> Path:
-    """Write the model, the optimizer and `values`, JSON, as the checkpoint of `step`; delete all but the `keep` newest.
+@dataclass(frozen=True)
+class Origin:
+    """Where to look for the checkpoint that a run begins from."""
 
-    Collective: every rank of `comm`; returns when it is durable.
-    Raises: CheckpointError on every rank; older checkpoints are then untouched.
+    directory: Path
+    step: int | None = None  # None: the newest one that is good
+
+
+def state_of(model: nn.Module, optimizer: Optimizer, loader: TokenLoader) -> State:
+    """What has a state of its own, to be saved and to be loaded into."""
+    return {_MODEL: ModelState(model), _OPTIMIZER: OptimizerState(model, optimizer), _DATA: loader}
+
+
+def find_origin(resume: str, own: Path) -> Origin | None:
+    """Where `resume` says to begin: "", "auto", a checkpoint, or a directory that holds some, also as `directory:step`.
+
+    own: the run's own checkpoints. None: from random weights. Not collective.
+    Raises: ConfigError, CheckpointMissing for what is not there.
     """
-    state = {**values, _MODEL: dict(unwrapped(model).state_dict()), _OPTIMIZER: optimizer_state(model, optimizer)}
-    saved = (sharded if is_cut(model) else store).save(comm, directory, step, state, keep)
-    if comm.rank == 0:
-        for older in find_all(directory)[:-keep]:  # of the other kind
-            shutil.rmtree(older) if older.is_dir() else older.unlink()
-    return saved
+    if not resume:
+        return None
+    if resume == "auto":
+        return Origin(own) if names_in(own) else None
+    path, step = Path(resume), None
+    if not path.exists() and (found := _WITH_STEP.fullmatch(resume)):
+        path, step = Path(found[1]), int(found[2])
+    if not path.exists():
+        raise ConfigError(f"--resume {path} does not exist; `--resume auto` finds the newest checkpoint in --out")
+    name = Name.parse(path.absolute().name)
+    if step is None and name is not None:
+        return _origin_of(path.absolute().parent, name)
+    for directory in (path / "checkpoints", path):
+        names = names_in(directory) if directory.is_dir() else []
+        if step is None and names:
+            return Origin(directory)
+        if any(name.step == step for name in names):
+            return Origin(directory, step)
+    raise ConfigError(f"--resume {resume} holds no checkpoint" + ("" if step is None else f" of step {step}"))
 
 
-def find_all(directory: Path) -> list[Path]:
-    """All checkpoints of both kinds in `directory`, the newest last. Not collective."""
-    found = [*directory.glob("step-*.safetensors"), *directory.glob(f"step-*/{manifest.NAME}")]
-    paths = [path.parent if path.name == manifest.NAME else path for path in found]
-    return sorted((p for p in paths if p.stem.removeprefix("step-").isdecimal()), key=lambda p: (store.step_of(p), p))
+def _origin_of(directory: Path, name: Name) -> Origin:
+    newest = max(other for other in names_in(directory) if other.step == name.step)
+    if newest != name:
+        raise ConfigError(f"--resume {directory / str(name)}: a later start of the run has saved that step as {newest}")
+    return Origin(directory, name.step)
 
 
-def latest(directory: Path) -> Path | None:
-    """The newest checkpoint in `directory`, None where there is none. Not collective."""
-    return next(reversed(find_all(directory)), None)
+def peek(origin: Origin) -> State:
+    """What the checkpoint holds beside the model and the optimizer. Its tensors are not read. Not collective.
 
-
-def load_values(path: Path) -> State:
-    """The `values` of checkpoint `path`. Not collective.
-
-    Raises: CheckpointError for what is missing, cut off, or no checkpoint.
+    Raises: CheckpointError where none is readable.
     """
-    if path.is_dir():
-        return unflatten_state(FlatState({}, manifest.read_manifest(path).values, {}))
-    return store.load_values(path)
+    faults = []
+    for name in names_in(origin.directory):
+        if origin.step in (None, name.step):
+            try:
+                with open_checkpoint(origin.directory / str(name)) as reader:
+                    return _values(reader.manifest.values, reader.manifest.kinds)
+            except CheckpointError as error:  # loading says so again, and takes the next older one
+                faults.append(error)
+    raise faults[0] if faults else CheckpointMissing(f"{origin.directory} has no checkpoint")
 
 
-def restore(comm: Communicator, path: Path, model: nn.Module, optimizer: Optimizer) -> None:
-    """Put the weights and the optimizer's state of checkpoint `path` back.
+def _values(values: Mapping[str, Any], kinds: Mapping[str, str]) -> State:
+    kept = {path: value for path, value in values.items() if path.split("/")[0] not in (_MODEL, _OPTIMIZER)}
+    within = {path: kind for path, kind in kinds.items() if path in kept}
+    return unflatten(FlatState({}, kept, within, {}))
 
-    Collective: every rank of `comm`. Memory: each rank's own pieces, of a folder and of a file.
-    Raises: CheckpointError where it is of another model.
+
+def load(comm: Communicator, origin: Origin, checkpointer: Checkpointer, into: State) -> Loaded:
+    """Let `into`, from `state_of`, go on from the checkpoint of `origin`, every byte of which is verified first.
+
+    checkpointer: the run's own.
+    Collective: every rank of `comm`; blocks. Memory: each rank's own pieces.
+    Raises: CheckpointError where none is good, or it is of another model.
     """
-    weights = unwrapped(model).state_dict()
-    if not path.is_dir():
-        keeps = not isinstance(optimizer, ShardedOptimizer)  # the tensors it is given; ours copies its pieces
-        state = store.load(path, mapped=not keeps)
-        fill(weights, state[_MODEL])
-        load_optimizer_state(model, optimizer, state.get(_OPTIMIZER, {}))
-        return
-    described = _tensors_of(path, _OPTIMIZER)
-    into: State = {_MODEL: weights}
-    if described:
-        into[_OPTIMIZER] = room_for_state(model, described)
-    load_optimizer_state(model, optimizer, sharded.load(comm, path, into).get(_OPTIMIZER, {}))
-
-
-@torch.no_grad()
-def fill(weights: dict[str, Tensor], saved: dict[str, Tensor]) -> None:
-    """Let `weights`, DTensors or whole ones, have the values of whole tensors.
-
-    Raises: CheckpointError for other names or shapes, before anything is changed.
-    """
-    problems = [f"it lacks {fqn!r}" for fqn in weights if fqn not in saved]
-    problems += [f"it has {fqn!r}" for fqn in saved if fqn not in weights]
-    problems += [
-        f"{fqn!r} is {list(saved[fqn].shape)}, not {list(weight.shape)}"
-        for fqn, weight in weights.items()
-        if fqn in saved and saved[fqn].shape != weight.shape
-    ]
-    if problems:
-        raise CheckpointError(f"the checkpoint's weights do not fit this model: {'; '.join(problems)}")
-    for fqn, weight in weights.items():
-        local_of(weight).copy_(saved[fqn][part_of(weight).slices])
-
-
-def _tensors_of(path: Path, key: str) -> dict[str, dict[str, Tensor]]:
-    """What the folder `path` has under `key`, name by name, as tensors on the meta device."""
-    found: dict[str, Any] = {}
-    held = manifest.read_manifest(path)
-    for place in (*held.tensors, *held.aliases):
-        if place.startswith(f"{key}/"):
-            _, fqn, name = place.split("/")
-            dtype, shape = held.tensors[held.target(place)]
-            found.setdefault(fqn, {})[name] = torch.empty(shape, dtype=DTYPES[dtype], device="meta")
-    return found
+    is_own = origin.directory.absolute() == checkpointer.directory
+    loaded = (checkpointer if is_own else Checkpointer(origin.directory, comm)).load(into, step=origin.step)
+    if loaded is None:
+        raise CheckpointMissing(f"{origin.directory} had a checkpoint a moment ago, and has none now")
+    return loaded

@@ -96,6 +96,8 @@ class CheckpointConfig:
     """Steps between two checkpoints; 0 saves at the end only."""
     keep: int = 2
     """How many checkpoints stay on disk, the newest first."""
+    background: bool = True
+    """Write them while training goes on, from a copy in memory; the last one of a run is always waited for."""
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,16 @@
 """The training loop, readable from top to bottom.
 
 Everything that decides a number is a function of the step: which windows of text, which learning rate, which dropout.
-So a run goes on from its step alone, and the global batch of a step is the same for every number of ranks.
+So a run goes on from its step alone, no state of a random number generator is kept, and the global batch of a step is
+the same for every number of ranks.
 """
 
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -15,21 +18,24 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.pulse import Pulse, open_pulse
+from lockstep.data.coverage import Verdict
 from lockstep.data.loader import TokenLoader, validation_batches
 from lockstep.data.tokens import TokenizedText, prepare_tokens
 from lockstep.errors import ConfigError, DataError
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import is_cut
 from lockstep.parallel.strategy import parallelize
-from lockstep.train.checkpoints import restore, save
+from lockstep.train.checkpoints import load, state_of
 from lockstep.train.config import RunConfig, microbatches_per_rank, to_json
 from lockstep.train.console import Console, open_console
 from lockstep.train.evaluate import evaluate, prove_equal, sample
-from lockstep.train.metrics import Meter, MetricsFile, StepMetrics
+from lockstep.train.metrics import Meter, StepLog, StepMetrics
 from lockstep.train.model import build_model
 from lockstep.train.optim import build_optimizer, learning_rate
-from lockstep.train.run_dir import Start, checkpoints_of, find_start, make_ready
+from lockstep.train.run_dir import Launch, Start, checkpoints_of, find_start, goes_on, make_ready, news_of
 from lockstep.train.step import accumulate_gradient, agree, clip_gradient
 
 
@@ -57,6 +63,24 @@ class TrainResult:
 
 
 @dataclass(frozen=True)
+class Logs:
+    """What rank 0 writes down about steps."""
+
+    metrics: StepLog
+    samples: StepLog
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        self.metrics.sync()
+        self.samples.sync()
+
+    def close(self) -> None:
+        """Give back the files."""
+        self.metrics.close()
+        self.samples.close()
+
+
+@dataclass(frozen=True)
 class Job:
     """What the loop works with on one rank."""
 
@@ -68,26 +92,46 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     replica: nn.Module  # the model, with its gradients averaged over ranks
-    metrics: MetricsFile | None  # on rank 0
-    start: Start
-    moved: str  # where an older run was moved to
+    checkpointer: Checkpointer
+    logs: Logs | None  # on rank 0
+    pulse: Pulse
+    begin: Begin
 
 
-def train(run: RunConfig, comm: Communicator, stop: Stop, resume: str = "") -> TrainResult:
+@dataclass(frozen=True)
+class Begin:
+    """Where the loop begins."""
+
+    step: int = 0  # optimizer steps done before
+    tokens: int = 0  # trained on before, over all ranks
+    saved: Path | None = None  # the checkpoint of that step, where it is one of this run
+    news: tuple[str, ...] = ()  # what the user should know about it
+
+
+def train(
+    run: RunConfig, comm: Communicator, stop: Stop, resume: str = "", environ: Mapping[str, str] = os.environ
+) -> TrainResult:
     """Train `run` on the ranks of `comm`, from the beginning or from the checkpoint that `resume` names.
 
-    resume: "auto" takes the newest one of the run directory, if there is one; else a path.
+    resume: "auto" takes the newest one of the run directory, if there is one; else a path. A run that its launcher
+        starts again, as `environ` says, goes on where it had come to.
     Collective: every rank of `comm`, with equal arguments; blocks until the run has ended or any rank's `stop` is set.
     Raises: ConfigError, DataError, CheckpointError before the first step; NonFiniteLoss, ReplicaError, CommError.
     """
     console = open_console(comm.rank, run.train.steps)
     try:
-        return run_steps(prepare(run, comm, console, resume), stop)
+        job = prepare(run, comm, console, resume, Launch.of(environ))
+        try:
+            with job.checkpointer:
+                return run_steps(job, stop)
+        finally:
+            if job.logs:
+                job.logs.close()
     finally:
         console.close()
 
 
-def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str) -> Job:
+def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, launch: Launch) -> Job:
     """Everything as it is before the first step. Only once all of it fits, the run directory is touched.
 
     Collective: every rank of `comm`; blocks.
@@ -111,30 +155,44 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str) -
         digest=text.digest,
     )
     check_enough(run, loader, text)
-    start = find_start(run, comm, resume)
+    start = find_start(run, comm, resume, launch)
+    check_same_text(start, text)
     model = build_model(run.model, text.tokenizer)
     fill = partial(materialize, seed=run.seed, device=comm.device)
     replica = parallelize(model, run.train.sharding, mesh=comm, fill=fill)
     optimizer = build_optimizer(replica, run.optim)
-    if start.found:
-        check_same_text(start, text)
-        restore(comm, Path(start.found), model, optimizer)
-        loader.load_state_dict(start.values["data"])
-    moved = make_ready(run, comm, start)
-    metrics = MetricsFile(run.out / "metrics.jsonl", start.step) if comm.rank == 0 else None
-    return Job(run, comm, console, text, loader, model, optimizer, replica, metrics, start, moved)
+    checkpointer = Checkpointer(checkpoints_of(run), comm, keep=run.checkpoint.keep)
+    begin = Begin(news=start.news)
+    if start.origin is not None:
+        loaded = load(comm, start.origin, checkpointer, state_of(replica, optimizer, loader))
+        is_own = goes_on(run, start) and loaded.path.parent == checkpointer.directory
+        saved = loaded.path if is_own else None
+        begin = Begin(loaded.step, loaded.state["tokens"], saved, (*news_of(loaded), *start.news))
+    comm.barrier()  # nobody looks at the directory any more
+    moved = make_ready(run, comm, start, launch)
+    if moved:
+        begin = replace(begin, news=(*begin.news, f"an older run is now in {moved}"))
+    logs = None
+    if comm.rank == 0:
+        logs = Logs(*(StepLog(run.out / name, begin.step) for name in ("metrics.jsonl", "samples.jsonl")))
+    pulse = open_pulse(os.environ)
+    return Job(run, comm, console, text, loader, model, optimizer, replica, checkpointer, logs, pulse, begin)
 
 
 def run_steps(job: Job, stop: Stop) -> TrainResult:
     """The loop."""
-    run, comm, start, metrics = job.run, job.comm, job.start, job.metrics
+    run, comm, begin, logs, loader = job.run, job.comm, job.begin, job.logs, job.loader
     introduce(job)
-    step, tokens_done, was_stopped = start.step, start.tokens, False
+    step, tokens_done, was_stopped = begin.step, begin.tokens, False
+    saved = begin.step if begin.saved else None  # the last step of which this run has a checkpoint
     meter = Meter(step, run.train.steps)
     gc.freeze()  # collections need not walk what torch and the model brought along, in the loop or at exit
+    job.pulse.step(step)
+    if begin.saved:
+        job.pulse.committed(step)
     stop.arm()
     while step < run.train.steps:
-        microbatches = job.loader.step_at(job.loader.consumed)
+        microbatches = loader.step_at(loader.consumed)
         tokens, was_stopped = agree(comm, microbatches, stop.is_set())
         if was_stopped:
             break
@@ -146,26 +204,35 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
         grad_norm = clip_gradient(job.replica, run.optim.clip_norm, step)
         job.optimizer.step()
         job.optimizer.zero_grad()
-        job.loader.consumed += run.train.batch
         step, tokens_done = step + 1, tokens_done + tokens
+        job.pulse.step(step)
 
         meter.count(tokens)
-        if metrics and (step % run.train.log_every == 0 or step in (start.step + 1, run.train.steps)):
-            record = StepMetrics(step, loss, lr, grad_norm, tokens_done, *meter.read(step))
-            metrics.write(record)
-            job.console.step(record)
+        if logs:
+            logs.samples.write({"step": step, **loader.samples_of_step(loader.consumed)})
+            is_logged = step % run.train.log_every == 0 or step in (1, run.train.steps)
+            if is_logged or step == begin.step + 1:
+                record = StepMetrics(step, loss, lr, grad_norm, tokens_done, *meter.read(step))
+                job.console.step(record)
+                if is_logged:  # which steps are in the file does not depend on where the run was resumed
+                    logs.metrics.write(record)
         with meter.pause():
+            advance(job, step)
             if is_due(step, run.train.eval_every, run.train.steps):
                 validate(job, step)
             if is_due(step, run.checkpoint.every, run.train.steps):
-                save_checkpoint(job, step, tokens_done)
+                save_checkpoint(job, step, tokens_done, wait=not run.checkpoint.background)
+                saved = step
 
-    checkpoint = save_checkpoint(job, step, tokens_done)
+    if saved != step:
+        save_checkpoint(job, step, tokens_done, wait=True)
+    job.checkpointer.wait()
+    checkpoint = (begin.saved if step == begin.step else None) or job.checkpointer.path_of(step)
     val_loss = None if was_stopped else validate(job, step)
     result = TrainResult(step, val_loss, prove_equal(job.model, comm), checkpoint, was_stopped)
     written = "" if was_stopped else write_sample(job)
-    if metrics:
-        metrics.close()
+    loader.coverage.combine(comm)
+    if logs:
         conclude(job, result, written)
     return result
 
@@ -187,11 +254,11 @@ def check_enough(run: RunConfig, loader: TokenLoader, text: TokenizedText) -> No
 
 def check_same_text(start: Start, text: TokenizedText) -> None:
     """Raises: ConfigError where the checkpoint was trained on other text."""
-    before = start.values["data"]["digest"]
-    if before != text.digest:
+    before = start.values["data"]["digest"] if start.origin else text.digest
+    if start.origin and before != text.digest:
         raise ConfigError(
-            f"checkpoint {start.found} was trained on other text (sha256 {before[:12]}) than {text.source} is "
-            f"({text.digest[:12]}): give the same --data.path, or start a new run without --resume"
+            f"the checkpoint in {start.origin.directory} was trained on other text (sha256 {before[:12]}) than "
+            f"{text.source} is ({text.digest[:12]}): give the same --data.path, or start a new run without --resume"
         )
 
 
@@ -200,17 +267,49 @@ def is_due(step: int, every: int, steps: int) -> bool:
     return every > 0 and step % every == 0 and step != steps
 
 
-def save_checkpoint(job: Job, step: int, tokens_done: int) -> Path:
-    """Put everything that `step` has come to on disk. Collective: every rank; blocks."""
-    values = {
+def advance(job: Job, step: int) -> None:
+    """Count the windows that `step` was trained on; at the end of an epoch, say what the count proves.
+
+    Collective: every rank; blocks at the end of an epoch only.
+    """
+    loader = job.loader
+    epoch = int(loader.epoch)
+    loader.advance()
+    if int(loader.epoch) == epoch:
+        return
+    loader.coverage.combine(job.comm)
+    for finished in range(epoch, int(loader.epoch)):
+        verdict = loader.coverage.verdict(finished)
+        say_coverage(job, verdict)
+        if job.logs:
+            digest = loader.coverage.digest(finished).hex()
+            job.logs.metrics.write({"step": step, "epoch": finished, "coverage": verdict.words, "digest": digest})
+
+
+def say_coverage(job: Job, verdict: Verdict) -> None:
+    """One line on whether every window of an epoch was used exactly once."""
+    job.console.say(f"coverage of {verdict}, digest {job.loader.coverage.digest(verdict.epoch).hex()}")
+
+
+def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> None:
+    """Put everything that `step` has come to on disk.
+
+    Collective: every rank; blocks, without `wait` until this rank's share is copied.
+    """
+    job.loader.coverage.combine(job.comm)
+    state = {
+        **state_of(job.replica, job.optimizer, job.loader),
         "step": step,
         "tokens": tokens_done,
         "world_size": job.comm.world_size,
         "config": to_json(job.run),
-        "data": job.loader.state_dict(),
     }
-    keep = job.run.checkpoint.keep
-    return save(job.comm, checkpoints_of(job.run), step, job.model, job.optimizer, values, keep)
+    if job.logs:
+        job.logs.sync()  # whoever goes on from this checkpoint finds the lines of all its steps
+    if wait:
+        job.checkpointer.save(step, state)
+    else:
+        job.checkpointer.save_async(step, state)
 
 
 def validate(job: Job, step: int) -> float:
@@ -224,8 +323,8 @@ def validate(job: Job, step: int) -> float:
     )
     val_loss = evaluate(job.model, batches, job.comm)
     job.console.say(f"validation after step {step}: loss {val_loss:.4f}")
-    if job.metrics:
-        job.metrics.write({"step": step, "val_loss": val_loss})
+    if job.logs and step not in job.logs.metrics.validated:
+        job.logs.metrics.write({"step": step, "val_loss": val_loss})
     return val_loss
 
 
@@ -244,9 +343,8 @@ def introduce(job: Job) -> None:
     run, say = job.run, job.console.say
     millions = sum(parameter.numel() for parameter in job.model.parameters()) / 1e6
     shape = f"{run.model.layers} layers, width {run.model.width}, context {run.model.context}"
-    for news in (*job.start.news, f"an older run is now in {job.moved}" if job.moved else ""):
-        if news:
-            say(news)
+    for news in job.begin.news:
+        say(news)
     say(f"text   {job.text.description}")
     cut = "" if run.train.sharding == "none" else f", sharding {run.train.sharding}"
     say(f"model  {run.model.family}, {shape}, {millions:.2f} M parameters{cut}")
@@ -256,8 +354,8 @@ def introduce(job: Job) -> None:
         f"{job.loader.microbatch} sequences"
     )
     say(f"out    {run.out}")
-    if job.start.step >= run.train.steps:
-        say(f"already at step {job.start.step}, asked for {run.train.steps}: nothing left to train, see --train.steps")
+    if job.begin.step >= run.train.steps:
+        say(f"already at step {job.begin.step}, asked for {run.train.steps}: nothing left to train, see --train.steps")
 
 
 def conclude(job: Job, result: TrainResult, written: str) -> None:
@@ -269,6 +367,9 @@ def conclude(job: Job, result: TrainResult, written: str) -> None:
         say("sample of what the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
     ranks, what = job.comm.world_size, "pieces of the same weights" if is_cut(job.model) else "the same weights"
     say(f"proof  {ranks} of {ranks} ranks hold {what}: sha256 {result.digest}")
+    for verdict in job.loader.verdicts():
+        if not verdict.is_exact or verdict.epoch == int(job.loader.epoch):  # the others were said when they ended
+            say_coverage(job, verdict)
     say(f"saved  {result.checkpoint}")
     if result.was_stopped:
         say(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, final
+
+from lockstep.train.durable import write_whole
 
 
 @dataclass(frozen=True)
@@ -57,20 +60,32 @@ class Meter:
         return rate, per_step_s * (self._steps - step)
 
 
-class MetricsFile:
-    """`metrics.jsonl` of a run: one JSON object per line, whole lines only, in the order of the steps."""
+@final
+class StepLog:
+    """A file of JSON objects, one per line, each about one step, in the order of the steps.
+
+    What is written before the checkpoint of a step is saved is there after any kill, and once: a run that goes on from
+    that checkpoint cuts off what was written later, and does that work again.
+    """
 
     def __init__(self, path: Path, resumed_step: int = 0) -> None:
-        """Continue `path` after `resumed_step`: lines of later steps belong to work that was lost and is done again."""
-        kept: list[str] = []
-        if resumed_step and path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step]
-        path.write_text("".join(line + "\n" for line in kept))
-        self._file = path.open("a", buffering=1)
+        """Continue `path` after `resumed_step`."""
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        kept = [line for line in lines if resumed_step and _step_of(line) <= resumed_step]
+        self.validated = {_step_of(line) for line in kept if "val_loss" in json.loads(line)}
+        write_whole(path, "".join(line + "\n" for line in kept))
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def write(self, record: StepMetrics | dict[str, Any]) -> None:
-        """Append one record."""
-        self._file.write(json.dumps(record if isinstance(record, dict) else asdict(record)) + "\n")
+        """Append one record; it has left this process on return."""
+        fields = record if isinstance(record, dict) else asdict(record)
+        self._file.write(json.dumps(fields) + "\n")
+        if "val_loss" in fields:
+            self.validated.add(fields["step"])
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        os.fsync(self._file.fileno())
 
     def close(self) -> None:
         """Give back the file."""
@@ -80,7 +95,7 @@ class MetricsFile:
 def _step_of(line: str) -> float:
     try:
         return json.loads(line)["step"]
-    except (ValueError, KeyError):  # a line cut off by a crash
+    except (ValueError, KeyError, TypeError):  # a line cut off by a crash
         return float("inf")
 
 

@@ -2,37 +2,58 @@
 
 out/config.json      the options, resolved
 out/metrics.jsonl    one line per logged step
+out/samples.jsonl    one line per step: which windows of the text it was trained on
 out/sample.txt       what the model writes in the end
-out/checkpoints/     step-00000250.safetensors, or a folder step-00000250 where parameters are cut, ...
+out/checkpoints/     step-00000250-g1/, ...: see `checkpoint/generation.py`
 out/older-1/         the same of a run that was here before
+out/.launch          which launch of the run this is: the processes that it starts again find their own run
+
+A run may be killed between any two of the steps that make the directory ready: what was begun is finished next time.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from lockstep.checkpoint.manifest import NAME
+from lockstep.checkpoint.generation import names_in, sync_folder
+from lockstep.checkpoint.loading import Loaded
 from lockstep.checkpoint.state import State
 from lockstep.comm.communicator import Communicator
-from lockstep.errors import ConfigError
-from lockstep.train.checkpoints import latest, load_values
+from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.train.checkpoints import Origin, find_origin, peek
 from lockstep.train.config import RunConfig, changes_on_resume, to_json
+from lockstep.train.durable import partial_of, write_whole
 
-_OURS = ("config.json", "metrics.jsonl", "sample.txt", "checkpoints")
+# Checkpoints first: once they are gone, nobody takes what is left for a run that could go on.
+_OURS = ("checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt", ".launch")
+_MARK = ".launch"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Which start of which launch this process belongs to, as torchrun and our own launcher say it."""
+
+    name: str = ""  # "" where no launcher starts processes again
+    restarts: int = 0
+
+    @classmethod
+    def of(cls, environ: Mapping[str, str]) -> Launch:
+        """As the environment says."""
+        return cls(environ.get("TORCHELASTIC_RUN_ID", ""), int(environ.get("TORCHELASTIC_RESTART_COUNT") or 0))
 
 
 @dataclass(frozen=True)
 class Start:
     """Where a run begins."""
 
-    step: int  # optimizer steps done before
-    tokens: int  # trained on before, over all ranks
-    found: str  # the checkpoint it begins from; "": from random weights
-    values: State  # in that checkpoint: all but tensors
+    origin: Origin | None  # None: random weights
+    is_same_run: bool  # started again, by its launcher or with "auto": what is in the directory is its own past
+    values: State  # beside model and optimizer, in the newest checkpoint there
     news: tuple[str, ...]  # what the user should know about it
 
 
@@ -41,78 +62,117 @@ def checkpoints_of(run: RunConfig) -> Path:
     return run.out / "checkpoints"
 
 
-def find_start(run: RunConfig, comm: Communicator, resume: str) -> Start:
-    """Where `resume` ("", "auto", a checkpoint or a directory that holds some) says to begin. Changes nothing on disk.
+def find_start(run: RunConfig, comm: Communicator, resume: str, launch: Launch) -> Start:
+    """Where to begin: where `resume` says (see `find_origin`), or, in a run that its launcher starts again, where it
+    had come to. Changes nothing on disk.
 
     Collective: every rank of `comm`; blocks.
     Raises: ConfigError, CheckpointError on every rank where it cannot be found or is of another model.
     """
-    found = _tell_all(comm, lambda: _find(run, resume))
-    if not found:
-        news = (f"nothing to resume in {checkpoints_of(run)}: starting anew",) if resume else ()
-        return Start(0, 0, "", {}, news)
-    values = load_values(Path(found))
+
+    def look() -> list[Any]:
+        origin, is_same_run = _begin_at(run, resume, launch)
+        if origin is None:
+            return [is_same_run, None, None, {}]
+        return [is_same_run, str(origin.directory), origin.step, peek(origin)]
+
+    is_same_run, directory, step, values = _tell_all(comm, look)
+    if directory is None:
+        news = (f"nothing to resume in {checkpoints_of(run)}: starting anew",) if is_same_run else ()
+        return Start(None, is_same_run, {}, news)
     changes = changes_on_resume(values["config"], run)
-    news = [f"resumed from {found} (step {values['step']}, made by {values['world_size']} ranks)"]
-    if changes:
-        news.append(f"changed since then: {', '.join(changes)}")
-    return Start(values["step"], values["tokens"], found, values, tuple(news))
+    news = (f"changed since then: {', '.join(changes)}",) if changes else ()
+    return Start(Origin(Path(directory), step), is_same_run, values, news)
 
 
-def make_ready(run: RunConfig, comm: Communicator, start: Start) -> str:
+def _begin_at(run: RunConfig, resume: str, launch: Launch) -> tuple[Origin | None, bool]:
+    """`origin` and `is_same_run` of Start."""
+    is_restart = launch.restarts > 0 and _mark_of(run) == launch.name
+    has_own = is_restart and bool(names_in(checkpoints_of(run)))
+    return find_origin("auto" if has_own else resume, checkpoints_of(run)), is_restart or resume == "auto"
+
+
+def news_of(loaded: Loaded) -> list[str]:
+    """What was resumed from, and what was not."""
+    passed = [f"a newer checkpoint was passed over: {reason}" for reason in loaded.skipped]
+    ranks = loaded.state["world_size"]
+    return [*passed, f"resumed from {loaded.path} (step {loaded.step}, made by {ranks} ranks)"]
+
+
+def make_ready(run: RunConfig, comm: Communicator, start: Start, launch: Launch) -> str:
     """Make `run.out` ready for this run; returns where an older one had to be moved to, else "".
 
     Collective: every rank of `comm`; blocks.
     Raises: ConfigError on every rank where the directory cannot be written.
     """
-    return _tell_all(comm, lambda: _prepare(run, start.found))
+    return _tell_all(comm, lambda: _prepare(run, start, launch))
 
 
-def _find(run: RunConfig, resume: str) -> str:
-    """The checkpoint that `resume` means, "" for none."""
-    if not resume:
-        return ""
-    if resume == "auto":
-        return str(latest(checkpoints_of(run)) or "")
-    path = Path(resume)
-    if path.is_dir() and not (path / NAME).is_file():
-        newest = latest(path / "checkpoints") or latest(path)
-        if newest is None:
-            raise ConfigError(f"--resume {path} holds no checkpoint")
-        return str(newest)
-    if not path.exists():
-        raise ConfigError(f"--resume {path} does not exist; `--resume auto` finds the newest checkpoint in --out")
-    return str(path)
+def goes_on(run: RunConfig, start: Start) -> bool:
+    """Whether what is in `run.out` is this run's past, and no older run's. Not collective."""
+    own = checkpoints_of(run)
+    if start.origin is None or start.is_same_run:
+        return start.is_same_run
+    is_here = own.is_dir() and own.samefile(start.origin.directory)
+    return is_here and start.origin.step in (None, names_in(own)[0].step)
 
 
-def _prepare(run: RunConfig, found: str) -> str:
-    """Make `run.out` ready for writing; where an older run had to be moved to, else ""."""
-    newest = latest(checkpoints_of(run))
-    is_continued = bool(found) and newest is not None and newest.samefile(found)
-    moved = ""
-    if not is_continued and any((run.out / name).exists() for name in _OURS):
-        older = next(p for n in itertools.count(1) if not (p := run.out / f"older-{n}").exists())
-        older.mkdir()
-        for name in _OURS:
-            if (run.out / name).exists():
-                (run.out / name).rename(older / name)
-        moved = str(older)
-    checkpoints_of(run).mkdir(parents=True, exist_ok=True)
-    (run.out / "config.json").write_text(json.dumps(to_json(run), indent=2) + "\n")
+def _prepare(run: RunConfig, start: Start, launch: Launch) -> str:
+    out, moved = run.out, ""
+    out.mkdir(parents=True, exist_ok=True)
+    begun = next(iter(sorted(out.glob(".older-*.partial"))), None)  # a run was killed while it moved another aside
+    if begun is not None and not any(begun.iterdir()):
+        begun.rmdir()
+        begun = None
+    if begun is not None or (_has_past(run) and not goes_on(run, start)):
+        older = next(p for n in itertools.count(1) if not (p := out / f"older-{n}").exists())
+        moved = _move_aside(out, begun, older)
+    for name in _OURS:
+        partial_of(out / name).unlink(missing_ok=True)
+    if launch.name:
+        write_whole(out / _MARK, launch.name + "\n")
+    checkpoints_of(run).mkdir(exist_ok=True)
+    write_whole(out / "config.json", json.dumps(to_json(run), indent=2) + "\n")
     return moved
 
 
-def _tell_all(comm: Communicator, work: Callable[[], str]) -> str:
+def _has_past(run: RunConfig) -> bool:
+    """Whether a run has been here that came as far as its first step."""
+    logs = ("metrics.jsonl", "samples.jsonl", "sample.txt")
+    return any((run.out / name).exists() for name in logs) or bool(names_in(checkpoints_of(run)))
+
+
+def _move_aside(out: Path, begun: Path | None, older: Path) -> str:
+    """Move what is ours into `older`, which gets its name when it has everything."""
+    if begun is None:
+        begun = out / f".{older.name}.partial"
+        begun.mkdir()
+    for name in _OURS:
+        if (out / name).exists():
+            (out / name).rename(begun / name)
+    sync_folder(begun)
+    begun.rename(older)
+    sync_folder(out)
+    return str(older)
+
+
+def _mark_of(run: RunConfig) -> str | None:
+    path = run.out / _MARK
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+
+def _tell_all(comm: Communicator, work: Callable[[], Any]) -> Any:
     """What `work` returns on rank 0, on every rank; what it raises there, everywhere."""
-    answer, problem = "", ""
+    answer: Any = None
+    kind, problem = "", ""
     if comm.rank == 0:
         try:
             answer = work()
-        except ConfigError as error:
-            problem = str(error)
+        except LockstepError as error:
+            kind, problem = type(error).__name__, str(error)
         except OSError as error:
-            problem = f"cannot use the run directory: {error}; choose another with --out"
-    answer, problem = comm.broadcast_object([answer, problem], label="run_dir")
+            kind, problem = "ConfigError", f"cannot use the run directory: {error}; choose another with --out"
+    answer, kind, problem = comm.broadcast_object([answer, kind, problem], label="run_dir")
     if problem:
-        raise ConfigError(problem)
+        raise ConfigError(problem) if kind == "ConfigError" else CheckpointError(problem)
     return answer

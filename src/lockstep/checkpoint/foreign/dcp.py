@@ -35,6 +35,11 @@ _LIST_MAX = 1_000_000
 _SMALL_BYTES = 64 << 20  # archives around chunks and the like
 
 
+def place_key(name: str, start: tuple[int, ...] | None) -> str:
+    """Where the chunk of item `name` at `start` is looked up. Text: equal hashes of numbers could be made."""
+    return f"{start} {name}"
+
+
 class _Place(NamedTuple):
     file: str
     offset: int
@@ -60,7 +65,7 @@ def read_dcp_folder(folder: Path) -> dict[str, Any]:
         raise CheckpointMissing(f"cannot open the folder {folder}: {error}") from error
     with ExitStack() as stack:
         stack.callback(os.close, descriptor)
-        with open_window(Path(METADATA), folder=descriptor) as file:
+        with open_window(folder / METADATA, folder=descriptor) as file:
             if file.bytes > _METADATA_BYTES_MAX:
                 raise CheckpointError(f"{folder}/{METADATA} has {file.bytes} bytes, more than are read")
             data = file.read(0, file.bytes)
@@ -80,7 +85,7 @@ class _Metadata:
             if not isinstance(name, str):
                 self._fail("the name of an item is no text")
             self.items[name] = self._item(name, item)
-        self.places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
+        self.places: dict[str, _Place] = {}
         for index, info in self._table(fields.get("storage_data")):
             self._add_place(index, info)
         self.nesting: dict[str, tuple[Any, ...]] = {}
@@ -130,9 +135,9 @@ class _Metadata:
         if not isinstance(begin, int) or not isinstance(length, int):
             self._fail(f"the place of {name!a} has no offset or length")
         place = _Place(file, begin, length)
-        if (name, start) in self.places:
+        if place_key(name, start) in self.places:
             self._fail(f"{name!a} is in two places")
-        self.places[name, start] = place
+        self.places[place_key(name, start)] = place
 
     def _fields(self, found: Any, name: str) -> dict[Any, Any]:
         states = found.states if isinstance(found, Call) and found.is_of(name) else []
@@ -171,17 +176,17 @@ class _Folder:
 
     def _check_complete(self) -> None:
         """That every element is in exactly one chunk, and the files as large as all chunks. Before memory is taken."""
-        wanted: set[tuple[str, tuple[int, ...] | None]] = set()
+        wanted: dict[str, str] = {}
         total = 0
         for name, item in self._metadata.items.items():
             if item is None:
-                wanted.add((name, None))
+                wanted[place_key(name, None)] = name
                 continue
             total += math.prod(item.shape) * item.dtype.itemsize
-            wanted |= {(name, chunk.start) for chunk in item.chunks}
+            wanted |= {place_key(name, chunk.start): name for chunk in item.chunks}
             if not is_tiled(item.shape, item.chunks):
                 self._fail(f"the chunks of {name!a} do not have every element once")
-        lost = sorted(ascii(name) for name, _ in wanted - self._metadata.places.keys())
+        lost = sorted(ascii(name) for key, name in wanted.items() if key not in self._metadata.places)
         if lost:
             self._fail(f"it has no place for {', '.join(lost[:10])}")
         files = {place.file for place in self._metadata.places.values()}
@@ -198,13 +203,13 @@ class _Folder:
         return whole
 
     def _stored(self, name: str, start: tuple[int, ...] | None) -> Any:
-        place = self._metadata.places[name, start]
+        place = self._metadata.places[place_key(name, start)]
         what = f"{self._folder}/{place.file}, {ascii(name)[1:-1]}"
         return read_torch_window(self._file(place.file).part(place.offset, place.length, what))
 
     def _file(self, name: str) -> Window:
         if name not in self._files:
-            self._files[name] = self._stack.enter_context(open_window(Path(name), folder=self._descriptor))
+            self._files[name] = self._stack.enter_context(open_window(self._folder / name, folder=self._descriptor))
         return self._files[name]
 
     def _fail(self, what: str) -> NoReturn:

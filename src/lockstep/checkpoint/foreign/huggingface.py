@@ -84,7 +84,7 @@ def read_safetensors(file: Window) -> dict[str, Tensor]:
         if type(header) is not dict:
             raise ValueError("it is no JSON object")
         header.pop("__metadata__", None)
-        entries = sorted((_entry(name, found) for name, found in header.items()), key=lambda entry: entry[1:3])
+        entries = sorted((_entry(file, name, found) for name, found in header.items()), key=lambda entry: entry[1:3])
         end = 0
         for (name, *_), begin, stop in entries:
             if begin != end:
@@ -97,12 +97,12 @@ def read_safetensors(file: Window) -> dict[str, Tensor]:
     return {entry.name: _read_tensor(file, entry, 8 + length + begin) for entry, begin, _ in entries}
 
 
-def _entry(name: str, found: Any) -> tuple[Entry, int, int]:
+def _entry(file: Window, name: str, found: Any) -> tuple[Entry, int, int]:
     if type(found) is not dict or found.keys() != {"dtype", "shape", "data_offsets"}:
         raise ValueError(f"{ascii(name)[:200]} is not described by dtype, shape and data_offsets")
     dtype, offsets = found["dtype"], found["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise CheckpointError(f"{ascii(name)[:200]} has the dtype {ascii(dtype)[:40]}, which is not known here")
+        raise CheckpointError(f"{file.name}: {ascii(name)[:200]} has the dtype {ascii(dtype)[:40]}, not known here")
     entry = Entry(name, dtype, shape_of(found["shape"]))
     if type(offsets) is not list or len(offsets) != 2 or natural(offsets[1]) - natural(offsets[0]) != entry.nbytes:
         raise ValueError(f"{ascii(name)[:200]} has data_offsets that do not fit its shape")
@@ -117,8 +117,7 @@ def _read_tensor(file: Window, entry: Entry, offset: int) -> Tensor:
 
 
 def _read_weights(folder: Path, descriptor: int, name: str) -> dict[str, Tensor]:
-    with open_window(Path(name), folder=descriptor) as file:
-        file = file._replace(name=str(folder / name))
+    with open_window(folder / name, folder=descriptor) as file:
         if name.endswith(".safetensors"):
             return read_safetensors(file)
         found = read_torch_window(file)
@@ -128,26 +127,28 @@ def _read_weights(folder: Path, descriptor: int, name: str) -> dict[str, Tensor]
 
 
 def _read_indexed(folder: Path, descriptor: int, index: str) -> dict[str, Tensor]:
-    with open_window(Path(index), folder=descriptor) as file:
+    with open_window(folder / index, folder=descriptor) as file:
         if file.bytes > _INDEX_BYTES_MAX:
             raise CheckpointError(f"{folder / index} has {file.bytes} bytes, more than are read")
         try:
-            found = json.loads(file.read(0, file.bytes))
-        except (ValueError, RecursionError) as error:
+            found = parse_json(file.read(0, file.bytes).decode("utf-8"))
+        except ValueError as error:
             raise CheckpointDamaged(f"{folder / index} is no JSON: {error}") from error
     places = found.get("weight_map") if isinstance(found, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
         raise CheckpointDamaged(f"{folder / index} has no weight_map")
     tensors: dict[str, Tensor] = {}
-    for name in dict.fromkeys(places.values()):
+    placed: dict[str, list[str]] = {}
+    for tensor, name in places.items():
+        placed.setdefault(name, []).append(tensor)
+    for name, wanted in placed.items():
         if name in ("", ".", "..") or set(name) & set("/\\\0"):
             raise CheckpointError(f"{folder / index} names the file {ascii(name)[:200]}: only names beside it are read")
         held = _read_weights(folder, descriptor, name)
-        placed = [tensor for tensor, file_name in places.items() if file_name == name]
-        absent = [tensor for tensor in placed if tensor not in held]
+        absent = [tensor for tensor in wanted if tensor not in held]
         if absent:
             raise CheckpointDamaged(f"{folder / name} lacks {absent[:10]!a}, which its index places there")
-        tensors |= {tensor: held[tensor] for tensor in placed}
+        tensors |= {tensor: held[tensor] for tensor in wanted}
     return {tensor: tensors[tensor] for tensor in places}
 
 

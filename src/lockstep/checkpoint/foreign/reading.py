@@ -11,7 +11,9 @@ from lockstep.checkpoint.foreign.huggingface import SINGLE_FILES, read_huggingfa
 from lockstep.checkpoint.foreign.torch_files import read_torch_window
 from lockstep.checkpoint.foreign.window import open_window
 from lockstep.checkpoint.foreign.zip_records import MAGIC
+from lockstep.checkpoint.generation import names_in
 from lockstep.checkpoint.manifest import NAME as MANIFEST
+from lockstep.checkpoint.saving import SHARDS
 from lockstep.errors import CheckpointError
 
 _UNDERSTOOD = (
@@ -55,15 +57,24 @@ def _read_folder(folder: Path) -> Any:
 def import_checkpoint(source: Path | str, directory: Path | str, *, step: int | None = None, key: str = "") -> Path:
     """Make the first checkpoint of `directory` out of what another library has saved at `source`; returns its folder.
 
-    `step`: None for the state's own "step", else 0. `key`: where in the new state it comes, "" for the state itself.
+    `step`: None for the state's own "step", else 0. `key`: where in the new state it comes, "" for the state itself;
+    then what lockstep has exported with its shards gets them back.
     Raises: as `read_foreign`; CheckpointError for values that a checkpoint cannot hold, by their path, and where
     `directory` has checkpoints: they are a run's, which would lose its right to write there.
     """
+    if names_in(Path(directory)):
+        raise CheckpointError(f"{directory} has checkpoints of a run: import into a directory of its own")
+    state = read_foreign(source)
+    if step is None:
+        own = state.get("step") if isinstance(state, dict) else None
+        step = own if type(own) is int and own >= 0 else 0
+    state = {key: state} if key else state
+    found = state.get(SHARDS) if isinstance(state, dict) else None
+    shards = {}
+    if isinstance(found, dict) and all(
+        isinstance(number, str) and number.isascii() and number.isdecimal() for number in found
+    ):
+        shards = {int(number): shard for number, shard in found.items()}
+        state = {name: value for name, value in state.items() if name != SHARDS}
     with Checkpointer(directory, keep=None) as checkpointer:
-        if checkpointer.latest() is not None:
-            raise CheckpointError(f"{directory} has checkpoints of a run: import into a directory of its own")
-        state = read_foreign(source)
-        if step is None:
-            own = state.get("step") if isinstance(state, dict) else None
-            step = own if type(own) is int and own >= 0 else 0
-        return checkpointer.save(step, {key: state} if key else state)
+        return checkpointer.save(step, state, shards=shards)

@@ -24,7 +24,8 @@ from lockstep.checkpoint.state import DEPTH_MAX
 from lockstep.errors import CheckpointDamaged, CheckpointError
 
 _PICKLE_BYTES_MAX = 128 << 20
-_VALUES_MAX = 4_000_000
+_VALUES_PER_BYTE = 4  # of the pickle: it can use one value many times, as real ones do with few
+_VALUES_MIN = 10_000
 _VERSIONS = range(1, 11)
 _MAPPINGS = ("collections.OrderedDict", "collections.defaultdict")
 _NUMPY_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
@@ -74,7 +75,8 @@ def read_torch_window(file: Window) -> Any:
         raise CheckpointDamaged(f"{file.name} is no file of torch.save: its archive has no record data.pkl")
     _check_layout(records, roots[0])
     data = records.read(f"{roots[0]}/data.pkl", _PICKLE_BYTES_MAX)
-    return _Values(file.name, StoredTensors(records, roots[0])).value(read_inert(data, f"{file.name}: data.pkl"), ())
+    values = _Values(file.name, StoredTensors(records, roots[0]), _VALUES_MIN + _VALUES_PER_BYTE * len(data))
+    return values.value(read_inert(data, f"{file.name}: data.pkl"), ())
 
 
 def _check_layout(records: ZipRecords, root: str) -> None:
@@ -95,15 +97,15 @@ def _check_layout(records: ZipRecords, root: str) -> None:
 class _Values:
     """Symbols of one file become values. `path` is where in the state, for errors."""
 
-    def __init__(self, name: str, tensors: StoredTensors) -> None:
+    def __init__(self, name: str, tensors: StoredTensors, values_max: int) -> None:
         self._name = name
         self._tensors = tensors
-        self._left = _VALUES_MAX
+        self._left = values_max
 
     def value(self, found: Any, path: tuple[Any, ...]) -> Any:
         self._left -= 1
         if len(path) > DEPTH_MAX or self._left < 0:
-            self._refuse(f"is nested deeper than {DEPTH_MAX}, or has more than {_VALUES_MAX} values", ())
+            self._refuse(f"is nested deeper than {DEPTH_MAX}, or has one value in very many places", ())
         if found is None or isinstance(found, bool | int | float | str | bytes | bytearray):
             return found
         if isinstance(found, list | tuple):

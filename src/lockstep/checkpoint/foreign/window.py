@@ -58,13 +58,15 @@ class Window(NamedTuple):
 
 @contextmanager
 def open_window(path: Path, *, folder: int | None = None) -> Iterator[Window]:
-    """All of the file `path`; with the descriptor of a `folder`, `path` is a name in it and is no link.
+    """All of the file `path`; with the descriptor of its `folder`, the file of this name in it, and no link.
 
     Raises: CheckpointMissing where there is none, CheckpointError where it is no ordinary file.
     """
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if folder is None else os.O_NOFOLLOW)
     try:
-        descriptor = os.open(path, flags, dir_fd=folder)  # O_NONBLOCK: a pipe is refused below, not waited for
+        descriptor = os.open(
+            path if folder is None else path.name, flags, dir_fd=folder
+        )  # O_NONBLOCK: a pipe is refused below, not waited for
     except FileNotFoundError as error:
         raise CheckpointMissing(f"{path} does not exist") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

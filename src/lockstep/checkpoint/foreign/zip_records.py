@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, NoReturn, final
 
 from lockstep.checkpoint.foreign.window import Window
 from lockstep.errors import CheckpointDamaged, CheckpointError
@@ -31,6 +31,7 @@ class _Record(NamedTuple):
     header: int  # where its local header begins
     bytes: int
     crc32: int
+    method: int  # of compression; 0: none
     end: int  # where the next one begins
 
 
@@ -79,6 +80,11 @@ class ZipRecords:
         return self._records[name]
 
     def _data_start(self, name: str, record: _Record) -> int:
+        if record.method:
+            raise CheckpointError(
+                f"{self.file.name}: {name} is compressed, but torch.save stores records as they are: "
+                "unpack the archive and save it again with torch"
+            )
         fixed = self.file.read(record.header, _LOCAL.size)
         magic, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes = _LOCAL.unpack(fixed)
         encoded = self.file.read(record.header + _LOCAL.size, min(name_bytes, len(name.encode())))
@@ -124,7 +130,7 @@ class ZipRecords:
 
     def _listed(self, start: int, end: int, count: int) -> dict[str, _Record]:
         data, at = self.file.read(start, end - start), 0
-        found: list[tuple[int, int, int, str]] = []  # header, bytes, CRC, name
+        found: list[tuple[_Record, str]] = []
         for _ in range(count):
             if at + _LISTED.size > len(data):
                 self._fail("the archive's directory is cut off")
@@ -132,29 +138,25 @@ class ZipRecords:
             name_end = at + _LISTED.size + fields[10]
             extra_end = name_end + fields[11]
             name = self._name(data[at + _LISTED.size : name_end])
-            found.append((*self._place(fields, data[name_end:extra_end], name), name))
+            found.append((self._place(fields, data[name_end:extra_end], name), name))
             at = extra_end + fields[12]
         if at != len(data):
             self._fail("the archive's directory is longer than what it lists")
         return self._separate(found, start)
 
-    def _place(self, fields: tuple, extra: bytes, name: str) -> tuple[int, int, int]:
-        """Header, size and CRC of one listed record."""
+    def _place(self, fields: tuple[Any, ...], extra: bytes, name: str) -> _Record:
+        """One listed record, whose end is not known yet."""
         magic, _, _, flags, method, _, _, crc, packed, size, _, _, _, disk, _, _, header = fields
         if magic != b"PK\x01\x02" or disk or flags & ~_KNOWN_FLAGS:
             self._fail(f"the archive's directory is damaged at {name}")
-        if method:
-            raise CheckpointError(
-                f"{self.file.name}: {name} is compressed, torch.save stores records as they are: unpack the archive "
-                "and save it again with torch"
-            )
-        large = self._large_fields(extra, name)
+        large = self._large_fields(extra)
         size, packed, header = (next(large, -1) if n == _FULL_32 else n for n in (size, packed, header))
-        if size != packed or min(size, header) < 0:
+        if min(size, packed, header) < 0 or (size != packed and not method):
             self._fail(f"the archive's directory has no right size or place for {name}")
-        return header, size, crc
+        return _Record(header, packed, crc, method, 0)
 
-    def _large_fields(self, extra: bytes, name: str) -> Iterator[int]:
+    def _large_fields(self, extra: bytes) -> Iterator[int]:
+        """Sizes and places that need 64 bits, in the order of the short ones."""
         at = 0
         while at + 4 <= len(extra):
             kind, size = struct.unpack_from("<2H", extra, at)
@@ -163,15 +165,15 @@ class ZipRecords:
             at += 4 + size
         return iter(())
 
-    def _separate(self, found: list[tuple[int, int, int, str]], end: int) -> dict[str, _Record]:
+    def _separate(self, found: list[tuple[_Record, str]], end: int) -> dict[str, _Record]:
         records: dict[str, _Record] = {}
-        for header, size, crc, name in sorted(found, reverse=True):
-            if header + _LOCAL.size + len(name.encode()) + size > end:
+        for record, name in sorted(found, reverse=True):
+            if record.header + _LOCAL.size + len(name.encode()) + record.bytes > end:
                 self._fail(f"{name} overlaps another record or the archive's directory")
             if name in records:
                 self._fail(f"there are two records {name}")
-            records[name] = _Record(header, size, crc, end)
-            end = header
+            records[name] = record._replace(end=end)
+            end = record.header
         return records
 
     def _name(self, encoded: bytes) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -11,7 +13,8 @@ from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, Work
-from lockstep.errors import ConfigError
+from lockstep.comm.tensor_parts import Part, TensorPieces, boxes_of_range
+from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.bucket import dense_strides
 from lockstep.parallel.zero.plan import FlatLayout, Span
 
@@ -59,7 +62,7 @@ class Chunk(abc.ABC):
         """State of this rank's elements of a parameter, as the user meets it. Memory: no copy."""
 
     @abc.abstractmethod
-    def flatten(self, param: int, state: Tensor) -> Tensor:
+    def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
         """What `present` gave, or state of the whole parameter, as flat state of this rank's elements."""
 
     @abc.abstractmethod
@@ -149,9 +152,48 @@ class ReplicatedChunk(Chunk):
     def present(self, param: int, flat: Tensor) -> Tensor:
         return flat
 
-    def flatten(self, param: int, state: Tensor) -> Tensor:
+    def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
         shape, strides = self._forms[param]
+        if isinstance(state, TensorPieces):
+            return self._joined(param, state)
         return state if state.shape != shape else flat_in_order(state, strides)[slice(*self.range_of(param))]
+
+    def in_pieces(self, param: int, flat: Tensor) -> TensorPieces:
+        """Flat state of this rank's elements of a parameter, as boxes of the whole. Memory: views.
+
+        They lie in memory one after the other, in the order of the parameter's own elements there.
+        """
+        shape, _ = self._forms[param]
+        slowest_first = self._slowest_first(param)
+        place = [slowest_first.index(dim) for dim in range(len(shape))]
+        found, at = [], 0
+        for start, box in boxes_of_range([shape[dim] for dim in slowest_first], *self.range_of(param)):
+            size = math.prod(box)
+            part = Part(tuple(start[p] for p in place), tuple(box[p] for p in place))
+            found.append((part, flat[at : at + size].view(box).permute(place)))
+            at += size
+        return TensorPieces(flat.dtype, tuple(shape), tuple(found))
+
+    def _joined(self, param: int, state: TensorPieces) -> Tensor:
+        """The inverse of `in_pieces`. Memory: a view, where the pieces are those that it made."""
+        start, stop = self.range_of(param)
+        flat = torch.empty(stop - start, dtype=state.dtype, device="meta")
+        if [part for part, _ in state.pieces] != [part for part, _ in self.in_pieces(param, flat).pieces]:
+            raise CheckpointError(f"the pieces of {self.names[param]}'s state are not those that this rank steps")
+        order = self._slowest_first(param)
+        flats = [tensor.detach().permute(order).reshape(-1) for _, tensor in state.pieces]
+        if not flats:
+            return torch.empty(0, dtype=state.dtype, device=self.flat.device)
+        nbytes = itertools.accumulate((each.nbytes for each in flats), initial=flats[0].data_ptr())
+        is_one = all(each.data_ptr() == address for each, address in zip(flats, nbytes, strict=False))
+        if is_one and len({each.untyped_storage().data_ptr() for each in flats}) == 1:
+            return torch.as_strided(flats[0], (stop - start,), (1,))
+        return torch.cat(flats)
+
+    def _slowest_first(self, param: int) -> list[int]:
+        """The dims of a parameter in the order in which they lie in memory, from the outside in."""
+        strides = self._forms[param][1]
+        return sorted(range(len(strides)), key=lambda dim: -strides[dim])
 
     def publish(self) -> Work:
         if self.comm.world_size == 1 or not any(param.requires_grad for param in self.params):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.op import DONE, Work
-from lockstep.comm.tensor_parts import part_of
+from lockstep.comm.tensor_parts import TensorPieces, part_of
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.bucket import dense_strides
 from lockstep.parallel.dtensors import DTensor, local_tensor
@@ -64,7 +64,8 @@ class ShardedChunk(Chunk):
     def present(self, param: int, flat: Tensor) -> Tensor:
         return _like(self.params[param], in_shape(flat, local_tensor(self.params[param])))
 
-    def flatten(self, param: int, state: Tensor) -> Tensor:
+    def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
+        assert isinstance(state, Tensor), "TensorPieces are of whole parameters"
         local = local_tensor(self.params[param])
         return flat_in_order(_piece_of(self.params[param], state), dense_strides(local))
 

@@ -12,7 +12,7 @@ from lockstep.comm.op import Work
 from lockstep.errors import ConfigError
 from lockstep.parallel.zero.chunk import Chunk
 from lockstep.parallel.zero.probe import OptimizerClass
-from lockstep.parallel.zero.state import Group, States
+from lockstep.parallel.zero.state import Group, States, load_exactly
 
 NOT_SHARED = ("params", "param_names", "fused")  # what the user's group and the pieces' group say differently
 
@@ -100,8 +100,11 @@ class PieceOptimizer:
                 merged[key] = value
         return merged
 
-    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Group]) -> None:
-        """Keep these states, flat on this rank's elements, and nothing for the other parameters."""
+    def load(self, states: Mapping[int, Mapping[str, Any]], groups: Sequence[Group], copy: bool) -> None:
+        """Keep these states, flat on this rank's elements, and nothing for the other parameters.
+
+        copy: else the tensors themselves are kept.
+        """
         packed: dict[int, dict[str, Any]] = {}
         numbers = self._numbers()
         seen: dict[int, int] = {}
@@ -110,11 +113,11 @@ class PieceOptimizer:
             state = states.get(span.param)
             if state:
                 part = slice(span.start - begin, span.stop - begin)
-                packed[numbers[id(tensor)]] = {key: _take(value, part) for key, value in state.items()}
+                packed[numbers[id(tensor)]] = {key: _take(value, part, copy) for key, value in state.items()}
         saved = []
         for index, own in zip(self._group_indices, self._optimizer.param_groups, strict=True):
             saved.append({**self._options(groups[index]), "params": [numbers[id(t)] for t in own["params"]]})
-        self._optimizer.load_state_dict({"state": packed, "param_groups": saved})
+        load_exactly(self._optimizer, {"state": packed, "param_groups": saved})
 
     def _numbers(self) -> dict[int, int]:
         tensors = [tensor for own in self._optimizer.param_groups for tensor in own["params"]]
@@ -147,8 +150,9 @@ def is_per_element(value: Any, piece: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == piece.shape
 
 
-def _take(value: Any, part: slice) -> Any:
-    """Its own copy of a part of a flat state, so that nothing keeps the whole alive; single values as they are."""
+def _take(value: Any, part: slice, copy: bool) -> Any:
+    """A part of a flat state, or a copy, so that nothing keeps the whole alive; numbers as they are."""
     if not isinstance(value, Tensor):
         return value
-    return value[part].clone() if value.dim() else value.clone()
+    found = value[part] if value.dim() else value
+    return found.clone() if copy or not value.dim() else found  # pieces count their steps each on its own

@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import TensorPieces
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.bucket import dense_strides
 from lockstep.parallel.zero.chunk import Chunk, ReplicatedChunk, in_shape
@@ -18,6 +21,7 @@ Group = dict[str, Any]  # one of param_groups
 StateDict = dict[str, Any]
 States = dict[int, dict[str, Any]]  # parameter of a chunk -> what the optimizer keeps for it, under its own keys
 _LABEL = "optimizer.state"
+_KEEPS_DTYPE = ("torch.optim.", "lockstep.")
 
 
 def gather_states(chunk: ReplicatedChunk, mine: States, to: int | None = None) -> States:
@@ -27,12 +31,7 @@ def gather_states(chunk: ReplicatedChunk, mine: States, to: int | None = None) -
     Memory: one key of one chunk at a time, beyond the result.
     """
     comm = chunk.comm
-    described: dict[int, dict[str, Any]] = {}
-    for row in comm.all_gather_object(_describe_all(mine), label=_LABEL):
-        if row["problem"] is not None:
-            raise ConfigError(row["problem"])
-        for param, which in row["params"]:
-            described.setdefault(param, row["states"][which])  # equal on all ranks that have some of the parameter
+    [described] = _described(comm, [mine])
     states: States = {param: {} for param in sorted(described)}
     for key, dtype in _keys_per_element(described):
         whole = _gather_key(chunk, mine, key, dtype, to)
@@ -48,6 +47,45 @@ def gather_states(chunk: ReplicatedChunk, mine: States, to: int | None = None) -
             if kind == "one":
                 state[key] = _undescribe(value, torch.device("cpu") if to is not None else chunk.flat.device)
     return {param: {key: states[param][key] for key in described[param]} for param in states}  # in the class's order
+
+
+def states_in_pieces(comm: Communicator, chunks: Sequence[ReplicatedChunk], mines: Sequence[States]) -> list[States]:
+    """The state of whole parameters, chunk by chunk, as TensorPieces of this rank's elements, and single values.
+
+    Collective: every rank; only what there is is told, no state is sent. Memory: no copy.
+    """
+    found: list[States] = []
+    for chunk, mine, described in zip(chunks, mines, _described(comm, mines), strict=True):
+        states: States = {}
+        for param in sorted(described):
+            own = mine.get(param, {})
+            states[param] = {key: _in_pieces(chunk, param, own.get(key), *is_) for key, is_ in described[param].items()}
+        found.append(states)
+    return found
+
+
+def _in_pieces(chunk: ReplicatedChunk, param: int, own: Any, kind: str, *value: Any) -> Any:
+    """What this rank has of one thing that is kept for a parameter."""
+    if kind == "one":
+        return _undescribe(list(value), chunk.flat.device) if own is None else own
+    flat = torch.empty(0, dtype=getattr(torch, value[0]), device=chunk.flat.device) if own is None else own
+    return chunk.in_pieces(param, flat)
+
+
+def _described(comm: Communicator, mines: Sequence[States]) -> list[dict[int, dict[str, Any]]]:
+    """For each chunk, parameter -> what its optimizers on all ranks keep for it. Collective: every rank.
+
+    Raises: ConfigError on every rank for what cannot be described.
+    """
+    found: list[dict[int, dict[str, Any]]] = [{} for _ in mines]
+    rows = comm.all_gather_object([_describe_all(mine) for mine in mines], label=_LABEL)
+    for row in rows:
+        for described, mine in zip(found, row, strict=True):
+            if mine["problem"] is not None:
+                raise ConfigError(mine["problem"])
+            for param, which in mine["params"]:
+                described.setdefault(param, mine["states"][which])  # equal on all ranks that have some of the parameter
+    return found
 
 
 def _gather_key(chunk: ReplicatedChunk, mine: States, key: str, dtype: str, to: int | None) -> Tensor | None:
@@ -131,7 +169,8 @@ def flat_states(state_dict: StateDict, places: Sequence[tuple[Chunk, int]]) -> d
     unknown = set(state_dict["state"]) - set(place)
     if unknown:
         raise CheckpointError(f"the state_dict has state of parameter {min(unknown)}, which none of its groups has")
-    known = _keys_in_shape(state_dict["state"], place)
+    shapes = {number: chunk.params[index].shape for number, (chunk, index) in place.items()}
+    known = keys_in_shape(state_dict["state"], shapes)
     found: dict[Chunk, States] = {chunk: {} for chunk, _ in places}
     for number, state in state_dict["state"].items():
         chunk, index = place[number]
@@ -148,9 +187,10 @@ def _flat_state(chunk: Chunk, param: int, state: Mapping[str, Any], known: froze
     shape = chunk.params[param].shape
     found: dict[str, Any] = {}
     for key, value in state.items():
-        if not isinstance(value, Tensor) or (value.dim() == 0 and (len(shape) > 0 or key not in known)):
+        is_tensor = isinstance(value, Tensor | TensorPieces)
+        if not is_tensor or (len(value.shape) == 0 and (len(shape) > 0 or key not in known)):
             found[key] = value
-        elif value.shape != shape:
+        elif tuple(value.shape) != tuple(shape):
             raise CheckpointError(
                 f"optimizer state {key!r} has shape {list(value.shape)}, {chunk.names[param]} has {list(shape)}: it is "
                 "of another model, or the parameters are in another order"
@@ -160,14 +200,31 @@ def _flat_state(chunk: Chunk, param: int, state: Mapping[str, Any], known: froze
     return found
 
 
-def _keys_in_shape(states: Mapping[int, Any], place: Mapping[int, tuple[Chunk, int]]) -> frozenset[str]:
+def keys_in_shape(states: Mapping[Any, Mapping[str, Any]], shapes: Mapping[Any, torch.Size]) -> frozenset[str]:
     """Keys that some parameter of one dimension or more has in its own shape: those of a scalar parameter are, too."""
     return frozenset(
         key
-        for number, state in states.items()
+        for param, state in states.items()
         for key, value in state.items()
-        if isinstance(value, Tensor) and value.dim() and value.shape == place[number][0].params[place[number][1]].shape
+        if isinstance(value, Tensor | TensorPieces) and len(value.shape) and tuple(value.shape) == tuple(shapes[param])
     )
+
+
+def load_exactly(optimizer: Optimizer, state_dict: StateDict, **how: Any) -> None:
+    """`optimizer.load_state_dict(state_dict, **how)` with every tensor in the dtype that it has there.
+
+    torch's classes keep state in the parameter's dtype, and Optimizer.load_state_dict converts to it. That of another
+    class may be in a wider one, and would lose bits.
+    """
+    optimizer.load_state_dict(state_dict, **how)
+    if type(optimizer).__module__.startswith(_KEEPS_DTYPE):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entry in state_dict["state"].items():
+        for key, value in entry.items():
+            loaded = optimizer.state[params[number]].get(key)
+            if isinstance(value, Tensor) and isinstance(loaded, Tensor) and loaded.dtype != value.dtype:
+                optimizer.state[params[number]][key] = value.to(loaded.device)
 
 
 def new_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> list[Group]:

@@ -1,29 +1,36 @@
-"""The command line: `lockstep train`. Parsing, explaining and refusing need no torch, so they are quick.
+"""`lockstep train`: train a language model on real processes. Parsing, explaining and refusing need no torch.
 
-    lockstep train [RECIPE] [-n PROCESSES] [--resume auto|PATH] [--section.field value ...]
+    lockstep train [RECIPE] [-n N|A:B] [--resume auto|PATH] [--section.field value ...]
 
-The same command is the launcher and the rank: without torchrun's (or Slurm's) variables it starts PROCESSES processes
-that run it again; with them it is one of the ranks.
+The same command is the launcher and the rank: without torchrun's (or Slurm's) variables it starts N processes that
+run it again; with them it is one of the ranks.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import socket
 import sys
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import tyro
 
-import lockstep
+from lockstep.cli.words import nearest
 from lockstep.comm.place import Place, find_place
 from lockstep.errors import CommError, ConfigError, DataError, LockstepError, PeerFailed
+from lockstep.launch.program import Program
+from lockstep.launch.recovery import RestartPolicy
+from lockstep.launch.starter import default_processes, loading_ahead, may_have_accelerator
+from lockstep.launch.stop_signals import leaving_at_once
 from lockstep.launch.worker import (
     AGENT_PID,
     INTERRUPTED,
+    REQUEUE,
     StopRequest,
     describe_failure,
     die_with_launcher,
@@ -36,14 +43,12 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {"gpt2-tiny": gpt2.tiny, "gpt2-124
 _USER_ERROR = 2
 _PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
 
-HELP = """usage: lockstep [-h] [--version] COMMAND ...
 
-Many PyTorch processes that behave like one training system.
-
-commands:
-  train    train a language model on real processes: `lockstep train`, `lockstep train -n 4 --data.path my_text/`
-
-`lockstep COMMAND --help` explains one."""
+# what a rank loads, so that the ranks of a restart find it there
+_MODULES = (
+    *("torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "safetensors.torch"),
+    *("lockstep.cli.train", "lockstep.comm.init", "lockstep.train.loop"),
+)
 
 
 @dataclass(frozen=True)
@@ -51,31 +56,16 @@ class TrainCommand:
     """What `lockstep train` was asked to do."""
 
     run: Annotated[RunConfig, tyro.conf.arg(name="")]
-    processes: Annotated[int | None, tyro.conf.arg(aliases=["-n"], metavar="N")] = None
-    """Processes to start on this machine; by default one per GPU, two where there is none."""
+    processes: Annotated[str | None, tyro.conf.arg(aliases=["-n", "--nproc"], metavar="N|A:B")] = None
+    """Processes to start on this machine; by default one per GPU, two where there is none. A:B starts as many as the
+    machine and the batch allow, and may go on with fewer when one fails again and again."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|PATH")] = ""
     """Continue from a checkpoint; `auto` takes the newest one in --out, and starts anew where there is none."""
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command; return its exit code: 0 done, 1 failed, 2 asked for the impossible, 130 stopped by a signal."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] == "--version":
-        print(f"lockstep {lockstep.__version__}")
-        return 0
-    if not words or words[0] in ("-h", "--help"):
-        print(HELP)
-        return 0
-    try:
-        if words[0] != "train":
-            raise ConfigError(
-                f"unknown command {words[0]!r}: did you mean `lockstep train`? `lockstep --help` lists all"
-            )
-        return train(words[1:])
-    except ConfigError as error:
-        if os.environ.get("RANK", "0") == "0":  # every rank reads the same words: one answer is enough
-            print(f"lockstep: {error}", file=sys.stderr)
-        return _USER_ERROR
+    restarts: int = 3
+    """How often the ranks are started again, from the newest checkpoint, after one of them has failed; it counts per
+    cause, and anew with every later checkpoint."""
+    grace_s: float = 60.0
+    """After a signal: how long the ranks have to end their step and save it."""
 
 
 def train(words: Sequence[str]) -> int:
@@ -83,33 +73,85 @@ def train(words: Sequence[str]) -> int:
     die_with_launcher(os.environ)
     command = parse_train(words)
     place = find_place(os.environ)
+    smallest, largest = read_range(command.processes)
     if place.launcher != "one process":
-        if command.processes not in (None, place.world_size):
+        if command.processes is not None and not smallest <= place.world_size <= largest:
             raise ConfigError(
                 f"-n {command.processes} under a launcher that has started {place.world_size} processes "
                 f"({place.describe()}): leave -n out"
             )
         check(command.run, place.world_size)
         return run_rank(command, place)
-    if command.processes is not None and command.processes < 1:
-        raise ConfigError(f"-n {command.processes}: at least one process has to train")
-    if command.processes is not None and command.processes > _PROCESSES_PER_CORE * (os.cpu_count() or 1):
-        raise ConfigError(
-            f"-n {command.processes}: this machine has {os.cpu_count()} cores, so many would only kill it"
-        )
-    check(command.run, command.processes or 1)
+    if not (command.restarts >= 0 and 0 <= command.grace_s < 1e9):
+        raise ConfigError(f"--restarts {command.restarts} --grace_s {command.grace_s}: neither can be below 0")
+    processes = choose_processes(command.run, smallest, largest)
     print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
-    processes = command.processes
-    if processes is None:
-        from lockstep.launch.agent import default_processes
-
-        processes = default_processes()
-    check(command.run, processes)
-    if processes == 1:
+    if processes == 1 and not command.restarts:
         return run_rank(command, place)
-    from lockstep.launch.agent import launch
+    return _launch(command, words, processes, smallest or processes)
 
-    return launch(["train", *words], processes)
+
+def read_range(text: str | None) -> tuple[int, int]:
+    """(smallest, largest) number of processes of "4" or "1:4"; (0, 0) for None. Raises: ConfigError."""
+    if text is None:
+        return 0, 0
+    first, colon, last = text.partition(":")
+    try:
+        smallest, largest = int(first), int(last if colon else first)
+    except ValueError as error:
+        raise ConfigError(f"-n {text}: it takes a number of processes, or a range like 1:4") from error
+    if smallest < 1:
+        raise ConfigError(f"-n {text}: at least one process has to train")
+    if largest < smallest:
+        raise ConfigError(f"-n {text}: the smaller number comes first")
+    if largest > _PROCESSES_PER_CORE * (os.cpu_count() or 1):
+        raise ConfigError(f"-n {text}: this machine has {os.cpu_count()} cores, so many would only kill it")
+    return smallest, largest
+
+
+def choose_processes(run: RunConfig, smallest: int, largest: int) -> int:
+    """How many processes train `run`: the most of the range that its batch can be divided among.
+
+    Raises: ConfigError where none can, and where `run` itself cannot be trained.
+    """
+    check(run, 1)  # what is wrong with any number of processes, before torch is asked for GPUs
+    if not largest:
+        smallest = largest = default_processes()
+    elif smallest < largest and may_have_accelerator():
+        largest = max(smallest, min(largest, default_processes()))
+    numbers = [number for number in range(largest, smallest - 1, -1) if _fits(run, number)]
+    if not numbers:
+        check(run, largest)  # says why
+    return numbers[0]
+
+
+def _fits(run: RunConfig, processes: int) -> bool:
+    try:
+        check(run, processes)
+    except ConfigError:
+        return False
+    return True
+
+
+def _launch(command: TrainCommand, words: Sequence[str], processes: int, smallest: int) -> int:
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything is loaded: nothing here is downloaded
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    with loading_ahead(_MODULES) as server:
+        with leaving_at_once():
+            from lockstep.launch.agent import Supervision
+            from lockstep.launch.launcher import Launch, launch, local_config
+
+        supervision = Supervision(
+            RestartPolicy(command.restarts, smallest),
+            grace_s=command.grace_s,
+            tells_traces=True,
+            again="the same command with --resume auto",
+            fits=partial(_fits, command.run),
+        )
+        program = Program("module", "lockstep", ("train", *words))
+        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
+            config = local_config(processes, Path(folder))
+            return launch(Launch(program, config, supervision, Path(folder), modules=_MODULES, server=server))
 
 
 def run_rank(command: TrainCommand, place: Place) -> int:
@@ -139,7 +181,7 @@ def run_rank(command: TrainCommand, place: Place) -> int:
         failure = describe_failure(error, place.rank, code, is_expected, is_consequence)
         report_failure(failure, os.environ)
         return code
-    return INTERRUPTED if result.was_stopped else 0
+    return REQUEUE if result.was_stopped else 0
 
 
 def parse_train(words: Sequence[str]) -> TrainCommand:
@@ -174,21 +216,18 @@ def refuse(word: str, command: TrainCommand) -> NoReturn:
     """Raises: ConfigError with the option whose name is nearest to `word`."""
     if not word.startswith("-"):
         raise ConfigError(f"unexpected {word!r}: the recipe comes first, every value after its --option")
-    options = ["-n", "--processes", "--resume", *(f"--{name}" for name, _ in flatten(command.run))]
+    options = [
+        "-n",
+        "--nproc",
+        "--processes",
+        "--resume",
+        "--restarts",
+        "--grace_s",
+        *(f"--{name}" for name, _ in flatten(command.run)),
+    ]
     raise ConfigError(
         f"unknown option {word}: did you mean {nearest(word, options)}? `lockstep train --help` lists all"
     )
-
-
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The one of `names` that looks most like `word`; for a dotted option its last part counts as much as the whole."""
-
-    def likeness(name: str) -> float:
-        whole = difflib.SequenceMatcher(None, word, name).ratio()
-        last = difflib.SequenceMatcher(None, word.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-        return whole + last
-
-    return max(names, key=likeness)
 
 
 def _came_up(place: Place, device: str, threads: int) -> str:

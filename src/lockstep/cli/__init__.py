@@ -1,0 +1,66 @@
+"""The command line: `lockstep train | run | checkpoint`. What a command needs is loaded once it is known which."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import lockstep
+from lockstep.cli.words import nearest
+from lockstep.errors import ConfigError
+
+_COMMANDS = ("train", "run", "checkpoint")
+_USER_ERROR = 2
+_INTERRUPTED = 130
+
+HELP = """usage: lockstep [-h] [--version] COMMAND ...
+
+Many PyTorch processes that behave like one training system.
+
+commands:
+  train       train a language model on real processes: `lockstep train`, `lockstep train -n 4 --data.path my_text/`
+  run         start and supervise your own script, with torchrun's flags: `lockstep run --nproc-per-node 2 train.py`
+  checkpoint  look at checkpoints: `lockstep checkpoint ls|verify|show|export|import`
+
+`lockstep COMMAND --help` explains one."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; return its exit code.
+
+    0 done, 1 failed, 2 asked for the impossible, 75 stopped after committing a checkpoint, so start it again to go on,
+    130 stopped before anything could be committed.
+    """
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] == "--version":
+        print(f"lockstep {lockstep.__version__}")
+        return 0
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP)
+        return 0
+    try:
+        return _command(words[0], words[1:])
+    except ConfigError as error:
+        if os.environ.get("RANK", "0") == "0":  # every rank reads the same words: one answer is enough
+            print(f"lockstep: {error}", file=sys.stderr)
+        return _USER_ERROR
+    except KeyboardInterrupt:  # before anything was started that could be asked
+        return _INTERRUPTED
+
+
+def _command(name: str, words: Sequence[str]) -> int:
+    if name == "train":
+        from lockstep.cli.train import train
+
+        return train(words)
+    if name == "run":
+        from lockstep.cli.run import run
+
+        return run(words)
+    if name == "checkpoint":
+        from lockstep.cli.checkpoint import checkpoint
+
+        return checkpoint(words)
+    near = nearest(name, _COMMANDS)
+    raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")

@@ -1,0 +1,228 @@
+"""`lockstep checkpoint`: look at checkpoints, check them, write them for other libraries, read those of others.
+
+Parsing, explaining and refusing need no torch, so they are quick.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, final
+
+from lockstep.cli.words import nearest
+from lockstep.errors import CheckpointMissing, ConfigError, LockstepError
+
+_USER_ERROR = 2
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+HELP = """usage: lockstep checkpoint [-h] COMMAND ...
+
+Checkpoints that lockstep has written. DIR is the folder they are in, a run's folder, or one checkpoint.
+
+commands:
+  ls       one line for each: step, when, size, ranks, generation: `lockstep checkpoint ls out/`
+  verify   read every byte and name what is damaged: `lockstep checkpoint verify out/`
+  show     what is in one: `lockstep checkpoint show out/ 'model/*bias' --step 100`
+  export   write one for transformers, safetensors or torch: `lockstep checkpoint export out/ gpt2/`
+  import   make one of what another library has saved: `lockstep checkpoint import model.pt new/`
+
+`lockstep checkpoint COMMAND --help` explains one."""
+
+
+def checkpoint(words: Sequence[str]) -> int:
+    """`lockstep checkpoint ...`; returns the exit code: 0 done, 1 failed or damaged, 2 asked for the impossible.
+
+    Raises: ConfigError for words that are not understood.
+    """
+    if not words or words[0] in ("-h", "--help"):
+        print(HELP)
+        return 0
+    if words[0] not in _COMMANDS:
+        near = nearest(words[0], _COMMANDS)
+        raise ConfigError(
+            f"unknown command {words[0]!r}: did you mean `lockstep checkpoint {near}`? "
+            "`lockstep checkpoint --help` lists all"
+        )
+    declare, act = _COMMANDS[words[0]]
+    parser = _Parser(prog=f"lockstep checkpoint {words[0]}", allow_abbrev=False)
+    declare(parser)
+    try:
+        return act(parser.parse(words[1:]))
+    except ConfigError:
+        raise
+    except LockstepError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return _USER_ERROR if isinstance(error, CheckpointMissing) else 1
+    except BrokenPipeError:  # `lockstep checkpoint show | head`; what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        print(f"lockstep: {error}", file=sys.stderr)
+        return 1
+
+
+@final
+class _Parser(argparse.ArgumentParser):
+    """argparse, whose errors are ours and name what was meant."""
+
+    def parse(self, words: Sequence[str]) -> argparse.Namespace:
+        options, unknown = self.parse_known_args(words)
+        wrong = next((word for word in unknown if word.startswith("-")), None)
+        if wrong is not None:
+            names = [name for action in self._actions for name in action.option_strings]
+            self.error(f"unknown option {wrong}: did you mean {nearest(wrong, names)}?")
+        if unknown:
+            self.error(f"unexpected {unknown[0]!r}")
+        return options
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(
+            f"{message.rstrip('?.')}{'?' if message.endswith('?') else '.'} `{self.prog} --help` explains"
+        )
+
+
+# ------------------------------------------------------------------ which words
+
+
+def _declare_ls(parser: argparse.ArgumentParser) -> None:
+    parser.description = "One line for each checkpoint, the newest first. Their tensors are not read without --verify."
+    _add_directory(parser)
+    parser.add_argument("--verify", action="store_true", help="read every byte, and say which are good")
+    parser.add_argument("--json", action="store_true", help="the same as JSON")
+
+
+def _declare_verify(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Read every byte; name the files and tensors that are damaged, and end with code 1 if any is."
+    _add_directory(parser)
+    _add_step(parser, "all of them")
+
+
+def _declare_show(parser: argparse.ArgumentParser) -> None:
+    parser.description = "The tensors of a checkpoint: path, dtype, shape, size, and the files they are in."
+    _add_directory(parser)
+    parser.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="paths, as model or 'model/*bias'")
+    _add_step(parser, "the newest")
+    parser.add_argument("--values", action="store_true", help="also what is no tensor")
+
+
+def _declare_export(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Verify a checkpoint and write its tensors for other libraries. Nothing is written over."
+    _add_directory(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="a folder for hf, else a file; not there, or empty")
+    _add_step(parser, "the newest")
+    parser.add_argument("--key", default="model", help="what of it, as model or ema/model; '' for all (default: model)")
+    parser.add_argument(
+        "--format",
+        choices=("hf", "safetensors", "torch"),
+        default="hf",
+        help="a folder for transformers, one file of tensors, or a file for torch.load (default: hf)",
+    )
+    parser.add_argument("--config", type=Path, metavar="FILE", help="config.json of the model, to be copied into OUT")
+    parser.add_argument(
+        "--shard-size", type=_bytes, default="5GB", metavar="SIZE", help="largest file of a folder (default: 5GB)"
+    )
+
+
+def _declare_import(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Make a checkpoint of what another library has saved: a file of torch.save, a .safetensors file, a Hugging "
+        "Face folder, a folder of torch.distributed.checkpoint. Nothing in them is run."
+    )
+    parser.add_argument("source", type=Path, metavar="SOURCE")
+    parser.add_argument("directory", type=Path, metavar="DIR", help="the new folder of checkpoints")
+    _add_step(parser, "the state's own, else 0")
+    parser.add_argument("--key", default="", help="where in the checkpoint it comes, as model (default: at the top)")
+
+
+def _add_directory(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("directory", type=Path, metavar="DIR", help="checkpoints, a run's folder, or one checkpoint")
+
+
+def _add_step(parser: argparse.ArgumentParser, default: str) -> None:
+    parser.add_argument("--step", type=_step, metavar="N", help=f"which one (default: {default})")
+
+
+def _step(word: str) -> int:
+    if not re.fullmatch(r"\d{1,18}", word):
+        raise argparse.ArgumentTypeError(f"{word!r} is no number of a step")
+    return int(word)
+
+
+def _bytes(word: str) -> int:
+    found = re.fullmatch(r"(\d{1,12})\s*([A-Za-z]*)", word)
+    unit = _UNITS.get(found[2].upper()) if found else None
+    if not found or unit is None or int(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{word!r} is no size like 5GB or 500MiB")
+    return int(found[1]) * unit
+
+
+# ------------------------------------------------------------------ what they do
+
+
+def _ls(options: argparse.Namespace) -> int:
+    from lockstep.cli.checkpoint_listing import list_checkpoints
+
+    return list_checkpoints(options.directory, verify=options.verify, as_json=options.json)
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from lockstep.cli.checkpoint_listing import verify_checkpoints
+
+    return verify_checkpoints(options.directory, options.step)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from lockstep.cli.checkpoint_listing import show_checkpoint
+
+    return show_checkpoint(options.directory, options.step, options.pattern, with_values=options.values)
+
+
+def _export(options: argparse.Namespace) -> int:
+    from lockstep.checkpoint.foreign.export import export_checkpoint
+    from lockstep.checkpoint.reader import open_checkpoint
+    from lockstep.cli.checkpoint_listing import checkpoint_of, size_text
+
+    with open_checkpoint(checkpoint_of(options.directory, options.step)) as reader:
+        done = export_checkpoint(
+            reader,
+            options.out,
+            key=options.key,
+            form=options.format,
+            shard_bytes=options.shard_size,
+            config=options.config,
+        )
+    size = sum(path.stat().st_size for path in ([done.path] if done.path.is_file() else done.path.iterdir()))
+    print(
+        f"{done.path}: {done.tensors} tensors of step {reader.manifest.step}, {size_text(size)} in {_files(done.files)}"
+    )
+    if done.left_out:
+        print(f"left out, as files of weights hold tensors only: {_some(done.left_out)}", file=sys.stderr)
+    return 0
+
+
+def _import(options: argparse.Namespace) -> int:
+    from lockstep.checkpoint.foreign.reading import import_checkpoint
+
+    print(import_checkpoint(options.source, options.directory, step=options.step, key=options.key))
+    return 0
+
+
+def _files(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{len(names)} files"
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+_COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {
+    "ls": (_declare_ls, _ls),
+    "verify": (_declare_verify, _verify),
+    "show": (_declare_show, _show),
+    "export": (_declare_export, _export),
+    "import": (_declare_import, _import),
+}

@@ -1,0 +1,17 @@
+"""What was meant by a word that does not exist."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def nearest(word: str, names: Iterable[str]) -> str:
+    """The one of `names` that looks most like `word`; for a dotted option its last part counts as much as the whole."""
+
+    def likeness(name: str) -> float:
+        whole = difflib.SequenceMatcher(None, word, name).ratio()
+        last = difflib.SequenceMatcher(None, word.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+        return whole + last
+
+    return max(names, key=likeness)

@@ -1,0 +1,329 @@
+"""Proof that every sample of an epoch was used exactly once: 24 bytes per epoch, whoever used which sample when.
+
+The digest of a set of samples is how many there are (8 bytes) and the sum, modulo 2**128, of a 128-bit hash of each (16
+bytes). A sum does not depend on order, so ranks, steps and restarts add up in any order; a sample that is used twice is
+added twice, where an exclusive-or would have hidden it. The epoch is not hashed: all complete epochs of a dataset have
+one and the same digest, which anybody can compute from the dataset's length.
+
+Each rank adds the samples that it trained on itself, so that a fault in the dealing shows. What the ranks added since
+they last met is put together by `combine`, one small collective, at every checkpoint and at the end. A state holds the
+combined sums, equal on all ranks, so any number of ranks goes on from there; what was added after the state was taken
+is lost in a crash together with the work that it counted.
+
+Source: Clarke, Devadas, van Dijk, Gassend and Suh 2003, "Incremental Multiset Hash Functions" (additive hashes);
+Steele, Lea and Flood 2014 (splitmix64). It finds faults, not forgeries: the hash has no secret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, NamedTuple, final
+
+import numpy as np
+import numpy.typing as npt
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.torch_names import communicator_over
+from lockstep.data.permutation import scramble
+from lockstep.errors import DataError
+
+DIGEST_BYTES = 24
+MAX_EPOCHS = 1 << 20  # of one state: a damaged one cannot ask for all memory
+
+_COUNT_BYTES = 8
+_WORD, _SUM = 1 << 64, 1 << 128
+_CHUNK = 1 << 14  # ids hashed at a time: their words stay in the processor's cache
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_KEYS = np.uint64(0x6C6F636B73746570), np.uint64(0xD1B54A32D192ED03)  # of the low and of the high word
+
+Ids = Sequence[int] | npt.NDArray[np.int64]
+
+
+@final
+@dataclass(frozen=True)
+class Tally:
+    """How many samples, and the sum of their hashes. Tallies of parts add up to the tally of the whole."""
+
+    count: int = 0
+    total: int = 0
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(self.count + other.count, (self.total + other.total) % _SUM)
+
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(self.count - other.count, (self.total - other.total) % _SUM)
+
+    def digest(self) -> bytes:
+        """Shapes: 24 bytes, the count first, little-endian."""
+        return (self.count % _WORD).to_bytes(_COUNT_BYTES, "little") + self.total.to_bytes(16, "little")
+
+
+def tally_of(ids: Ids) -> Tally:
+    """The tally of `ids`, each counted as often as it is there. About 20 million a second."""
+    words = np.asarray(ids, dtype=np.int64).astype(np.uint64)
+    total = sum(_sum_of_hashes(words[first : first + _CHUNK]) for first in range(0, len(words), _CHUNK))
+    return Tally(len(words), total % _SUM)
+
+
+@lru_cache(maxsize=16)
+def whole_tally(length: int) -> Tally:
+    """The tally of [0, length), each once: what a complete epoch has."""
+    parts = (np.arange(first, min(first + _CHUNK, length)) for first in range(0, length, _CHUNK))
+    return sum((tally_of(part) for part in parts), start=Tally())
+
+
+def tally_from(digest: bytes) -> Tally:
+    """The tally whose digest this is. Raises: DataError for another number of bytes."""
+    if len(digest) != DIGEST_BYTES:
+        raise DataError(f"a coverage digest has {DIGEST_BYTES} bytes, not {len(digest)}")
+    return Tally(int.from_bytes(digest[:_COUNT_BYTES], "little"), int.from_bytes(digest[_COUNT_BYTES:], "little"))
+
+
+class Verdict(NamedTuple):
+    """What the digest of an epoch proves."""
+
+    epoch: int
+    is_exact: bool  # every sample once, apart from the repeats and omissions that the tail policy says
+    words: str
+
+    def __str__(self) -> str:
+        return f"epoch {self.epoch}: {self.words}"
+
+
+class Tail(NamedTuple):
+    """Samples that the tail policy uses a second time, and those that it leaves out."""
+
+    repeated: Tally = Tally()
+    dropped: Tally = Tally()
+
+
+@final
+class Coverage:
+    """Which samples were used, epoch by epoch, as digests.
+
+    length: samples in an epoch; world_size: ranks that add to it, each in an object of its own.
+
+    In a training loop: `add` after every step, `combine(comm)` before every `state_dict()`. One rank alone need not
+    combine.
+    """
+
+    def __init__(self, length: int, world_size: int = 1) -> None:
+        self.length = length
+        self.world_size = world_size
+        self._met: dict[int, Tally] = {}  # of all ranks, as of the last meeting
+        self._own: dict[int, Tally] = {}  # of this rank, since then
+        self._unhashed: list[tuple[int, npt.NDArray[np.int64]]] = []  # the last of its own: many small lists at once
+        self._unhashed_count = 0
+        self._given: dict[int, Tally] = {}  # this rank's part of what met, since the state was loaded
+        self._tails: dict[int, Tail] = {}
+        self._unknown_through = -1  # epochs whose beginning was not counted: a state without sums was loaded
+
+    def add(self, ids: Ids, epoch: int = 0) -> None:
+        """This rank has trained on `ids`."""
+        new = np.array(ids, dtype=np.int64)
+        self._unhashed.append((epoch, new))
+        self._unhashed_count += len(new)
+        if self._unhashed_count >= _CHUNK or len(self._unhashed) >= _CHUNK:
+            self._hash()
+
+    def _hash(self) -> None:
+        for epoch in {epoch for epoch, _ in self._unhashed}:
+            ids = np.concatenate([ids for other, ids in self._unhashed if other == epoch])
+            self._own[epoch] = self._own.get(epoch, Tally()) + tally_of(ids)
+        self._unhashed, self._unhashed_count = [], 0
+
+    def merge(self, other: Coverage) -> None:
+        """Add what `other`, of another rank or another part of the run, has counted. Not collective."""
+        for epoch in other.epochs:
+            self._own[epoch] = self._own.get(epoch, Tally()) + other.tally(epoch)
+            self._tails.setdefault(epoch, other._tails.get(epoch, Tail()))
+
+    def restart(self, epoch: int, start: int = 0) -> None:
+        """A pass over `epoch` begins, after `start` samples; what an earlier pass from there has added is forgotten.
+
+        start: other than 0 only where a state was loaded that has used up so many.
+        """
+        self._hash()
+        self._tails.pop(epoch, None)
+        if start:
+            self._own[epoch] = Tally() - self._given.get(epoch, Tally())
+        else:
+            for sums in (self._met, self._own, self._given):
+                sums.pop(epoch, None)
+
+    def end(self, epoch: int, repeated: Ids = (), dropped: Ids = ()) -> None:
+        """The tail of `epoch`, over all ranks: samples used once more to fill a round, and samples left out."""
+        self._tails[epoch] = Tail(tally_of(repeated), tally_of(dropped))
+
+    def combine(self, comm: Communicator | None = None) -> None:
+        """Put together what every rank has added since the last meeting.
+
+        comm: the ranks; None makes one of torch's default group for this call.
+        Collective: every rank; blocks.
+        """
+        if self.world_size == 1:
+            return
+        if comm is not None:
+            self._meet(comm)
+            return
+        with communicator_over() as default:
+            self._meet(default)
+
+    def _meet(self, comm: Communicator) -> None:
+        self._hash()
+        own = [[epoch, tally.count, f"{tally.total:x}"] for epoch, tally in self._own.items()]
+        for rank, part in enumerate(comm.all_gather_object(own, label="coverage")):
+            for epoch, count, total in part:
+                added = Tally(count, int(total, 16))
+                self._met[epoch] = self._met.get(epoch, Tally()) + added
+                if rank == comm.rank:
+                    self._given[epoch] = self._given.get(epoch, Tally()) + added
+        self._own.clear()
+
+    @property
+    def is_combined(self) -> bool:
+        """True where the sums are those of all ranks."""
+        self._hash()
+        return self.world_size == 1 or all(tally == Tally() for tally in self._own.values())
+
+    @property
+    def epochs(self) -> list[int]:
+        """The epochs of which samples were used."""
+        self._hash()
+        return sorted(epoch for epoch in {*self._met, *self._own} if self.tally(epoch) != Tally())
+
+    def tally(self, epoch: int = 0) -> Tally:
+        """What is known on this rank: what all ranks had at the last meeting, and its own since."""
+        self._hash()
+        return self._met.get(epoch, Tally()) + self._own.get(epoch, Tally())
+
+    def digest(self, epoch: int = 0) -> bytes:
+        """The 24 bytes of `epoch`."""
+        return self.tally(epoch).digest()
+
+    def expected(self, epoch: int = 0) -> Tally:
+        """What `epoch` has once it is complete. Every sample is hashed, once per length."""
+        tail = self._tails.get(epoch, Tail())
+        return whole_tally(self.length) + tail.repeated - tail.dropped
+
+    def verdict(self, epoch: int = 0, expected: Tally | None = None) -> Verdict:
+        """Whether every sample of `epoch` was used exactly once, in words. For which ones were not: `differences`.
+
+        expected: None is a complete epoch.
+        """
+        if epoch <= self._unknown_through:
+            return Verdict(epoch, False, "not known: a state was saved before the ranks had combined their coverage")
+        if not self.is_combined:
+            return Verdict(epoch, False, "not known yet: call combine(comm) on every rank")
+        used, right = self.tally(epoch), self.expected(epoch) if expected is None else expected
+        what = f"{used.count} samples were used where {right.count} should be"
+        if used == right:
+            words = f"each of {right.count} samples exactly once" if expected else self._complete_in_words(epoch)
+        elif used.count < right.count:
+            words = f"{what}: {right.count - used.count} or more are missing"
+        elif used.count > right.count:
+            words = f"{what}: {used.count - right.count} or more came twice"
+        else:
+            words = f"{used.count} samples were used, the right number, but not the right ones"
+        return Verdict(epoch, used == right, words)
+
+    def _complete_in_words(self, epoch: int) -> str:
+        tail, words = self._tails.get(epoch, Tail()), f"each of {self.length} samples exactly once"
+        if tail.repeated.count:
+            words += f", {tail.repeated.count} once more to fill the last round"
+        if tail.dropped.count:
+            words += f", except {tail.dropped.count} left out at the end"
+        return words
+
+    def verdicts(self) -> list[Verdict]:
+        """One for each epoch begun, the last of which may still be going on."""
+        return [self.verdict(epoch) for epoch in self.epochs]
+
+    def state_dict(self, epoch: int, without: Iterable[tuple[int, Ids]] = ()) -> dict[str, Any]:
+        """JSON values, equal on all ranks: call `combine` first.
+
+        Where that was not done, the state says so, and a run that goes on from it cannot judge the epochs so far.
+        epoch: the one that the run is in.
+        without: (epoch, samples) to leave out, which have been added, whichever rank did.
+        """
+        if not self.is_combined:
+            return {"length": self.length, "epochs": [], "unknown_through": max(epoch, self._unknown_through)}
+        sums = {begun: self.tally(begun) for begun in self.epochs}
+        for begun, ids in without:
+            sums[begun] = sums.get(begun, Tally()) - tally_of(ids)
+        rows: list[list[Any]] = []
+        for begun in sorted(begun for begun, tally in sums.items() if tally != Tally()):
+            tail = self._tails.get(begun, Tail())
+            marks = [sums[begun].digest().hex(), *(part.digest().hex() if part.count else "" for part in tail)]
+            if rows and rows[-1][1] == begun - 1 and rows[-1][2:] == marks:
+                rows[-1][1] = begun
+            else:
+                rows.append([begun, begun, *marks])
+        return {"length": self.length, "epochs": rows, "unknown_through": self._unknown_through}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`, also with another number of ranks. Every rank loads the same one.
+
+        Raises: DataError where it is of another length or damaged.
+        """
+        if not isinstance(state, dict):
+            raise DataError(f"this is no state of a coverage but a {type(state).__name__}")
+        if state.get("length") != self.length:
+            raise DataError(f"the coverage is of {state.get('length')!r} samples, here there are {self.length}")
+        met, tails = {}, {}
+        try:
+            for first, last, *digests in state["epochs"]:
+                used, repeated, dropped = (tally_from(bytes.fromhex(d)) if d else Tally() for d in digests)
+                if not 0 <= last - first < MAX_EPOCHS - len(met):
+                    raise DataError(f"epochs {first} to {last}")
+                met.update(dict.fromkeys(range(first, last + 1), used))
+                if repeated.count or dropped.count:
+                    tails.update(dict.fromkeys(range(first, last + 1), Tail(repeated, dropped)))
+            unknown_through = int(state["unknown_through"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise DataError(f"the coverage in the state is damaged: {error}") from error
+        self._met, self._tails, self._unknown_through = met, tails, unknown_through
+        self._own, self._given, self._unhashed, self._unhashed_count = {}, {}, [], 0
+
+
+@final
+@dataclass(frozen=True)
+class Differences:
+    """Which samples an epoch lacks, and which it used more often than it should."""
+
+    missing: tuple[int, ...]
+    extra: tuple[int, ...]  # one entry per use too many
+
+    def __str__(self) -> str:
+        if not (self.missing or self.extra):
+            return "every sample exactly once"
+        return f"{len(self.missing)} missing{_some(self.missing)}, {len(self.extra)} too often{_some(self.extra)}"
+
+
+def differences(ids: Iterable[int], length: int, repeated: Ids = (), dropped: Ids = ()) -> Differences:
+    """Compare the `ids` of an epoch, as the log of the run has them, with each of [0, length) once.
+
+    repeated, dropped: what the tail policy allows.
+    Memory: 8 * length bytes.
+    """
+    used = np.asarray(list(ids), dtype=np.int64)
+    outside = used[(used < 0) | (used >= length)]
+    counts = np.bincount(used[(used >= 0) & (used < length)], minlength=length)
+    counts -= np.bincount(np.asarray(repeated, dtype=np.int64), minlength=length)
+    counts += np.bincount(np.asarray(dropped, dtype=np.int64), minlength=length)
+    extra = np.repeat(np.arange(length), np.maximum(counts - 1, 0))
+    missing = np.repeat(np.arange(length), np.maximum(1 - counts, 0))
+    return Differences(tuple(missing.tolist()), tuple(np.concatenate([extra, outside]).tolist()))
+
+
+def _sum_of_hashes(words: npt.NDArray[np.uint64]) -> int:
+    low, high = (scramble(scramble(words * _GOLDEN + key)) for key in _KEYS)
+    # The low words' sum carries into the high ones: halves of 32 bits add up without loss.
+    halves = int((low & np.uint64(0xFFFFFFFF)).sum()) + (int((low >> np.uint64(32)).sum()) << 32)
+    return halves + (int(high.sum()) << 64)
+
+
+def _some(ids: Sequence[int], most: int = 8) -> str:
+    return f" ({', '.join(map(str, ids[:most]))}{', ...' if len(ids) > most else ''})" if ids else ""

@@ -1,0 +1,77 @@
+"""How worker processes ended, which of them failed first, and how that is said. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lockstep.launch.worker import INTERRUPTED, REQUEUE, Failure
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How one worker process ended."""
+
+    rank: int
+    pid: int
+    exit_code: int  # negative: the number of the signal that killed it
+    was_ended: bool  # by its launcher, because of another
+    failure: Failure | None  # what it said itself
+    last_line: str  # of its standard error
+    stuck: str = ""  # why its launcher had to end it: `what` of a `watch.Stuck`, and its `detail` in brackets
+    out_of_memory: bool = False  # the kernel killed it for its memory
+    at_s: float = 0.0  # when its launcher saw that it had ended, on any clock that all have in common
+
+    @property
+    def failed(self) -> bool:
+        """True unless it ended well, was stopped by a signal, or only had to go because of another."""
+        if self.stuck:
+            return True
+        if self.was_ended and self.failure is None:
+            return False
+        return self.exit_code not in (0, REQUEUE, INTERRUPTED)
+
+
+def first_failure(ended: Sequence[Ended]) -> Ended | None:
+    """The process that failed first, as far as one can tell; None if none did.
+
+    One that hung was seen to; one that was killed could not report anything; one that only saw another's failure says
+    so. Unexpected errors go by the time of the report; of expected ones, which ranks often raise together, the lowest
+    rank speaks for all.
+    """
+    failed = [e for e in ended if e.failed]
+    culprits = [e for e in failed if e.failure is None or not e.failure.is_consequence] or failed
+
+    def order(e: Ended) -> tuple[bool, bool, bool, float, int]:
+        said = e.failure
+        if said is None:
+            return (not e.stuck, False, False, e.at_s, e.rank)
+        return (not e.stuck, True, said.is_expected, 0.0 if said.is_expected else said.time_s, e.rank)
+
+    return min(culprits, key=order, default=None)
+
+
+def signal_name(number: int) -> str:
+    """SIGKILL for 9. Real-time signals have no name but for the first and the last."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def describe(ended: Ended) -> str:
+    """How a process ended, as the end of a sentence that begins with its name."""
+    if ended.stuck:
+        return f"was ended by its launcher: {ended.stuck}"
+    said = ended.failure
+    if said is not None:
+        at = f" at {said.where}" if said.where else ""
+        return said.message if said.is_expected else f"failed{at}: {said.kind}: {said.message}"
+    if ended.out_of_memory:
+        return "was killed by the kernel: out of memory"
+    if ended.exit_code < 0:
+        text = f"was killed by {signal_name(-ended.exit_code)}"
+    else:
+        text = f"ended with exit code {ended.exit_code}"
+    return f"{text}; its last words: {ended.last_line}" if ended.last_line else text

@@ -1,0 +1,184 @@
+"""From a command to supervised processes and the exit code of the run."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
+from torch.distributed.elastic.rendezvous import registry as rendezvous
+from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
+
+from lockstep.comm.pulse import NONE
+from lockstep.errors import LaunchError
+from lockstep.launch.agent import Agent, Supervision, say
+from lockstep.launch.loopback import LoopbackRendezvous
+from lockstep.launch.processes import ForkServer, adopting_orphans
+from lockstep.launch.program import Program
+from lockstep.launch.starter import Starter
+from lockstep.launch.stop_signals import StoppedEarly, StopSignals
+from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
+
+LOOPBACK = "loopback"  # our own rendezvous, among torch's backends
+SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
+_OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What to run on this machine, and how."""
+
+    program: Program
+    config: LaunchConfig
+    supervision: Supervision
+    folder: Path  # private to this run, gone after it
+    modules: tuple[str, ...] = ()  # that the fork server imports
+    is_warm: bool = True
+    flags: tuple[str, ...] = ()  # of the interpreters
+    server: ForkServer | None = None  # one that loads `modules` already
+    port: int = 0  # of the loopback rendezvous; 0: a free one for each start
+
+
+def local_config(processes: int, folder: Path) -> LaunchConfig:
+    """Workers of this machine alone, their output prefixed with the rank; their files in `folder`."""
+    return LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=processes,
+        rdzv_backend=LOOPBACK,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder), tee=Std.ERR),
+        log_line_prefix_template="[rank ${rank}] ",
+        signals_to_handle=",".join(SIGNALS),
+    )
+
+
+def launch(job: Launch) -> int:
+    """Run `job`; return the exit code of the run.
+
+    Blocks until every process has ended, whatever happens; none is left behind. Signals are passed on once and give the
+    ranks time to save; a second one kills them.
+    """
+    silence_torch()
+    gc.freeze()  # or the interpreter walks all that torch has made once more when it ends, for a second
+    numbers = stop_numbers(job.config.signals_to_handle)
+    variables = {
+        AGENT_PID: str(os.getpid()),
+        _OWN_STORES: os.environ.get(_OWN_STORES, "1"),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": job.config.signals_to_handle,
+    }
+    with _environment(variables), adopting_orphans() as is_adopting, StopSignals(numbers) as signals:
+        starter = Starter(
+            job.program,
+            modules=job.modules,
+            is_warm=job.is_warm and is_adopting and job.config.numa_options is None,
+            wait=signals.wait_for_one,
+            say=say,
+            flags=job.flags,
+            server=job.server,
+        )
+        try:
+            return _supervise(job, starter, signals)
+        except (RendezvousError, DistError, LaunchError) as error:
+            say(f"{type(error).__name__}: {error}")
+            return 1
+        finally:
+            starter.close()
+
+
+def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
+    config = job.config
+    parameters = RendezvousParameters(
+        config.rdzv_backend,
+        config.rdzv_endpoint,
+        config.run_id or "none",
+        config.min_nodes,
+        config.max_nodes,
+        config.local_addr,
+        **config.rdzv_configs,
+    )
+    handler = _rendezvous(job, parameters)
+    address, port = (None, None) if config.rdzv_backend == LOOPBACK else _get_addr_and_port(parameters)
+    spec = WorkerSpec(
+        role=config.role,
+        local_world_size=config.nproc_per_node,
+        entrypoint=job.program.name,
+        args=job.program.arguments,
+        rdzv_handler=handler,
+        max_restarts=config.max_restarts,
+        monitor_interval=config.monitor_interval,
+        master_addr=address,
+        master_port=port,
+        local_addr=config.local_addr,
+        event_log_handler=config.event_log_handler,
+        numa_options=config.numa_options,
+        duplicate_stdout_filters=config.duplicate_stdout_filters,
+        duplicate_stderr_filters=config.duplicate_stderr_filters,
+        virtual_local_rank=config.virtual_local_rank,
+    )
+    logs: LogsSpecs | None = config.logs_specs
+    assert logs is not None
+    agent = Agent(
+        spec,
+        job.program,
+        job.supervision,
+        starter=starter,
+        signals=signals,
+        logs_specs=logs,
+        prefix=config.log_line_prefix_template,
+        folder=job.folder,
+        is_alone=config.max_nodes == 1,
+    )
+    try:
+        result = agent.run()
+    except StoppedEarly:
+        say("stopped while the processes were starting")
+        return INTERRUPTED if agent.committed == NONE else REQUEUE
+    finally:
+        if not signals.count:  # or no other machine could join later
+            handler.shutdown()
+    return 0 if result is None else agent.exit_code  # None: this machine was one too many
+
+
+def _rendezvous(job: Launch, parameters: RendezvousParameters) -> RendezvousHandler:
+    if job.config.rdzv_backend == LOOPBACK:
+        return LoopbackRendezvous(job.config.run_id, job.port)
+    return rendezvous.get_rendezvous_handler(parameters)
+
+
+def silence_torch() -> None:
+    """torch's launcher says nothing, unless LOGLEVEL asks it to: what matters is said in our own words."""
+    if "LOGLEVEL" not in os.environ:
+        for name in list(logging.root.manager.loggerDict):
+            if name.startswith("torch.distributed."):
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def stop_numbers(names: str) -> list[int]:
+    """The signals named in `names`, without those that `nohup` or a shell has set to be ignored."""
+    numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
+    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+@contextmanager
+def _environment(variables: dict[str, str]) -> Iterator[None]:
+    """Within, this process and all it starts have these."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -1,0 +1,158 @@
+"""What a worker process runs: a script, a module or another command, just as it would run by itself.
+
+A worker is a fresh interpreter that calls `main` here, or a fork of the fork server: both end in `run_program`.
+No torch.
+"""
+
+from __future__ import annotations
+
+import builtins
+import faulthandler
+import io
+import os
+import re
+import runpy
+import sys
+import types
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Literal
+
+import lockstep
+from lockstep.errors import CommError, PeerFailed
+from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
+
+# what torch raises where another rank has gone
+_PEER_IS_GONE = re.compile(
+    r"[Cc]onnection (was )?(closed|reset|refused|aborted)|[Bb]roken pipe|NCCL.*(remote|peer)|Timed out waiting"
+)
+_TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "QueueEmptyError")
+
+
+@dataclass(frozen=True)
+class Program:
+    """What to run."""
+
+    kind: Literal["script", "module", "command"]
+    name: str
+    arguments: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """As `main` reads it."""
+        return [self.kind, self.name, *self.arguments]
+
+
+def read_program(words: Sequence[str]) -> Program:
+    """The opposite of `Program.words`."""
+    kind, name, *arguments = words
+    if kind not in ("script", "module", "command"):
+        raise ValueError(f"{kind!r} is no kind of program")
+    return Program(kind, name, tuple(arguments))
+
+
+def python_command(module: str, *flags: str) -> list[str]:
+    """A fresh interpreter that calls `main` of the module lockstep.launch.<module>, from wherever it is started.
+
+    The current folder is not on its search path: a file there cannot take the place of one of ours.
+    """
+    root = str(Path(str(lockstep.__file__)).resolve().parents[1])
+    code = (
+        "import sys\n"
+        "if not getattr(sys.flags, 'safe_path', False): del sys.path[0]\n"
+        f"sys.path.insert(0, {root!r})\n"
+        f"from lockstep.launch.{module} import main\n"
+        "del sys.path[0]\n"
+        "main()"
+    )
+    return [sys.executable, *flags, "-c", code]
+
+
+def main() -> None:
+    """A fresh worker: the words after the interpreter's own are a Program's."""
+    die_with_launcher(os.environ)
+    program = read_program(sys.argv[1:])
+    if program.kind == "command":
+        _become(program)
+    run_program(program)
+
+
+def _become(program: Program) -> None:
+    sys.stdout.flush()
+    try:
+        os.execvp(program.name, [program.name, *program.arguments])
+    except OSError as error:
+        raise SystemExit(f"lockstep: {program.name} cannot be started: {error.strerror}") from error
+
+
+def run_program(program: Program) -> None:
+    """Run a script or module as `__main__`. Whatever it raises is printed and left for the launcher.
+
+    Raises: SystemExit, KeyboardInterrupt: the interpreter ends by them as it would have without us.
+    """
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.write_through:
+            # `python -u` writes a line and its end apart, so that the lines of ranks mix; this way each is one write
+            stream.reconfigure(line_buffering=True, write_through=False)
+    here = types.ModuleType("__main__")
+    here.__dict__["__builtins__"] = builtins
+    sys.modules["__main__"] = here
+    try:
+        if program.kind == "module":
+            sys.argv = ["-m", *program.arguments]
+            _search_first(os.getcwd())
+            runpy._run_module_as_main(program.name)  # pyright: ignore[reportAttributeAccessIssue] (what `python -m` calls)
+        else:
+            sys.argv = [program.name, *program.arguments]
+            _search_first(str(Path(program.name).resolve().parent))
+            _run_script(program.name, here)
+    except (SystemExit, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # noqa: BLE001 (printed and reported, as the interpreter would print it)
+        _say(error)
+        raise SystemExit(1) from None
+
+
+def _search_first(folder: str) -> None:
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path.insert(0, folder)
+
+
+def _run_script(name: str, here: types.ModuleType) -> None:
+    """As the interpreter does it: the module's own loader is named, so that spawned children find it again."""
+    path = os.path.abspath(name)
+    here.__dict__.update(__file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None)
+    with io.open_code(path) as file:
+        source = file.read()
+    exec(compile(source, path, "exec", dont_inherit=True), here.__dict__)
+
+
+def _say(error: BaseException) -> None:
+    trace = error.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    error.__traceback__ = trace
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
+    _leave_for_launcher(error, os.environ)
+    sys.excepthook(type(error), error, trace)
+
+
+def _leave_for_launcher(error: BaseException, environ: Mapping[str, str]) -> None:
+    path = environ.get(ERROR_FILE)
+    if not path or os.path.exists(path):  # torch's @record has written it
+        return
+    rank = int(environ.get("RANK", "0"))
+    report_failure(describe_failure(error, rank, 1, False, sees_another(error)), environ)
+
+
+def sees_another(error: BaseException) -> bool:
+    """True for what a rank raises because another one has gone."""
+    if isinstance(error, CommError | PeerFailed):
+        return True
+    names = {kind.__name__ for kind in type(error).__mro__}
+    is_torch = bool(names & set(_TORCH_NETWORK))
+    is_network = isinstance(error, RuntimeError | OSError) and _PEER_IS_GONE.search(str(error)) is not None
+    return is_torch or is_network

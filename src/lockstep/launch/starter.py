@@ -1,0 +1,139 @@
+"""Starts workers: as forks of a process that has imported everything, or as fresh interpreters where that cannot be."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import final
+
+from lockstep.launch.fork_server import Start
+from lockstep.launch.processes import HAS_PIDFD, ForkServer, Waiting, WorkerProcess, start_fresh
+from lockstep.launch.program import Program, python_command
+from lockstep.launch.worker import AGENT_PID
+
+_TRIES = 3  # of fork servers for one worker
+# what a machine with a GPU, or another accelerator, has: without any, torch need not be asked
+_ACCELERATORS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*", "/dev/davinci*", "/dev/habanalabs*")
+
+
+@contextmanager
+def loading_ahead(modules: Sequence[str], flags: Sequence[str] = (), **variables: str) -> Iterator[ForkServer | None]:
+    """A fork server that loads while this process loads torch itself; None where there may be a GPU."""
+    if not HAS_PIDFD or may_have_accelerator():
+        yield None
+        return
+    server = ForkServer(modules, {**os.environ, **variables, AGENT_PID: str(os.getpid())}, flags)
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+@final
+class Starter:
+    """Starts the workers of one launcher. The fork server begins to load as soon as this exists.
+
+    server: one that loads already, taken if it is the right one.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        *,
+        modules: Sequence[str],
+        is_warm: bool,
+        wait: Waiting,
+        say: Callable[[str], None],
+        flags: Sequence[str] = (),
+        server: ForkServer | None = None,
+    ) -> None:
+        self._modules, self._flags, self._wait, self._say = modules, flags, wait, say
+        self._is_warm = is_warm and not why_fresh(program)
+        suits = server is not None and server.suits(modules, os.environ, flags)
+        if server is not None and not (self._is_warm and suits):
+            server.close()
+        self._server = (server if suits else self._new_server()) if self._is_warm else None
+
+    @property
+    def server_pid(self) -> int:
+        """Of the fork server; 0 where there is none."""
+        return 0 if self._server is None else self._server.pid
+
+    def start(self, start: Start, command: Callable[[list[str]], list[str]] = list) -> WorkerProcess:
+        """One more worker. command: what becomes of the command of a fresh one, a binding to a NUMA node for example.
+
+        Blocks until the fork server has loaded. Raises: LaunchError where the machine has no room for it.
+        """
+        for _ in range(_TRIES if self._is_warm else 0):
+            self._server = self._server or self._new_server()
+            worker = self._fork(self._server, start)
+            if worker is not None:
+                return worker
+            self._server.close()
+            self._server = None
+            if not self._is_warm:
+                break
+        return start_fresh(start, command([*python_command("program", *self._flags), *start.program.words()]))
+
+    def close(self) -> None:
+        """End the fork server. Workers stay."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    def _fork(self, server: ForkServer, start: Start) -> WorkerProcess | None:
+        try:
+            problem = server.problem(self._wait)
+            worker = None if problem else server.start(start, self._wait)
+        except BaseException:
+            self.close()  # an answer is outstanding: nothing else can be asked
+            raise
+        if problem:
+            self._is_warm = False
+            self._say(f"workers are started as fresh interpreters, which takes longer: {problem}")
+        return worker
+
+    def _new_server(self) -> ForkServer:
+        return ForkServer(self._modules, os.environ, self._flags)
+
+
+def default_processes() -> int:
+    """One per GPU, two where there is none."""
+    if not has_accelerator():
+        return 2
+    import torch
+
+    return torch.cuda.device_count() or 2
+
+
+def why_fresh(program: Program) -> str:
+    """Why workers for `program` cannot be forks on this machine; "" if they can. Where a GPU may be, torch is asked."""
+    if not HAS_PIDFD:
+        return "this system cannot hand over a forked process"
+    if program.kind == "command":
+        return "it is no Python program that we start"
+    if os.environ.get("PYTHON_EXEC", sys.executable) != sys.executable:
+        return "PYTHON_EXEC names another interpreter"
+    path = Path(program.name)
+    if program.kind == "script" and (path.suffix == ".pyc" or not path.is_file() or zipfile.is_zipfile(path)):
+        return "it is no Python source"
+    return "there is an accelerator, which a fork cannot use" if has_accelerator() else ""
+
+
+def may_have_accelerator() -> bool:
+    """False where there is no GPU, nor anything like it, without asking torch."""
+    return any(glob.glob(pattern) for pattern in _ACCELERATORS)
+
+
+def has_accelerator() -> bool:
+    """True where torch can use a GPU, or something like it. Nothing is initialised on it."""
+    if not may_have_accelerator():
+        return False
+    import torch
+
+    return torch.cuda.device_count() > 0 if torch.backends.cuda.is_built() else torch.accelerator.is_available()

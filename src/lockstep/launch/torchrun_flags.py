@@ -1,0 +1,182 @@
+"""`lockstep run` understands what torchrun does: its words are read by torchrun's own parser, with a few more."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from collections.abc import Sequence
+from pathlib import Path
+
+from torch.distributed.launcher.api import LaunchConfig
+from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+
+from lockstep.errors import ConfigError
+from lockstep.launch.agent import Supervision
+from lockstep.launch.guess import FLAGS
+from lockstep.launch.launcher import LOOPBACK, SIGNALS, Launch, silence_torch
+from lockstep.launch.preload import modules_to_preload
+from lockstep.launch.processes import ForkServer
+from lockstep.launch.program import Program
+from lockstep.launch.recovery import RestartPolicy
+
+_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
+_DESCRIPTION = """Start and supervise TRAINING_SCRIPT on every rank, with torchrun's flags and torchrun's environment.
+
+Beyond torchrun: workers are forked from a process that has paid for the imports (Linux, no GPU), so a restart takes a
+fraction of a second; stopped and hung processes are found; --max-restarts counts per cause and is full again with every
+later checkpoint; --nproc-per-node may be a range A:B; on one machine nothing listens beyond the loopback interface;
+workers that end with code 75 asked to be started again later, and so does this command. A signal to this command is
+passed on to all workers once, and they have --grace-s to save."""
+
+
+def parser() -> ArgumentParser:
+    """torchrun's parser with the flags of our own."""
+    made = get_args_parser()
+    made.prog = "lockstep run"
+    made.description = _DESCRIPTION
+    made.formatter_class = RawDescriptionHelpFormatter
+    own = made.add_argument_group("beyond torchrun")
+    own.add_argument(
+        "--start",
+        choices=("warm", "fresh"),
+        default="warm",
+        help="warm: fork workers from a process that has imported torch and the script's installed packages, where "
+        "that is possible; fresh: start an interpreter for each (default: warm)",
+    )
+    seconds = (
+        ("--grace-s", "after a signal: how long workers may save before they are killed", 60.0),
+        ("--failure-grace-s", "after a worker failed: how long the others may say what they saw", 0.2),
+        (
+            "--stopped-limit-s",
+            "how long a worker may be stopped (SIGSTOP) before it counts as failed; 0: for ever",
+            10.0,
+        ),
+        ("--hang-limit-s", "how long no worker may give a sign of life, once one has; 0: for ever", 600.0),
+    )
+    for name, what, default in seconds:
+        own.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
+    return made
+
+
+def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = None) -> Launch:
+    """The words after `lockstep run`. folder: for log files, unless --log-dir names one, and for what is private.
+    server: one that loads already, as it was guessed.
+
+    --help and what the parser itself refuses end the process, as command lines do. Raises: ConfigError.
+    """
+    args = parser().parse_args(list(words))
+    _refuse(args)
+    smallest = _smallest(args)
+    port = _meet_on_loopback(args)
+    if args.log_dir is None:
+        args.log_dir = str(folder)
+    if args.signals_to_handle == parser().get_default("signals_to_handle"):
+        args.signals_to_handle = ",".join(SIGNALS)
+    silence_torch()
+    try:
+        config, _, _ = config_from_args(args)
+    except (AssertionError, ValueError, RuntimeError, OSError) as error:
+        raise ConfigError(f"lockstep run: {error}") from error
+    if config.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node {args.nproc_per_node}: at least one process has to run")
+    if config.nproc_per_node > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
+    program = _program(args)
+    return Launch(
+        program,
+        config,
+        _supervision(args, smallest or config.nproc_per_node, config),
+        folder,
+        modules=tuple(modules_to_preload(program, Path.cwd())),
+        is_warm=args.start == "warm",
+        flags=FLAGS,
+        server=server,
+        port=port,
+    )
+
+
+def _refuse(args: Namespace) -> None:
+    """Raises: ConfigError for what torchrun would take and cannot do well."""
+    if args.start_method != "spawn":
+        raise ConfigError(f"--start-method {args.start_method}: --start warm|fresh says how workers are started")
+    if args.module and args.no_python:
+        raise ConfigError("--module names a Python module, --no-python says it is none: leave one out")
+    if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
+        raise ConfigError("TORCHELASTIC_ENABLE_FILE_TIMER=1: there is no such timer here, --hang-limit-s finds hangs")
+    if _machines(args) > 1 and args.rdzv_backend == "static" and args.max_restarts and not args.standalone:
+        raise ConfigError(
+            "--max-restarts on several machines with --rdzv-backend static: they could not agree on a restart, and "
+            "would read what dead workers wrote: use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
+    unknown = [name for name in args.signals_to_handle.split(",") if not hasattr(signal, name.strip())]
+    if unknown:
+        raise ConfigError(f"--signals-to-handle {args.signals_to_handle}: there is no signal {unknown[0]!r}")
+    if args.monitor_interval <= 0:
+        raise ConfigError(f"--monitor-interval {args.monitor_interval}: it is a number of seconds above 0")
+    for name in ("grace_s", "failure_grace_s", "stopped_limit_s", "hang_limit_s"):
+        if not 0 <= getattr(args, name) < 1e9:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: it is a number of seconds")
+
+
+def _machines(args: Namespace) -> int:
+    """The most that may take part."""
+    try:
+        return parse_min_max_nnodes(args.nnodes)[1]
+    except (ValueError, RuntimeError) as error:
+        raise ConfigError(f"--nnodes {args.nnodes}: it takes a number of machines, or a range like 1:2") from error
+
+
+def _smallest(args: Namespace) -> int:
+    """The smaller number where --nproc-per-node is a range, else 0; the larger one stays there, for torch's parser."""
+    text = args.nproc_per_node
+    if ":" not in text:
+        return 0
+    first, _, last = text.partition(":")
+    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
+        raise ConfigError(f"--nproc-per-node {text}: a range is two numbers from 1, the smaller first, like 2:4")
+    args.nproc_per_node = last
+    return int(first)
+
+
+def _meet_on_loopback(args: Namespace) -> int:
+    """Choose our own rendezvous where one machine meets itself; the port it has to take, 0 for any."""
+    alone = _machines(args) == 1
+    is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
+    port = args.master_port
+    if args.master_port is None:
+        vars(args).update(master_port=29500)  # torchrun's
+    if args.standalone or (alone and is_static and (port is None or args.master_addr in _LOOPBACK_NAMES)):
+        args.rdzv_backend, args.rdzv_endpoint = LOOPBACK, ""
+        if args.standalone or args.rdzv_id == "none":
+            args.rdzv_id = ""
+        return 0 if args.standalone else port or 0
+    return 0
+
+
+def _program(args: Namespace) -> Program:
+    words = tuple(args.training_script_args)
+    if args.no_python and not args.run_path:
+        return Program("command", args.training_script, words)
+    python = os.environ.get("PYTHON_EXEC", sys.executable)
+    if python != sys.executable:
+        module = ("-m",) if args.module else ()
+        return Program("command", python, ("-u", *module, args.training_script, *words))
+    if args.module:
+        return Program("module", args.training_script, words)
+    if not os.path.exists(args.training_script):
+        raise ConfigError(f"there is no script {args.training_script!r} in {os.getcwd()}")
+    return Program("script", args.training_script, words)
+
+
+def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Supervision:
+    asks_first = args.shutdown_timeout is not None
+    return Supervision(
+        RestartPolicy(config.max_restarts, smallest),
+        grace_s=args.grace_s,
+        failure_grace_s=float(args.shutdown_timeout) if asks_first else args.failure_grace_s,
+        asks_first=asks_first,
+        stopped_limit_s=args.stopped_limit_s,
+        hang_limit_s=args.hang_limit_s,
+    )

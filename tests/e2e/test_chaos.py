@@ -1,0 +1,35 @@
+"""A run that is killed again and again ends in the same bits: a few strikes here, a thousand with `make chaos`."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+_LIMIT_S = 150
+_KILLS = 16
+_SEED = 5  # of the plan: ranks, and once the supervisor
+
+pytestmark = [
+    pytest.mark.limit_s(_LIMIT_S + 10),
+    pytest.mark.skipif(sys.platform != "linux", reason="it looks at processes through /proc"),
+]
+
+
+def test_killed_run_ends_in_the_same_bits() -> None:
+    command = [sys.executable, "-m", "lockstep.testing.chaos", f"--kills={_KILLS}", f"--seed={_SEED}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as chaos:
+        try:
+            said, _ = chaos.communicate(timeout=_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            chaos.send_signal(signal.SIGINT)  # it ends what it has started
+            said, _ = chaos.communicate()
+    assert chaos.returncode == 0, said
+    assert said.startswith(f"seed {_SEED}; to see the same plan again: make chaos KILLS={_KILLS} SEED={_SEED}\n")
+    rows = {row[0]: row[1:] for row in (re.split(r"  +", line) for line in said.splitlines())}
+    assert rows["all"][-1] == str(_KILLS), said
+    assert {"rank 0", "rank 1", "supervisor"} <= rows.keys(), said
+    assert "bits changed: 0" in said.splitlines()

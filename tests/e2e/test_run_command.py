@@ -1,0 +1,244 @@
+"""`lockstep run` as users run it: scripts that know nothing of lockstep, real signals, real restarts."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from command_runs import Run, children, is_alive, wait_for
+
+pytestmark = pytest.mark.limit_s(120)
+
+_TWO = ("--nproc-per-node", "2")
+
+# what users have: torch, DDP, gloo, a snapshot; a DataLoader with spawned workers, which need the script again
+_DDP = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, Dataset
+
+class Numbers(Dataset):
+    def __len__(self): return 8
+    def __getitem__(self, i): return torch.full((4,), float(i))
+
+def main(steps):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    print(f"rank {rank} is up: pid {os.getpid()} start {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    model = DDP(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = 0
+    if os.path.exists("snapshot.pt"):
+        snapshot = torch.load("snapshot.pt")
+        model.module.load_state_dict(snapshot["model"])
+        first = snapshot["step"]
+    again = os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"  # with workers, which have to find this script once more
+    several = {"num_workers": 1, "multiprocessing_context": "spawn"} if rank and again else {}
+    rows = list(DataLoader(Numbers(), batch_size=4, **several))
+    for step in range(first, steps):
+        model(rows[step % 2]).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            torch.save({"model": model.module.state_dict(), "step": step + 1}, "snapshot.new")
+            os.replace("snapshot.new", "snapshot.pt")
+            print(f"step {step + 1}")
+        if step == 9 and os.environ["TORCHELASTIC_RESTART_COUNT"] != "2":
+            dist.barrier()
+            while not os.path.exists(f"go{os.environ['TORCHELASTIC_RESTART_COUNT']}"):
+                time.sleep(0.02)
+    print(f"rank {rank} done, weights {float(model.module.weight.sum()):.6f}")
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
+"""
+
+_FAILS = """
+import os, sys, time
+print("words", sys.argv[1:], os.environ["LOCAL_RANK"], flush=True)
+if os.environ["RANK"] == "1":
+    print("complaint", file=sys.stderr)
+    {}[
+        "lost"]
+time.sleep(600)
+"""
+
+_WAITS = """
+import os, signal, sys, time
+end = sys.argv[1]
+def stop(number, frame):
+    print(f"rank {os.environ['RANK']} heard {number}", flush=True)
+    if end != "stay":
+        sys.exit(int(end))
+for number in (signal.SIGUSR1, signal.SIGHUP):
+    signal.signal(number, stop)
+signal.signal(signal.SIGTERM, stop)
+child = os.fork()
+if child == 0:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(600)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\nchild pid {child}", flush=True)
+while True:
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    for name, text in (("ddp.py", _DDP), ("fails.py", _FAILS), ("waits.py", _WAITS)):
+        (tmp_path / name).write_text(text)
+    runs: list[Run] = []
+
+    def one(*words: str, **variables: str) -> Run:
+        runs.append(Run(tmp_path, "run", *words, **variables))
+        return runs[-1]
+
+    yield one
+    for run in runs:
+        run.close()
+        for pid in offspring_in(run):
+            if is_alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def offspring_in(run: Run) -> list[int]:
+    """What the ranks of `_WAITS` have forked, and leave to itself."""
+    return [int(pid) for pid in re.findall(r"child pid (\d+)", run.text())]
+
+
+def listening(pids: list[int]) -> list[str]:
+    """Addresses at which these processes accept connections, in the kernel's words."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes |= set(re.findall(r"socket:\[(\d+)\]", os.readlink(link)))
+            except FileNotFoundError:
+                continue
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path(f"/proc/net/{name}").read_text().splitlines()[1:]]
+    return [row[1].partition(":")[0] for row in rows if row[3] == "0A" and row[9] in inodes]
+
+
+def test_stock_script_survives_kills_of_a_rank_and_of_the_fork_server(
+    start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(*_TWO, "--max-restarts=1", "--log-dir=logs", "--redirects=0:2", "ddp.py", "20")
+    run.await_text("step 10\n")
+    agent = run.process.pid
+    ranks = run.pids()
+    server = next(pid for pid in children(agent) if pid not in ranks)
+    addresses = listening([agent, server, *ranks])
+    assert addresses
+    loopback = {"0100007F", "00000000000000000000000001000000"}
+    host = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()  # Gloo's own choice
+    assert set(addresses) <= loopback | {host} - {"00000000"}
+    os.kill(server, signal.SIGKILL)
+    victim = run.pid_of(1)
+    os.kill(victim, signal.SIGKILL)
+    wait_for(lambda: len(run.pids()) == 4, "both ranks came back", run.text)
+    assert is_alive(run.pid_of(0))
+    assert set(run.pids()[2:]) <= set(children(agent))
+    (tmp_path / "go1").touch()
+    said = run.end(0)
+    assert run.said()[:1] == [f"rank 1 (pid {victim}) was killed by SIGKILL; the other ranks were ended"]
+    assert said.count("step 11\n") == 1
+    assert said.count("step 20\n") == 1
+    assert len(set(re.findall(r"rank \d done, weights (\S+)", said))) == 1
+    written = sorted(str(path.relative_to(tmp_path / "logs")) for path in (tmp_path / "logs").rglob("*.log"))
+    assert [re.sub("^[^/]+/", "", path) for path in written] == ["attempt_0/0/stderr.log", "attempt_1/0/stderr.log"]
+
+
+@pytest.mark.parametrize("how", ["warm", "fresh"])
+def test_exception_is_told_with_its_line_and_flags_are_honoured(
+    how: str, start: Callable[..., Run], tmp_path: Path
+) -> None:
+    run = start(f"--start={how}", "-t", "3", "--nproc_per_node=2", "--role=me", "fails.py", "--x", "${local_rank}")
+    said = run.end(1)
+    assert "[me0]:words ['--x', '0'] 0\n" in said
+    assert "[me1]:words ['--x', '1'] 1\n" in said
+    assert "[me1]:complaint\n" in said
+    assert "[me1]:KeyError: 'lost'\n" in said
+    assert said.count("Traceback") == 1
+    assert re.fullmatch(
+        r"rank 1 \(pid \d+\) failed at fails.py:6: KeyError: 'lost'; the other ranks were ended", run.said()[0]
+    )
+    assert "--max-restarts 0" in run.said()[1]
+
+
+def test_signals_reach_all_once_and_75_asks_for_more(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "waits_module").mkdir()
+    (tmp_path / "waits_module" / "__main__.py").write_text(_WAITS)
+    run = start(*_TWO, "-m", "waits_module", "75")
+    wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
+    run.signal(signal.SIGUSR1)
+    said = run.end(75)
+    for rank in (0, 1):
+        assert said.count(f"rank {rank} heard {int(signal.SIGUSR1)}") == 1
+    assert run.said() == ["stopping; once more ends all processes at once"]
+
+
+def test_nothing_is_left_of_a_launcher_that_was_killed_nor_of_its_workers(start: Callable[..., Run]) -> None:
+    run = start(*_TWO, "--grace-s=600", "waits.py", "stay")
+    wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
+    run.process.send_signal(signal.SIGTERM)
+    run.await_text("rank 0 heard 15")
+    run.await_text("rank 1 heard 15")
+    assert all(map(is_alive, run.pids()))
+    assert all(map(is_alive, offspring_in(run))), "the signal is for the ranks alone"
+    others = [pid for pid in children(run.process.pid) if pid not in run.pids()]
+    run.process.kill()
+    run.end(-signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, others)), "the fork server was gone", run.text)
+
+
+def test_second_signal_kills_at_once_with_all_that_workers_started(start: Callable[..., Run]) -> None:
+    run = start(*_TWO, "--grace-s=600", "waits.py", "stay")
+    wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
+    run.process.send_signal(signal.SIGTERM)
+    run.await_text("rank 1 heard 15")
+    run.process.send_signal(signal.SIGINT)
+    run.end(130)
+    wait_for(lambda: not any(map(is_alive, offspring_in(run))), "their children were gone", run.text)
+    assert len(offspring_in(run)) == 2
+
+
+def test_stopped_process_counts_as_dead_and_a_range_shrinks(start: Callable[..., Run]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = f"--master-port={listener.getsockname()[1]}"  # each start has to take it anew
+    run = start("--nproc-per-node=1:2", port, "--max-restarts=3", "--stopped-limit-s=0.5", "waits.py", "0")
+    for number, (strike, started) in enumerate(
+        ((signal.SIGSTOP, 2), (signal.SIGKILL, 4), (signal.SIGKILL, 6)), start=1
+    ):
+        wait_for(lambda count=started: len(run.pids()) == count, f"start {number} came up", run.text)
+        os.kill(run.pid_of(1), strike)
+    wait_for(lambda: len(run.pids()) == 7, "one process came up", run.text)
+    run.signal(signal.SIGHUP)
+    said = run.end(0)
+    told = " ".join(run.said())
+    assert "was ended by its launcher: stopped (SIGSTOP) for 0.5 s" in told
+    assert "restart with 1 process instead of 2" in told.replace("processes instead", "process instead")
+    assert said.count("rank 0 heard 1\n") == 1
+
+
+def test_machines_restart_together(start: Callable[..., Run]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        endpoint = f"localhost:{listener.getsockname()[1]}"
+    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--max-restarts=1")
+    one, other = (start(*words, "--local-addr=127.0.0.1", "waits.py", "75") for _ in range(2))
+    wait_for(lambda: one.pids() and other.pids(), "both machines came up", lambda: one.text() + other.text())
+    os.kill(one.pids()[0], signal.SIGKILL)
+    wait_for(lambda: len(one.pids()) == len(other.pids()) == 2, "both came back", lambda: one.text() + other.text())
+    for run in (one, other):
+        run.process.send_signal(signal.SIGTERM)
+    one.end(75)
+    other.end(75)
+    assert "was killed by SIGKILL" in one.said()[0]
+    assert other.said() == ["stopping; once more ends all processes at once"]

@@ -1,0 +1,325 @@
+"""`lockstep run`'s words, and what it finds out about a program before it starts it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lockstep.cli.train import choose_processes, read_range
+from lockstep.errors import ConfigError
+from lockstep.launch import starter as starting
+from lockstep.launch.fork_server import Start
+from lockstep.launch.guess import FLAGS, guess_program, guess_threads
+from lockstep.launch.launcher import LOOPBACK, Launch, stop_numbers
+from lockstep.launch.preload import is_installed, modules_to_preload
+from lockstep.launch.processes import WorkerProcess
+from lockstep.launch.program import Program, read_program, sees_another
+from lockstep.launch.torchrun_flags import read_flags
+from lockstep.recipes import gpt2
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for name in ("train.py", "tool"):
+        (tmp_path / name).write_text("import torch\n")
+    return tmp_path
+
+
+def read(folder: Path, *words: str) -> Launch:
+    return read_flags(words, folder / "logs")
+
+
+# ------------------------------------------------------------------ flags
+
+
+def test_torchruns_words_mean_what_they_mean_there(folder: Path) -> None:
+    job = read(
+        folder, "--nproc_per_node=3", "--max-restarts", "2", "-r", "0:3,1:1", "-t", "2", "--log-dir", "kept",
+        "--role=r", "--local-ranks-filter=0,2", "--duplicate-stdout-filters=a,b", "train.py", "--nproc-per-node", "9",
+    )  # fmt: skip
+    assert job.program == Program("script", "train.py", ("--nproc-per-node", "9"))
+    assert (job.config.nproc_per_node, job.config.max_restarts, job.config.role) == (3, 2, "r")
+    assert job.config.duplicate_stdout_filters == ["a", "b"]
+    assert job.supervision.policy.max_restarts == 2
+    assert job.supervision.policy.min_processes == 3
+    assert (folder / "kept").is_dir()
+    assert not (folder / "logs").exists()
+    destinations = job.config.logs_specs.reify({rank: {} for rank in range(3)})  # pyright: ignore
+    assert [bool(destinations.stdouts[rank]) for rank in range(3)] == [True, True, False]
+    assert set(destinations.tee_stderrs) == {0, 2}
+    assert job.modules == ("torch",)
+    assert "SIGUSR1" in job.config.signals_to_handle
+
+
+@pytest.mark.parametrize(
+    ("words", "backend", "port"),
+    [
+        ((), LOOPBACK, 0),
+        (("--standalone",), LOOPBACK, 0),
+        (("--standalone", "--master-port=5"), LOOPBACK, 0),
+        (("--master-port=5123",), LOOPBACK, 5123),
+        (("--master-port=5123", "--master-addr=localhost"), LOOPBACK, 5123),
+        (("--master-port=5123", "--master-addr=10.1.2.3"), "static", 0),
+        (("--nnodes=2", "--node-rank=1", "--master-addr=h"), "static", 0),
+        (("--nnodes=1:2", "--rdzv-backend=c10d", "--rdzv-endpoint=h:1"), "c10d", 0),
+        (("--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"), "c10d", 0),
+    ],
+)
+def test_one_machine_meets_itself_on_the_loopback_interface(
+    words: tuple[str, ...], backend: str, port: int, folder: Path
+) -> None:
+    job = read(folder, *words, "train.py")
+    assert (job.config.rdzv_backend, job.port) == (backend, port)
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (("-m", "pack.mod", "-x"), Program("module", "pack.mod", ("-x",))),
+        (("--no-python", "tool", "a"), Program("command", "tool", ("a",))),
+        (("--run-path", "train.py", "a"), Program("script", "train.py", ("a",))),
+    ],
+)
+def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> None:
+    assert read(folder, *words).program == program
+    assert read_program(program.words()) == program
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (("nothing.py",), "there is no script 'nothing.py'"),
+        (("--start-method=fork", "train.py"), "--start-method fork"),
+        (("--no-python", "-m", "tool"), "leave one out"),
+        (("--nnodes=2", "--max-restarts=1", "train.py"), "use --rdzv-backend c10d"),
+        (("--nproc-per-node=3:2", "train.py"), "--nproc-per-node 3:2"),
+        (("--nproc-per-node=0:2", "train.py"), "--nproc-per-node 0:2"),
+        (("--nproc-per-node=auto:2", "train.py"), "--nproc-per-node auto:2"),
+        (("--nproc-per-node=many", "train.py"), "Unsupported nproc_per_node value: many"),
+        (("--nproc-per-node=0", "train.py"), "at least one process"),
+        (("--nnodes=2:1", "train.py"), "min_nodes"),
+        (("--nnodes=x", "train.py"), "nnodes"),
+        (("--max-restarts=-1", "train.py"), "max_restarts"),
+        (("--local-ranks-filter=a", "train.py"), "comma-separated"),
+        (("--redirects=7", "train.py"), "7 does not match"),
+        (("--grace-s=-1", "train.py"), "--grace-s -1"),
+        (("--signals-to-handle=SIGWHAT", "train.py"), "SIGWHAT"),
+        (("--monitor-interval=0", "train.py"), "--monitor-interval"),
+        (("--logs-specs=none_such", "train.py"), "none_such"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(words: tuple[str, ...], answer: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(folder, *words)
+    assert answer in str(caught.value)
+
+
+def test_a_range_starts_with_the_most_and_may_shrink(folder: Path) -> None:
+    job = read(folder, "--nproc-per-node=2:4", "train.py")
+    assert job.config.nproc_per_node == 4
+    assert job.supervision.policy.min_processes == 2
+
+
+def test_shutdown_timeout_asks_the_others_first(folder: Path) -> None:
+    plain, given = read(folder, "train.py").supervision, read(folder, "--shutdown-timeout=7", "train.py").supervision
+    assert (plain.asks_first, given.asks_first, given.failure_grace_s) == (False, True, 7.0)
+
+
+def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import signal
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert stop_numbers("SIGTERM, SIGHUP") == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+# ------------------------------------------------------------------ a guess before torch is there
+
+
+@pytest.mark.parametrize(
+    ("words", "program"),
+    [
+        (("--nproc-per-node", "2", "train.py", "a", "-m"), Program("script", "train.py", ("a", "-m"))),
+        (("-m", "pack", "--x"), Program("module", "pack", ("--x",))),
+        (("--no-python", "tool"), None),
+        (("--start=fresh", "train.py"), None),
+        (("--help",), None),
+    ],
+)
+def test_guess_is_right_where_it_matters(words: tuple[str, ...], program: Program | None, folder: Path) -> None:
+    if words[-1] == "-m":
+        words = words[:-1]
+        program = Program("script", "train.py", ("a",))
+    assert guess_program(words) == program
+    if program is not None:
+        assert read(folder, *words).program == program
+        assert read(folder, *words).flags == FLAGS
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "many"),
+    [
+        ((), {}, False),
+        (("--nproc-per-node=2",), {}, True),
+        (("--nproc_per_node", "4"), {}, True),
+        (("--nproc-per-node", "1"), {}, False),
+        ((), {"PET_NPROC_PER_NODE": "gpu"}, True),
+        (("--nproc-per-node=2",), {"OMP_NUM_THREADS": "8"}, False),
+    ],
+)
+def test_threads_are_limited_for_several_processes(words: tuple[str, ...], environ: dict[str, str], many: bool) -> None:
+    assert guess_threads(words, environ) == ({"OMP_NUM_THREADS": "1"} if many else {})
+
+
+# ------------------------------------------------------------------ what a program imports
+
+
+def test_installed_modules_are_found_through_the_programs_own_files(tmp_path: Path) -> None:
+    files = {
+        "train.py": "import os, numpy as n, torch.nn as nn\nfrom mine import model\nfrom safetensors import torch as t",
+        "mine/__init__.py": "from __future__ import annotations\nfrom . import data\nimport mpi4py",
+        "mine/model.py": "try:\n    import transformers\nexcept ImportError:\n    import rich\nfrom .data import *",
+        "mine/data.py": "from ..mine.deep.er import x\ndef f():\n    import rich\nimport numpy\nimport train",
+        "mine/deep/er.py": "if 1:\n    from tyro import cli\nelse:\n    import broken",
+        "broken.py": "import (",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    found = modules_to_preload(Program("script", "train.py"), tmp_path)
+    assert [name for name in found if is_installed(name)] == [
+        "numpy", "torch.nn", "safetensors", "safetensors.torch", "transformers", "tyro", "tyro.cli",
+    ]  # fmt: skip
+    from_model = modules_to_preload(Program("module", "mine.model"), tmp_path)
+    assert [name for name in from_model if is_installed(name)][:1] == ["transformers"]
+    assert set(from_model) <= set(found)
+    assert modules_to_preload(Program("command", "train.py"), tmp_path) == []
+    assert modules_to_preload(Program("script", "not_there.py"), tmp_path) == []
+
+
+def test_only_installed_packages_are_imported_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "surely_mine.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert [is_installed(name) for name in ("torch.nn", "lockstep.comm", "os", "this", "surely_mine", "nowhere")] == [
+        True, True, False, False, False, False,
+    ]  # fmt: skip
+
+
+# ------------------------------------------------------------------ how workers are started
+
+
+class _Server:
+    """A fork server that answers as it is told."""
+
+    def __init__(self, problem: str = "", workers: list[WorkerProcess | None] | None = None) -> None:
+        self._problem, self.workers, self.closed, self.pid = problem, workers or [], 0, 17
+
+    def problem(self, wait: object) -> str:
+        return self._problem
+
+    def start(self, start: Start, wait: object) -> WorkerProcess | None:
+        return self.workers.pop(0)
+
+    def suits(self, *settings: object) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+def starter_with(
+    monkeypatch: pytest.MonkeyPatch, servers: list[_Server], said: list[str], program: Program, is_warm: bool = True
+) -> tuple[starting.Starter, list[str]]:
+    commands: list[str] = []
+    monkeypatch.setattr(starting, "ForkServer", lambda *settings: servers.pop(0))
+    monkeypatch.setattr(starting, "start_fresh", lambda start, command: commands.append(command[-1]) or "fresh")
+    made = starting.Starter(program, modules=[], is_warm=is_warm, wait=lambda fd: None, say=said.append)
+    return made, commands
+
+
+def test_fork_server_that_dies_is_replaced_and_one_with_threads_is_given_up(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(starting, "may_have_accelerator", lambda: False)
+    program, said = Program("script", "train.py"), []
+    start = Start(program, {}, "", "", "")
+    worker: Any = "forked"
+    dead, alive = _Server(workers=[None]), _Server(workers=[worker, worker])
+    made, commands = starter_with(monkeypatch, [dead, alive], said, program)
+    assert [made.start(start), made.start(start)] == ["forked", "forked"]
+    assert (dead.closed, alive.closed, commands, said) == (1, 0, [], [])
+    made.close()
+    assert alive.closed == 1
+    threaded = _Server(problem="it has threads")
+    made, commands = starter_with(monkeypatch, [threaded], said, program)
+    assert [made.start(start), made.start(start)] == ["fresh", "fresh"]
+    assert (threaded.closed, commands) == (1, ["train.py", "train.py"])
+    assert said == ["workers are started as fresh interpreters, which takes longer: it has threads"]
+    mortal = [_Server(workers=[None]) for _ in range(3)]
+    made, commands = starter_with(monkeypatch, list(mortal), said, program)
+    assert made.start(start) == "fresh"
+    assert [server.closed for server in mortal] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "case", ["command", "not_there.py", "tool.pyc", "folder", "PYTHON_EXEC", "accelerator", "--start fresh"]
+)
+def test_where_a_fork_cannot_be_a_fresh_interpreter_is_started(
+    case: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "tool.pyc").touch()
+    (folder / "folder").mkdir()
+    monkeypatch.setattr(starting, "has_accelerator", lambda: case == "accelerator")
+    monkeypatch.setenv("PYTHON_EXEC", "other" if case == "PYTHON_EXEC" else sys.executable)
+    name = case if case in ("not_there.py", "tool.pyc", "folder") else "train.py"
+    program = Program("command" if case == "command" else "script", name)
+    said: list[str] = []
+    made, commands = starter_with(monkeypatch, [], said, program, is_warm=case != "--start fresh")
+    assert made.start(Start(program, {}, "", "", "")) == "fresh"
+    assert (commands, said, made.server_pid) == ([name], [], 0)
+
+
+def test_another_ranks_end_is_told_from_an_error_of_ones_own() -> None:
+    closed = "[/x/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:39839. This is typically"
+    assert sees_another(RuntimeError(closed))
+    assert not sees_another(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not sees_another(KeyError("Connection closed by peer"))
+
+
+# ------------------------------------------------------------------ lockstep train -n
+
+
+@pytest.mark.parametrize(("text", "numbers"), [(None, (0, 0)), ("3", (3, 3)), ("1:4", (1, 4))])
+def test_number_of_processes_or_a_range(text: str | None, numbers: tuple[int, int]) -> None:
+    assert read_range(text) == numbers
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "0:3", "3:1", "x", "1:", "1:2:3", "", ":2", "9999999"])
+def test_impossible_number_of_processes_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="-n"):
+        read_range(text)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "cores", "chosen"), [((1, 4), 8, 4), ((1, 3), 8, 2), ((3, 4), 2, 4), ((2, 2), 1, 2), ((1, 7), 1, 4)]
+)
+def test_most_processes_that_divide_the_batch(
+    numbers: tuple[int, int], cores: int, chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from dataclasses import replace
+
+    monkeypatch.setattr("lockstep.cli.train.may_have_accelerator", lambda: False)
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
+    run = gpt2.tiny()
+    run = replace(run, train=replace(run.train, batch=8, microbatch=None))
+    assert choose_processes(run, *numbers) == chosen
+    with pytest.raises(ConfigError, match="cannot be divided among 7 processes"):
+        choose_processes(run, 5, 7)

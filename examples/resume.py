@@ -1,4 +1,6 @@
-"""A training loop of one's own that may be stopped or killed at any moment: started again, it ends with the same bits.
+"""A training loop of one's own that may be stopped or killed at any moment, and goes on where it was.
+
+On as many ranks as before it then ends with the same bits, on others with every sample all the same.
 
 lockstep run --nproc-per-node 2 --max-restarts 3 examples/resume.py out      starts ranks that die again, by itself
 torchrun --nproc-per-node 2 examples/resume.py out                           start it again, with any number of ranks

@@ -217,8 +217,8 @@ def problems_after_save(place: Place, scenario: Scenario, outcome: Outcome, faul
         problems.append(f"raised {outcome.said}")
     if fault is EINTR and outcome.code != 0:
         problems.append(f"an interruption is no error: {outcome.said}")
-    number = tried(lambda: place.newest(may_pass_over=fault is SHORT or place.mode == "marker"), problems)
-    if fault is not SHORT and place.mode == "rename":
+    number = tried(lambda: place.newest(may_pass_over=fault is SHORT), problems)
+    if fault is not SHORT:
         tried(place.verify, problems)
     if not problems and number not in (scenario.old, scenario.new):
         problems.append(f"loads state {number}")
@@ -246,7 +246,7 @@ def problems_of_leftover(place: Place, scenario: Scenario, outcome: Outcome, cal
         problems.append("the process that was left over has saved")
     if outcome.code != 0 and not outcome.said.startswith("StaleGeneration"):
         problems.append(f"the process that was left over ended with {outcome.code} {outcome.said}")
-    number = tried(lambda: place.newest(may_pass_over=place.mode == "marker"), problems)
+    number = tried(place.newest, problems)
     if number != (scenario.new if is_later else 5):
         problems.append(f"loads state {number}")
     return problems + problems_of_next(place)

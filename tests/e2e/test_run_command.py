@@ -141,6 +141,7 @@ def test_stock_script_survives_kills_of_a_rank_and_of_the_fork_server(
     host = socket.inet_aton(socket.gethostbyname(socket.gethostname()))[::-1].hex().upper()  # Gloo's own choice
     assert set(addresses) <= loopback | {host} - {"00000000"}
     os.kill(server, signal.SIGKILL)
+    wait_for(lambda: set(children(agent)) - {server, *ranks}, "another fork server is loading", run.text)
     victim = run.pid_of(1)
     os.kill(victim, signal.SIGKILL)
     wait_for(lambda: len(run.pids()) == 4, "both ranks came back", run.text)

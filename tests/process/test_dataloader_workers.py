@@ -13,7 +13,10 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from lockstep import DataLoader, DistributedSampler
+from lockstep.data.order import epoch_order
+from lockstep.data.sample_rng import derived_seed, epoch_key, generators_kept, seed_generators
 from lockstep.errors import DataError
+from lockstep.testing.worlds import run_threads
 
 LENGTH = 101
 Rows = list[tuple[int, float, float, float, int]]
@@ -38,20 +41,40 @@ def tell_the_dataset(worker: int) -> None:
     info.dataset.told = 7  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def loader_of(rank: int, world_size: int, batch_size: int, num_workers: int = 0, **kwargs: Any) -> DataLoader[Any]:
+def loader_of(rank: int, world_size: int, batch_size: int, num_workers: int = 0) -> DataLoader[Any]:
+    workers: dict[str, Any] = {}
     if num_workers:
-        kwargs |= {"multiprocessing_context": "forkserver", "worker_init_fn": tell_the_dataset}
+        workers = {
+            "multiprocessing_context": "forkserver",
+            "worker_init_fn": tell_the_dataset,
+            "persistent_workers": True,
+        }
     data = Noisy()
     sampler = DistributedSampler(data, world_size, rank, seed=7)
-    return DataLoader(data, batch_size=batch_size, sampler=sampler, num_workers=num_workers, collate_fn=list, **kwargs)
+    return DataLoader(data, batch_size, sampler=sampler, num_workers=num_workers, collate_fn=list, **workers)
+
+
+def in_order(epoch: int) -> list[int]:
+    return epoch_order(LENGTH, "torch", 7, epoch)(np.arange(LENGTH)).tolist()
+
+
+def drawn_by_rank_0_of_2(epoch: int, start: int, stop: int) -> Rows:
+    """Its rows in batches of 4, each drawn from generators that were seeded for it, as a worker does."""
+    data, indices, rows = Noisy(), in_order(epoch)[start:stop:2], []
+    data.told = 7
+    with generators_kept():
+        for first in range(0, len(indices), 4):
+            seed_generators(derived_seed(epoch_key(7, epoch), start + 2 * first))
+            rows += [data[index] for index in indices[first : first + 4]]
+    return rows
 
 
 def rows_of(batches: Any) -> Rows:
     return [row for batch in batches for row in batch]
 
 
-def without_told(rows: Rows) -> list[Any]:
-    return [row[:-1] for row in rows]
+def indices_of(batches: Any) -> list[int]:
+    return [row[0] for row in rows_of(batches)]
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
@@ -63,48 +86,38 @@ def end_workers(loader: DataLoader[Any]) -> None:
 
 @pytest.mark.limit_s(180)
 def test_workers_change_nothing_and_come_and_go(request: pytest.FixtureRequest) -> None:
-    """Rank 0 of 2 with two workers that stay; then one process alone without workers; then alone with one worker."""
-    alone = loader_of(0, 1, 8)
-    uninterrupted = [without_told(rows_of(alone)) for _ in range(2)]
-    rank_1 = loader_of(1, 2, 4)
-    main_generators = random.getstate(), torch.get_rng_state()
-
-    rank_0 = loader_of(0, 2, 4, num_workers=2, persistent_workers=True)
+    """One process without workers; then two ranks, of which rank 0 has two workers that stay; then one process."""
+    alone = loader_of(0, 1, 5)
+    assert indices_of(islice(alone, 2)) == in_order(0)[:10]
+    rank_0, rank_1 = loader_of(0, 2, 4, num_workers=2), loader_of(1, 2, 4)
     request.addfinalizer(lambda: end_workers(rank_0))
-    first = rows_of(rank_0)
-    assert {row[-1] for row in first} == {7}
-    assert without_told(first)[:50] == uninterrupted[0][0:100:2]
-    rows_of(rank_1)
+    for loader in (rank_0, rank_1):
+        loader.load_state_dict(json.loads(json.dumps(alone.state_dict())))
+    main_generators = random.getstate(), torch.get_rng_state()
+    assert rows_of(rank_0) == drawn_by_rank_0_of_2(epoch=0, start=10, stop=LENGTH)
+    assert random.getstate() == main_generators[0]
+    assert torch.equal(torch.get_rng_state(), main_generators[1])
+    assert indices_of(rank_1) == [*in_order(0)[11::2], in_order(0)[0]]
+
+    stale = iter(rank_0)
     for loader in (rank_0, rank_1):
         loader.set_epoch(1)
-    stale = iter(rank_0)
-    rank_0.set_epoch(1)
     batches = iter(rank_0)
     with pytest.raises(DataError, match="gone on to a later iter"):
         next(stale)
-    trained = [rows_of(islice(each, 3)) for each in (batches, iter(rank_1))]
+    assert rows_of(islice(batches, 3)) == drawn_by_rank_0_of_2(epoch=1, start=0, stop=24)
     drawn = rank_0.sampler.state_dict()["consumed"]  # pyright: ignore[reportAttributeAccessIssue]
     assert drawn > 24, "the workers did not draw ahead: nothing was tested"
-    mixed = [row for pair in zip(*map(without_told, trained), strict=True) for row in pair]
-    assert mixed == uninterrupted[1][:24]
-    rank_0.coverage.merge(rank_1.coverage)  # what combine does, without a group
-    rank_0.coverage.world_size = 1
+    assert indices_of(islice(rank_1, 3)) == in_order(1)[1:24:2]
+    run_threads(2, lambda comm: (rank_0, rank_1)[comm.rank].coverage.combine(comm))
     state = json.loads(json.dumps(rank_0.state_dict()))
+    assert state == rank_1.state_dict()
     end_workers(rank_0)
 
-    second = loader_of(0, 1, 5)
-    second.load_state_dict(state)
-    more = without_told(rows_of(islice(second, 4)))
-    assert more == uninterrupted[1][24:44]
-
-    third = loader_of(0, 1, 16, num_workers=1, prefetch_factor=3)
-    third.load_state_dict(json.loads(json.dumps(second.state_dict())))
-    rest = rows_of(third)
-    assert {row[-1] for row in rest} == {7}
-    assert without_told(rest) == uninterrupted[1][44:]
-    assert [verdict.words for verdict in third.coverage.verdicts()] == [
+    last = loader_of(0, 1, 16)
+    last.load_state_dict(state)
+    assert indices_of(last) == in_order(1)[24:]
+    assert [verdict.words for verdict in last.coverage.verdicts()] == [
         "each of 101 samples exactly once, 1 once more to fill the last round",
         "each of 101 samples exactly once",
     ]
-    assert random.getstate() == main_generators[0]
-    assert torch.equal(torch.get_rng_state(), main_generators[1])

@@ -116,6 +116,11 @@ def server() -> Iterator[ForkServer]:
             server.close()
 
 
+def at_once(descriptor: int, limit_s: float) -> bool:
+    """As a launcher waits that nobody disturbs."""
+    return bool(wait_for([descriptor], min(limit_s, _LIMIT_S)))
+
+
 def outcome(start: Callable[[Start], WorkerProcess | None], program: Program, files: Path) -> tuple[int, str, str]:
     """(exit code, standard output, standard error) of a worker."""
     paths = [files / name for name in ("out", "err", "error.json")]
@@ -157,11 +162,11 @@ def test_worker_does_what_python_does(
     program: Program, folder: Path, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(folder)
-    assert server.problem(lambda descriptor: None) == ""
+    assert server.problem(at_once) == ""
     code, out, err = by_python(program)
 
     def forked(start: Start) -> WorkerProcess | None:
-        return server.start(start, lambda descriptor: None)
+        return server.start(start, at_once)
 
     def fresh(start: Start) -> WorkerProcess:
         return start_fresh(start, [*python_command("program", "-u"), *program.words()])
@@ -184,9 +189,7 @@ def test_random_numbers_of_forked_workers_are_their_own(folder: Path, server: Fo
     script.write_text("import random, numpy\nprint(random.random(), numpy.random.random())\n")
     program = Program("script", str(script))
     drawn = [
-        number
-        for _ in range(3)
-        for number in outcome(lambda s: server.start(s, lambda descriptor: None), program, tmp_path)[1].split()
+        number for _ in range(3) for number in outcome(lambda s: server.start(s, at_once), program, tmp_path)[1].split()
     ]
     assert len(drawn) == len(set(drawn)) == 6
 
@@ -197,7 +200,7 @@ def test_worker_begins_only_when_its_launcher_knows_it(folder: Path, server: For
     class GivesUp(Exception):
         pass
 
-    def give_up(descriptor: int) -> None:
+    def give_up(descriptor: int, limit_s: float) -> bool:
         wait_for([descriptor], _LIMIT_S)  # the worker exists
         raise GivesUp
 
@@ -205,7 +208,7 @@ def test_worker_begins_only_when_its_launcher_knows_it(folder: Path, server: For
     (tmp_path / "mark.py").write_text(f"open({str(marker)!r}, 'w')\n")
     other = ForkServer([], {**os.environ, AGENT_PID: str(os.getpid())}, [])
     try:
-        assert other.problem(lambda descriptor: None) == ""
+        assert other.problem(at_once) == ""
         environ = {**os.environ, AGENT_PID: str(os.getpid())}
         with pytest.raises(GivesUp):
             other.start(Start(Program("script", str(tmp_path / "mark.py")), environ, os.getcwd(), "", ""), give_up)
@@ -222,15 +225,17 @@ def test_server_that_has_ended_is_noticed(tmp_path: Path) -> None:
     with adopting_orphans():
         server = ForkServer([], {**os.environ, AGENT_PID: str(os.getpid())}, [])
         try:
-            assert server.problem(lambda descriptor: None) == ""
-            os.kill(server.pid, signal.SIGKILL)
+            assert server.problem(at_once) == ""
             start = Start(Program("script", "x.py"), dict(os.environ), os.getcwd(), "", "")
-            assert server.start(start, lambda descriptor: None) is None
+            os.kill(server.pid, signal.SIGSTOP)
+            assert server.start(start, lambda descriptor, limit_s: bool(wait_for([descriptor], 0.1))) is None
+            os.kill(server.pid, signal.SIGKILL)
+            assert server.start(start, at_once) is None
         finally:
             server.close()
         unborn = ForkServer(["lockstep.launch.program", "antigravity_is_no_module"], {**os.environ, AGENT_PID: "1"}, [])
         try:
-            assert "ended while it was loading" in unborn.problem(lambda descriptor: None)  # its launcher is not pid 1
+            assert unborn.problem(at_once) is None  # its launcher is not pid 1
         finally:
             unborn.close()
 

@@ -222,7 +222,7 @@ def killed_at(number: int, patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("by_launcher", [True, False])
 def test_killed_and_resumed_again_and_again_the_logs_are_those_of_one_run(run: RunConfig, by_launcher: bool) -> None:
-    run = short_epochs(run)
+    run = with_option(short_epochs(run), "checkpoint", background=by_launcher)
     alone = replace(run, out=run.out.parent / "alone")
     expected = go(alone, 1)[0]
     (run.out / "checkpoints").mkdir(parents=True)

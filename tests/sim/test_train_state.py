@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.tensor_parts import held
+from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.strategy import optimizer_for, parallelize
-from lockstep.parallel.train_state import TrainState
+from lockstep.parallel.train_state import OptimizerState, TrainState
 from lockstep.testing.worlds import run_threads
 
 Pair = tuple[nn.Module, torch.optim.Optimizer]
@@ -187,3 +189,195 @@ def test_any_strategy_goes_on_where_any_other_was(first: str, tmp_path: Path) ->
         after = everything(target)["train"]
         assert float(after["optimizer"]["state"]["norm.weight"]["step"]) == 3.0, name
         assert not torch.equal(after["model"]["norm.weight"], expected["train"]["model"]["norm.weight"]), name
+
+
+# ------------------------------------------------------------------ where only the optimizer is cut
+
+
+class Loose(nn.Module):
+    """Parameters that lie in memory otherwise than row by row, a scalar, an empty one, and one that is never used."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        shapes: dict[str, tuple[int, ...]] = {"turned": (7, 9), "scalar": (), "none": (0, 3), "cube": (3, 5, 7)}
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape, dtype=dtype)))
+        self.turned = nn.Parameter(torch.randn(9, 7, dtype=dtype).t())
+        self.image = nn.Parameter(torch.randn(3, 4, 2, 5, dtype=dtype).to(memory_format=torch.channels_last))
+        self.unused = nn.Parameter(torch.randn(6, dtype=dtype))
+
+    def forward(self) -> Tensor:
+        used = (self.turned, self.scalar, self.none, self.cube, self.image)
+        return sum((p.float().sin() * (1 + i)).sum() for i, p in enumerate(used))  # type: ignore[return-value]
+
+
+class Wide(torch.optim.Optimizer):
+    """Of somebody else's: its state is wider than the parameters, and a number counts the steps."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    sums = state.setdefault("sums", torch.zeros_like(param, dtype=torch.float64))
+                    state["count"] = state.get("count", 0) + 1
+                    sums.add_(param.grad.double() / 3)
+                    param.sub_((group["lr"] * sums).to(param.dtype))
+
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 0.1, "amsgrad": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD without state": (torch.optim.SGD, {"lr": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"lr": 0.1}),
+    "Wide": (Wide, {"lr": 0.1}),
+}
+
+
+def train_loose(
+    comm: Communicator, models: list[nn.Module], name: str, is_cut: bool, source: Path | None, target: Path
+) -> None:
+    """Go on from `source`, save that again, and after one more step."""
+    model, (cls, kwargs) = models[comm.rank], OPTIMIZERS[name]
+    params = model.parameters()
+    optimizer = ShardedOptimizer(params, cls, process_group=comm, **kwargs) if is_cut else cls(params, **kwargs)
+    state = {"train": TrainState(model, optimizer)}
+    found = None if source is None else Checkpointer(source, comm).load(state)
+    step = found.step if found else 0
+    with Checkpointer(target, comm, keep=None) as checkpointer:
+        checkpointer.save(step, state)
+        model().backward()
+        optimizer.step()
+        checkpointer.save_async(step + 1, state)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_cut_optimizer_is_saved_where_it_is_and_loaded_by_any_number_of_ranks(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if name == "Wide" else torch.float32
+    first, other = Loose(dtype), Loose(dtype)
+    worlds = ((3, True), (2, True), (1, False), (5, True), (1, True))
+    alone = train_alone(copy.deepcopy(first), name, len(worlds))
+    source: Path | None = None
+    for number, (world_size, is_cut) in enumerate(worlds):
+        target = tmp_path / str(number)
+        models = [copy.deepcopy(other if number else first) for _ in range(world_size)]
+        run_threads(world_size, train_loose, models, name, is_cut, source, target)
+        if source is not None:
+            assert_same(state_of(target, number), state_of(source, number))
+        found = state_of(target, number + 1)["train"]["model"]
+        for fqn, expected in alone[number].items():
+            torch.testing.assert_close(found[fqn], expected, msg=f"{fqn} after {number + 1} steps")
+        source = target
+    states = state_of(tmp_path / "4", 5)["train"]["optimizer"]["state"]
+    assert "unused" not in states
+    if name == "AdamW":
+        assert states["image"]["exp_avg"].shape == (3, 4, 2, 5)
+        assert states["scalar"]["max_exp_avg_sq"].shape == ()
+        assert float(states["none"]["step"]) == 5.0
+    if name == "Wide":
+        assert states["cube"]["sums"].dtype == torch.float64
+        assert states["cube"]["count"] == 5
+
+
+def train_alone(model: nn.Module, name: str, steps: int) -> list[dict[str, Tensor]]:
+    cls, kwargs = OPTIMIZERS[name]
+    optimizer = cls(model.parameters(), **kwargs)
+    found = []
+    for _ in range(steps):
+        model().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append({fqn: param.detach().clone() for fqn, param in model.named_parameters()})
+    return found
+
+
+def state_of(directory: Path, step: int) -> Any:
+    loaded = Checkpointer(directory).load(step=step)
+    assert loaded is not None
+    return loaded.state
+
+
+def files_of_a_cut_optimizer(comm: Communicator, models: list[nn.Module], directory: Path) -> tuple[int, int]:
+    model = models[comm.rank]
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=comm)
+    model(torch.ones(1, 501)).sum().backward()
+    optimizer.step()
+    state = OptimizerState(model, optimizer)
+    held_here = sum(tensor.numel() for entry in state.state_dict()["state"].values() for _, tensor in _held(entry))
+    path = Checkpointer(directory, comm).save(1, {"optimizer": state})
+    return held_here, (path / f"rank-{comm.rank:05}.safetensors").stat().st_size
+
+
+def _held(entry: dict[str, Any]) -> list[tuple[Any, Tensor]]:
+    return [piece for key in ("exp_avg", "exp_avg_sq") for piece in held(entry[key])]
+
+
+def test_nothing_is_gathered_and_every_rank_writes_what_it_has(tmp_path: Path) -> None:
+    model = nn.Linear(501, 99, bias=False)
+    results = run_threads(4, files_of_a_cut_optimizer, [copy.deepcopy(model) for _ in range(4)], tmp_path)
+    assert sum(numel for numel, _ in results) == 2 * 501 * 99
+    assert all(numel < 2 * 501 * 25 and size < 4 * 2 * 501 * 26 for numel, size in results)
+
+
+# ------------------------------------------------------------------ what does not fit
+
+
+def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
+    torch.manual_seed(0)
+    saved = Odd()
+    optimizer = torch.optim.AdamW(groups_of(saved), lr=0.1)
+    step(saved, optimizer)
+    good = copy.deepcopy(TrainState(saved, optimizer).state_dict())
+
+    def changed(change: Callable[[Any], Any]) -> Any:
+        state = copy.deepcopy(good)
+        change(state)
+        return state
+
+    cases: list[tuple[Callable[[Any], Any], str]] = [
+        (lambda s: s.pop("optimizer"), "the state has no optimizer: it has model"),
+        (lambda s: s["model"].pop("norm.bias"), "it lacks 'norm.bias'"),
+        (lambda s: s["model"].update(new=torch.ones(1)), "it has 'new'"),
+        (lambda s: s["model"].update({"norm.bias": torch.ones(4)}), r"'norm.bias' is \[4\], not \[5\]"),
+        (lambda s: s["optimizer"]["state"].update(new={}), "optimizer state for 'new'"),
+        (lambda s: s["optimizer"]["param_groups"].pop(), "'blocks.0.bias' is in none"),
+        (lambda s: _split_first_group(s["optimizer"]["param_groups"]), "in several there"),
+    ]
+    model = Odd()
+    train = TrainState(model, torch.optim.AdamW(groups_of(model), lr=0.3))
+    before = copy.deepcopy(train.state_dict())
+    for change, words in cases:
+        with pytest.raises(CheckpointMismatch, match=words):
+            train.load_state_dict(changed(change))
+        assert_same(train.state_dict(), before)
+    train.load_state_dict(good)
+    assert_same(train.state_dict(), good)
+    with pytest.raises(ConfigError, match=r"1 parameter\(s\) that are not in the model, of shapes \[\(2,\)\]"):
+        TrainState(model, torch.optim.SGD([nn.Parameter(torch.ones(2))])).state_dict()
+
+
+def _split_first_group(groups: list[dict[str, Any]]) -> None:
+    first, *rest = groups[0]["params"]
+    groups.append({**groups[0], "params": [first]})
+    groups[0]["params"] = rest
+
+
+def test_wrappers_have_no_part_in_names() -> None:
+    model = Odd()
+    expected = list(model.state_dict())
+    compiled: Any = torch.compile(model, backend="eager")
+    model.blocks[0] = torch.compile(model.blocks[0], backend="eager")  # type: ignore[assignment]
+    optimizer = torch.optim.AdamW(model.parameters())
+    state = TrainState(compiled, optimizer).state_dict()
+    assert list(state["model"]) == expected
+    assert "blocks.0.weight" in state["optimizer"]["param_groups"][0]["params"]
+    state = copy.deepcopy(state)
+    with torch.no_grad():
+        model.norm.weight.fill_(3.0)
+    TrainState(compiled, optimizer).load_state_dict(state)
+    assert model.norm.weight.tolist() == [1.0] * 5

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from lockstep.data.coverage import Coverage, tally_of
 from lockstep.data.dataloader import DataLoader
 from lockstep.data.loader import TokenLoader
 from lockstep.data.order import epoch_order
+from lockstep.data.permutation import KeyedPermutation
 from lockstep.data.sample_log import sample_ids, samples_by_epoch
 from lockstep.data.sampler import DistributedSampler
 
@@ -40,6 +42,12 @@ class Prefetching:
             reply = self.collate(self.dataset.__getitems__(ahead.pop(0)))
             ahead += [request for _, request in zip(range(1), requests, strict=False)]
             yield reply
+
+
+@cache
+def tabled_permutation(length: int, seed: int, epoch: int) -> Callable[[Any], Any]:
+    """`KeyedPermutation`, computed once: it is made for many samples, and for few of them slow."""
+    return KeyedPermutation(length, seed, epoch)(np.arange(length)).__getitem__
 
 
 class _Asked(Exception):
@@ -116,7 +124,7 @@ class EpochRun:
                 collate_fn=list,
                 num_workers=1,
                 prefetch_factor=depth,
-                sample_rng=False,
+                seed_per="never",
             )
             for rank in range(world_size)
         ]
@@ -126,7 +134,7 @@ class EpochRun:
         self.epoch = 0 if state is None else state["sampler"]["epoch"]
         self.base = len(self.history.get(self.epoch, ()))  # of this epoch, in the state
         self.is_over = state is not None and state["sampler"]["consumed"] == self.length
-        self.passes: list[Iterator[Any]] = []
+        self.passes: Sequence[Iterator[Any]] = []
         self.ended_here = self.repeats = False
 
     def _begin(self) -> None:

@@ -29,6 +29,7 @@ def test_plan_has_what_was_asked_for_and_every_victim_and_every_moment() -> None
     assert Counter(strike.signal for strike in plan) == {"SIGKILL": 1000, "SIGSTOP": 5, "SIGTERM": 7}
     assert {strike.role for strike in plan} == set(SHARES)
     assert {strike.role for strike in plan if strike.signal == "SIGSTOP"} == {"rank"}
+    assert {strike.role for strike in draw_plan(1, 0, 0, 500)} == {"rank", "supervisor"}
     tenths = Counter(int(10 * strike.moment) for strike in plan)
     assert set(tenths) == set(range(10))
     assert min(tenths.values()) > 60
@@ -53,6 +54,13 @@ def test_who_is_not_there_yet_is_represented_by_who_starts_it(
     role: Any, which: float, present: dict[Any, list[int]], expected: tuple[str, int] | None
 ) -> None:
     assert choose(Strike("SIGKILL", role, which, 0.0), present) == expected
+
+
+def test_signals_hit_only_whom_they_are_for() -> None:
+    present: dict[Any, list[int]] = {"rank": [], "fork server": [5], "supervisor": [1]}
+    assert choose(Strike("SIGTERM", "rank", 0.0, 0.0), present) == ("supervisor", 0)
+    assert choose(Strike("SIGSTOP", "rank", 0.0, 0.0), present) is None
+    assert choose(Strike("SIGSTOP", "rank", 0.5, 0.0), {"rank": [11, 12]}) == ("rank", 1)
 
 
 def test_table_counts_every_blow_once() -> None:

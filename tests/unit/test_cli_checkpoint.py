@@ -86,6 +86,7 @@ def test_ls_tells_damaged_and_unfinished_ones(run: Path, capsys: pytest.CaptureF
     data.write_bytes(data.read_bytes()[:-1])
     unfinished = run / "checkpoints" / ".generation-1" / "step-00000150-g1"
     unfinished.mkdir(parents=True)
+    (run / "checkpoints" / "step-00000160-g1").mkdir()  # as where folders are not renamed
     said = Said(capsys, "ls", run)
     assert said.code == 1
     assert "damaged: " in said.lines[1]
@@ -93,6 +94,8 @@ def test_ls_tells_damaged_and_unfinished_ones(run: Path, capsys: pytest.CaptureF
     assert said.lines[2].endswith("complete"), "a flipped bit is seen with --verify"
     assert said.lines[3].split()[0] == "150"
     assert said.lines[3].split()[-3:] == ["?", "1", "unfinished"]
+    assert said.lines[4].split()[0] == "160"
+    assert said.lines[4].endswith("unfinished")
     said = Said(capsys, "ls", run, "--verify")
     assert all("damaged: " in line for line in said.lines[1:3])
     flip(folder_of(run, 100) / "manifest.json", 200)

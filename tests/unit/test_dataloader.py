@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from run_histories import Prefetching
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from lockstep import DataLoader, DistributedSampler
+from lockstep import DataLoader, DistributedSampler, rng_state, set_rng_state
+from lockstep.data import dataloader
 from lockstep.data.coverage import tally_of
 from lockstep.data.sample_log import sample_ids
 from lockstep.errors import ConfigError, DataError, UnsupportedArgument
@@ -60,6 +62,14 @@ def drawn(loader: DataLoader[Any], batches: int | None = None) -> dict[int, tupl
     """Sample -> the random numbers that it came with."""
     rows = [row for batch in islice(loader, batches) for row in batch]
     return {row[0]: row[1:] for row in rows}
+
+
+def seeded(cls: Any) -> Any:
+    """`cls`, with the script's generators as at its beginning."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    return cls
 
 
 def generators() -> list[Any]:
@@ -177,33 +187,82 @@ def test_two_passes_at_once_are_equal() -> None:
 @pytest.mark.parametrize("dataset_class", [Noisy, InBatches])
 def test_the_scripts_generators_are_left_alone(dataset_class: type[Noisy]) -> None:
     before = generators()
-    list(DataLoader(dataset_class(), batch_size=4, shuffle=True))
+    list(DataLoader(dataset_class(), batch_size=4, shuffle=True, seed_per="sample"))
+    list(DataLoader(DATA, batch_size=4, shuffle=True))
     assert generators() == before
 
 
-def test_random_numbers_belong_to_the_sample() -> None:
-    expected = drawn(DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=list))
+def per_sample(batch_size: int | None, seed: int = 0, **kwargs: Any) -> DataLoader[Any]:
+    if "sampler" not in kwargs:
+        kwargs |= {"shuffle": True, "seed": seed}
+    return DataLoader(Noisy(), batch_size, collate_fn=list, seed_per="sample", **kwargs)
+
+
+def test_random_numbers_can_belong_to_the_sample() -> None:
+    expected = drawn(per_sample(4))
     assert len(set(expected.values())) == LENGTH
     found: dict[int, Any] = {}
     for rank in range(3):
-        found |= drawn(DataLoader(Noisy(), batch_size=5, sampler=sampler(rank, 3), collate_fn=list))
+        found |= drawn(per_sample(5, sampler=sampler(rank, 3)))
     assert found == expected
-    first = DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=list)
+    found = {row[0]: tuple(row[1:]) for row in per_sample(None)}
+    assert found == expected
+    first = per_sample(4)
     found = drawn(first, batches=2)
-    second = DataLoader(Noisy(), batch_size=3, shuffle=True, collate_fn=list)
+    second = per_sample(3)
     second.load_state_dict(first.state_dict())
     torch.rand(3)
     assert found | drawn(second) == expected
     assert drawn(second) != expected, "the next epoch has other ones"
-    other = drawn(DataLoader(Noisy(), batch_size=4, shuffle=True, collate_fn=list, seed=1))
-    assert not set(other.values()) & set(expected.values())
+    assert not set(drawn(per_sample(4, seed=1)).values()) & set(expected.values())
 
 
-def test_without_sample_rng_the_dataset_draws_from_the_scripts_generators() -> None:
-    torch.manual_seed(0)
-    first = drawn(DataLoader(Noisy(), batch_size=4, collate_fn=list, sample_rng=False))
-    torch.manual_seed(0)
-    assert [values[2] for values in first.values()] == [float(torch.rand(())) for _ in range(LENGTH)]
+def rank_rows(rank: int, world_size: int, batch: int, state: Any = None, stop: int | None = None) -> tuple[Any, Any]:
+    """With a worker: the rows of epoch 1, or of its rest, up to batch `stop`; and the state after that."""
+    with_state = DataLoader(Noisy(), batch, sampler=sampler(rank, world_size), num_workers=1, collate_fn=list)
+    if state is None:
+        with_state.set_epoch(1)
+    else:
+        with_state.load_state_dict(state)
+    rows = [row for found in islice(with_state, stop) for row in found]
+    return rows, with_state.state_dict()
+
+
+def test_a_workers_random_numbers_belong_to_the_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its place in the epoch, that is: for any rank, and wherever a resumed run begins."""
+    monkeypatch.setattr(dataloader, "TorchDataLoader", Prefetching)
+    seen: set[float] = set()
+    for world_size, batch in [(1, 1), (1, 5), (2, 4), (3, 2), (5, 3)]:
+        for rank in range(world_size):
+            whole, _ = rank_rows(rank, world_size, batch)
+            assert len({row[1:] for row in whole}) == len(whole)
+            for stop in range(1, -(-len(whole) // batch)):
+                first, state = rank_rows(rank, world_size, batch, stop=stop)
+                rest, _ = rank_rows(rank, world_size, batch, state)
+                assert first + rest == whole
+            if (world_size, batch) == (3, 2):
+                assert not seen & {row[1] for row in whole}, "ranks draw the same"
+                seen |= {row[1] for row in whole}
+
+
+@pytest.mark.parametrize("seed_per", ["batch", "never"])
+@pytest.mark.parametrize("batch_size", [4, None])
+def test_without_workers_a_dataset_draws_from_the_scripts_generators(seed_per: Any, batch_size: int | None) -> None:
+    """So with these, which a checkpoint holds too, a loader goes on exactly."""
+    torchs = seeded(TorchDataLoader)(Noisy(), batch_size, generator=torch.Generator())  # else it draws a number more
+    expected = str(list(torchs))
+    assert str(list(seeded(DataLoader)(Noisy(), batch_size, seed_per=seed_per))) == expected
+
+    whole = seeded(DataLoader)(Noisy(), batch_size, shuffle=True, seed_per=seed_per)
+    batches = iter(whole)
+    for _ in range(3):
+        next(batches)
+    state, generator_states = whole.state_dict(), rng_state()
+    expected = str(list(batches))
+    resumed = seeded(DataLoader)(Noisy(), batch_size, shuffle=True, seed_per=seed_per)
+    resumed.load_state_dict(state)
+    set_rng_state(generator_states)
+    assert str(list(resumed)) == expected
 
 
 # ---------------------------------------------------------------------- errors
@@ -243,6 +302,7 @@ def test_a_batch_that_cannot_be_read_is_passed_over_but_not_counted() -> None:
         ({"batch_sampler": [[1, 2], [3]]}, UnsupportedArgument, "batch_sampler=list"),
         ({"batch_sampler": BatchSampler(RandomSampler(DATA), 2, False)}, UnsupportedArgument, "batch_sampler.sampler"),
         ({"in_order": False}, UnsupportedArgument, "in_order=False"),
+        ({"seed_per": "epoch"}, ConfigError, "seed_per='epoch': choose one of batch, sample, never"),
         ({"seed": 1, "generator": torch.Generator()}, ConfigError, "contradict"),
         ({"sampler": DistributedSampler(DATA, 1, 0), "shuffle": True}, ValueError, "mutually exclusive"),
         ({"sampler": SequentialSampler(DATA), "shuffle": True}, ValueError, "mutually exclusive"),

@@ -7,23 +7,27 @@ from __future__ import annotations
 
 import os
 import random
+from functools import cache
 
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from run_histories import EpochRun, Prefetching, StreamRun
+from run_histories import EpochRun, Prefetching, StreamRun, tabled_permutation
 
 from lockstep.data import dataloader
+from lockstep.data import order as orders
 
-HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "1500"))
+HISTORIES = int(os.environ.get("LOCKSTEP_HISTORIES", "2000"))
 WORLDS, BATCHES, DEPTHS = st.integers(1, 5), st.integers(1, 6), st.integers(1, 5)
-TAILS = ["repeat", "drop", "none"]
+TAILS, ORDERS = ["repeat", "drop", "none"], ["torch", "keyed"]
 
 
 @pytest.fixture(autouse=True)
-def _prefetch_without_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_processes_and_quick_orders(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dataloader, "TorchDataLoader", Prefetching)
+    monkeypatch.setattr(orders, "KeyedPermutation", tabled_permutation)
+    monkeypatch.setattr(orders, "torch_permutation", cache(orders.torch_permutation))
 
 
 class Runs(RuleBasedStateMachine):
@@ -54,9 +58,15 @@ class Runs(RuleBasedStateMachine):
 
 
 class EpochRuns(Runs):
-    @initialize(length=st.integers(1, 40), tail=st.sampled_from(TAILS), drop=st.booleans(), named=st.booleans())
-    def start(self, length: int, tail: str, drop: bool, named: bool) -> None:
-        self.run = EpochRun(length, "torch", tail, drop, named)
+    @initialize(
+        length=st.integers(1, 40),
+        order=st.sampled_from(ORDERS),
+        tail=st.sampled_from(TAILS),
+        drop=st.booleans(),
+        named=st.booleans(),
+    )
+    def start(self, length: int, order: str, tail: str, drop: bool, named: bool) -> None:
+        self.run = EpochRun(length, order, tail, drop, named)
 
     @precondition(lambda self: hasattr(self, "run"))
     @rule()
@@ -71,9 +81,9 @@ class EpochRuns(Runs):
 
 
 class StreamRuns(Runs):
-    @initialize(length=st.integers(1, 40))
-    def start(self, length: int) -> None:
-        self.run = StreamRun(length, "torch")
+    @initialize(length=st.integers(1, 40), order=st.sampled_from(ORDERS))
+    def start(self, length: int, order: str) -> None:
+        self.run = StreamRun(length, order)
 
 
 @pytest.mark.parametrize("machine", [EpochRuns, StreamRuns])
@@ -101,13 +111,12 @@ def live(run: EpochRun | StreamRun, chance: random.Random) -> None:
     run.finish_epoch()
 
 
-@pytest.mark.limit_s(3600 if HISTORIES > 1500 else 150)
+@pytest.mark.limit_s(3600 if HISTORIES > 2000 else 150)
 @pytest.mark.parametrize(("kind", "histories"), [("epochs", HISTORIES * 2 // 3), ("stream", HISTORIES // 3)])
 def test_thousands_of_random_histories(kind: str, histories: int) -> None:
     for seed in range(histories):
         chance = random.Random(seed)
-        order = "keyed" if chance.random() < 0.1 else "torch"
-        length = chance.randint(1, 40) if order == "torch" else chance.randint(40, 64)  # keyed orders of few are slow
+        order, length = chance.choice(ORDERS), chance.randint(1, 40)
         run = (
             StreamRun(length, order)
             if kind == "stream"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import random
 import shutil
@@ -127,6 +128,10 @@ def test_names_of_nested_tensors_and_what_is_left_out(tmp_path: Path) -> None:
     done = export(folder, tmp_path / "n.safetensors", key="nested", form="safetensors")
     assert load_file(done.path).keys() == {"a/b.block.0.w", "a/b.block.1.w"}
     assert done.left_out == ["nested/a~1b/betas", "nested/a~1b/count"]
+    done = export(folder, tmp_path / "b.safetensors", key="nested/a~1b/block/1/", form="safetensors")
+    assert load_file(done.path).keys() == {"w"}
+    done = export(folder, tmp_path / "b.pt", key="nested/a~1b/block", form="torch")
+    assert torch.load(done.path, weights_only=True)[1]["w"].tolist() == [0, 0]
     done = export(folder, tmp_path / "e.safetensors", key="ema", form="safetensors")
     assert torch.equal(load_file(done.path)["tied elsewhere"], torch.tensor(2.5)), "tied to what is not exported"
     assert done.tensors == 1
@@ -179,6 +184,19 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path) -> None:
     with pytest.raises(CheckpointDamaged, match=r"rank-00000\.safetensors"):
         export(folder, tmp_path / "o")
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("form", ["hf", "safetensors", "torch"])
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: Any) -> None:
+    folder = saved(tmp_path / "c", {"model": {f"w{number}": torch.ones(3) for number in range(9)}})
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "no space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(CheckpointError, match=r"cannot write .*o: .*no space left"):
+        export(folder, tmp_path / "o", form=form, shard_bytes=40)
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]
 
 
 def test_an_empty_folder_is_filled(tmp_path: Path) -> None:
@@ -362,4 +380,7 @@ def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:
         torch.save(value, tmp_path / "x.pt")
         with pytest.raises(CheckpointError, match=words):
             import_checkpoint(tmp_path / "x.pt", tmp_path / "c")
-    assert import_checkpoint(tmp_path / "x.pt", tmp_path / "c", key="all").name.startswith("step-00000000")
+    path = import_checkpoint(tmp_path / "x.pt", tmp_path / "c", key="all/of it")
+    assert path.name.startswith("step-00000000")
+    with open_checkpoint(path) as reader:
+        assert reader.manifest.values == {"all/of it/1": 2}

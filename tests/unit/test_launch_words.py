@@ -219,10 +219,10 @@ def test_only_installed_packages_are_imported_ahead(tmp_path: Path, monkeypatch:
 class _Server:
     """A fork server that answers as it is told."""
 
-    def __init__(self, problem: str = "", workers: list[WorkerProcess | None] | None = None) -> None:
+    def __init__(self, problem: str | None = "", workers: list[WorkerProcess | None] | None = None) -> None:
         self._problem, self.workers, self.closed, self.pid = problem, workers or [], 0, 17
 
-    def problem(self, wait: object) -> str:
+    def problem(self, wait: object) -> str | None:
         return self._problem
 
     def start(self, start: Start, wait: object) -> WorkerProcess | None:
@@ -241,7 +241,9 @@ def starter_with(
     commands: list[str] = []
     monkeypatch.setattr(starting, "ForkServer", lambda *settings: servers.pop(0))
     monkeypatch.setattr(starting, "start_fresh", lambda start, command: commands.append(command[-1]) or "fresh")
-    made = starting.Starter(program, modules=[], is_warm=is_warm, wait=lambda fd: None, say=said.append)
+    made = starting.Starter(
+        program, modules=[], is_warm=is_warm, wait=lambda descriptor, limit_s: True, say=said.append
+    )
     return made, commands
 
 
@@ -263,10 +265,11 @@ def test_fork_server_that_dies_is_replaced_and_one_with_threads_is_given_up(
     assert [made.start(start), made.start(start)] == ["fresh", "fresh"]
     assert (threaded.closed, commands) == (1, ["train.py", "train.py"])
     assert said == ["workers are started as fresh interpreters, which takes longer: it has threads"]
-    mortal = [_Server(workers=[None]) for _ in range(3)]
+    mortal = [_Server(workers=[None]), _Server(problem=None), _Server(workers=[None])]
     made, commands = starter_with(monkeypatch, list(mortal), said, program)
     assert made.start(start) == "fresh"
     assert [server.closed for server in mortal] == [1, 1, 1]
+    assert said[1:] == ["the fork server has ended 3 times: one worker is started as a fresh interpreter"]
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,11 @@ import atexit
 import os
 import sys
 import threading
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import final
+
+from torch import Tensor
 
 from lockstep.checkpoint.generation import CommitMode, Name, names_in
 from lockstep.checkpoint.loading import Loaded, load_newest
@@ -20,7 +22,7 @@ from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.comm.pulse import open_pulse
-from lockstep.errors import CheckpointError, CheckpointMissing, ConfigError
+from lockstep.errors import CheckpointMissing, ConfigError, LockstepError
 
 
 @final
@@ -101,8 +103,12 @@ class Checkpointer:
         that were there are then untouched. StaleGeneration where a later start of the run has taken the directory.
         """
         job, control = self._begin(step, state, shards or {})
-        sources = [piece_of(piece, job.whole.tensors[piece.path]) for piece in job.pieces]
-        path = write(control, self._what(step), job, sources, self._directory)
+
+        def read(index: int) -> Tensor:
+            piece = job.pieces[index]
+            return piece_of(piece, job.whole.tensors[piece.path])
+
+        path = write(control, self._what(step), job, read, self._directory)
         self._pulse.committed(step)
         return path
 
@@ -115,12 +121,12 @@ class Checkpointer:
         Memory: this rank's share of the state, in a buffer that is used again.
         """
         job, control = self._begin(step, state, shards or {})
-        sources = self._snapshot.take(job.pieces, job.whole.tensors)
+        read = self._copied(job)
         what = self._what(step)
 
         def run() -> None:
             try:
-                pending.path = write(control, what, job, sources, self._directory)
+                pending.path = write(control, what, job, read, self._directory)
                 self._pulse.committed(step)
             except BaseException as error:  # noqa: BLE001 - raised in the thread that asks for it
                 pending.error = error
@@ -133,9 +139,15 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Block until no save is going on in the background. Raises: CheckpointError where the last one failed."""
-        pending, self._pending = self._pending, None
-        if pending is not None and not (pending.is_done() and pending not in _unreported):
-            pending.wait()
+        pending = self._pending
+        if pending is None:
+            return
+        try:
+            if not pending.is_done() or pending in _unreported:
+                pending.wait()
+        finally:
+            if pending.is_done():  # not where a signal has ended the waiting: it still reads the copy
+                self._pending = None
 
     def _begin(self, step: int, state: State, shards: Mapping[int, State]) -> tuple[Job, Communicator]:
         what = self._what(step)
@@ -145,6 +157,20 @@ class Checkpointer:
             self._control = self.comm if self._is_alone else self.comm.split(0, name="checkpoint")
         assert self._control is not None, "every rank has the same color"
         return job, self._control
+
+    def _copied(self, job: Job) -> Callable[[int], Tensor]:
+        """What reads the pieces from a copy. Where there is no memory for one, that is raised when they are read, so
+        that the other ranks hear of it.
+        """
+        try:
+            return self._snapshot.take(job.pieces, job.whole.tensors).__getitem__
+        except Exception as error:  # noqa: BLE001 - raised below
+            reason = error
+
+            def fail(_: int) -> Tensor:
+                raise reason
+
+            return fail
 
     def _what(self, step: int) -> str:
         return f"cannot save step {step} in {self.directory}"
@@ -169,7 +195,8 @@ class Checkpointer:
 
         Every byte of the checkpoint is verified before the first tensor is changed. Without `step`, a damaged one is
         passed over with a warning, for the next older one.
-        Collective: every rank, with equal `step`; blocks. Memory: none with `into`.
+        Collective: every rank, with equal `step`; blocks. Memory: none with `into`. While another process saves and
+        prunes there, too.
         Raises: CheckpointDamaged where none is good, naming files and tensors; CheckpointMismatch, before anything is
         changed, for what does not fit; CheckpointMissing for a `step` that is not there.
         """
@@ -222,9 +249,9 @@ class Checkpointer:
             self.wait()
         finally:
             self._snapshot.release()
-            if self._control is not None:
+            if self._control is not None and not self._is_alone:
                 self._control.close()
-                self._control = None
+            self._control = None
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -235,7 +262,7 @@ class Checkpointer:
             return
         try:
             self.close()
-        except CheckpointError as error:  # the exception that is on its way says more
+        except LockstepError as error:  # the exception that is on its way says more
             _say(str(error))
 
 

@@ -21,15 +21,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from lockstep.checkpoint.manifest import UNFINISHED
-from lockstep.errors import StaleGeneration
+from lockstep.errors import CheckpointError, StaleGeneration
 
 CommitMode = Literal["rename", "marker"]
+
+STEP_END = 10**18  # steps have so few digits that a number in a folder's name is nothing else
 
 _CHECKPOINT = re.compile(r"step-(\d{8,18})-g(\d{1,9})")
 _GENERATION = re.compile(r"\.generation-(\d{1,9})")
@@ -53,14 +55,17 @@ class Name(NamedTuple):
 
 
 def names_in(directory: Path) -> list[Name]:
-    """The checkpoints in `directory`, the newest first; whether they are good is not looked at."""
+    """The checkpoints in `directory`, the newest first; whether they are good is not looked at.
+
+    Raises: CheckpointError where `directory` cannot be read, as where it is a file.
+    """
     try:
-        found = [Name.parse(entry) for entry in os.listdir(directory)]
+        found = [name for entry in os.listdir(directory) if (name := Name.parse(entry)) is not None]
+        return sorted((name for name in found if not _is_unfinished(directory / str(name))), reverse=True)
     except FileNotFoundError:
         return []
-    return sorted(
-        (name for name in found if name is not None and not _is_unfinished(directory / str(name))), reverse=True
-    )
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {directory}: {error}") from error
 
 
 def _is_unfinished(folder: Path) -> bool:
@@ -119,6 +124,7 @@ class Generation:
             folder.mkdir()
             if self.mode == "marker":
                 (folder / UNFINISHED).touch()
+                sync_folder(folder)
         return folder
 
     def publish(self, unfinished: Path) -> Path:
@@ -171,9 +177,16 @@ class Generation:
 
 
 def check_newest(directory: Path, number: int) -> None:
-    """Raises: StaleGeneration where generation `number` is not the newest of `directory`."""
-    newest = max(_numbers(directory), default=0)
-    if newest != number:
+    """Raises: StaleGeneration where generation `number` is not the newest of `directory`; CheckpointError where it is
+    not there at all, because the directory was deleted, moved or emptied.
+    """
+    newest = max(_numbers(directory) if directory.is_dir() else (), default=0)
+    if newest < number:
+        raise CheckpointError(
+            f"{_folder_of(directory, number)}, in which this run writes, is gone: {directory} was deleted, moved or "
+            "emptied while the run was using it; start the run again"
+        )
+    if newest > number:
         raise StaleGeneration(
             f"this process (pid {os.getpid()}) belongs to generation {number} of {directory}, and generation {newest} "
             "has taken over: it was left over from an earlier start, or two runs use one directory. Nothing was "
@@ -203,12 +216,26 @@ def _folder_of(directory: Path, number: int) -> Path:
     return directory / f".generation-{number}"
 
 
-def _delete(folder: Path) -> None:
-    while folder.exists():
-        try:
-            shutil.rmtree(folder)
-        except FileNotFoundError:
-            continue  # a process that was left over deletes its own things in there at the same time
+def _delete(path: Path) -> None:
+    """A file, or a folder with all that is in it; the file that calls it unfinished last, also after a power failure.
+
+    Raises: OSError, but not for what is gone: a process that was left over deletes its own things at the same time.
+    """
+    try:
+        is_folder = stat.S_ISDIR(path.lstat().st_mode)
+        if not is_folder:
+            path.unlink()
+            return
+        entries = os.listdir(path)
+        for entry in entries:
+            if entry != UNFINISHED:
+                _delete(path / entry)
+        if UNFINISHED in entries:
+            sync_folder(path)
+            _delete(path / UNFINISHED)
+        path.rmdir()
+    except FileNotFoundError:
+        return
 
 
 def sync_folder(folder: Path) -> None:

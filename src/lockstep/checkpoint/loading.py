@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
+import functools
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.generation import names_in
+from lockstep.checkpoint.generation import Name, names_in
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
 from lockstep.checkpoint.saving import SHARDS
@@ -52,26 +54,46 @@ def load_newest(
     """See `Checkpointer.load`."""
 
     allowed = _Allowed(allow)
-
-    def find() -> tuple[None, list[str]]:
-        return None, [str(name) for name in names_in(directory) if step in (None, name.step)]
-
-    _, answers = together(comm, f"cannot load from {directory}", find)
-    names = answers[0]
-    if not names and step is not None:
-        there = sorted({name.step for name in names_in(directory)})
-        raise CheckpointMissing(f"{directory} has no checkpoint of step {step}: it has {there or 'none'}")
-    skipped: list[str] = []
-    for name in names:
+    what = f"cannot load from {directory}"
+    if type(step) not in (int, NoneType):
+        raise ConfigError(f"step={step!r}: a number, or None for the newest checkpoint")
+    skipped: dict[str, str] = {}
+    news = ""
+    while True:
+        there = _names(comm, what, directory, step, news)
+        names = [str(name) for name in there if step in (None, name.step)]
+        skipped = {name: reason for name, reason in skipped.items() if name in names}  # another process may prune
+        if not names and step is not None:
+            steps = sorted({name.step for name in there})
+            raise CheckpointMissing(f"{directory} has no checkpoint of step {step}: it has {steps or 'none'}")
+        if not names:
+            return None
+        name = next((name for name in names if name not in skipped), None)
+        if name is None:
+            raise CheckpointDamaged(f"no checkpoint in {directory} is good: " + "; ".join(skipped.values()))
         try:
-            return _load(comm, directory / name, into, shards, allowed, tuple(skipped))
+            return _load(comm, directory / name, into, shards, allowed, tuple(skipped.values()))
         except (CheckpointDamaged, CheckpointMissing) as error:
-            skipped.append(str(error))
-            if comm.rank == 0 and name != names[-1]:
-                warnings.warn(f"{error}. The next older checkpoint is tried", stacklevel=3)
-    if skipped:
-        raise CheckpointDamaged(f"no checkpoint in {directory} is good: " + "; ".join(skipped))
-    return None
+            skipped[name] = str(error)
+            news = f"{error}. The next older checkpoint is tried" if name != names[-1] else ""
+
+
+def _names(comm: Communicator, what: str, directory: Path, step: int | None, news: str) -> list[Name]:
+    """The checkpoints that rank 0 sees, the newest first. Rank 0 warns of `news`. Collective.
+
+    Raises: CheckpointMismatch where the ranks want different steps; CheckpointError where warnings are errors.
+    """
+
+    def look() -> tuple[None, Any]:
+        if news and comm.rank == 0:
+            warnings.warn(news, stacklevel=6)  # in the line that called `Checkpointer.load`
+        return None, [step, names_in(directory) if comm.rank == 0 else []]
+
+    _, answers = together(comm, what, look)
+    steps = [said for said, _ in answers]
+    if len(set(steps)) > 1:
+        raise CheckpointMismatch(f"{what}: the ranks load different steps: {steps}")
+    return [Name(*name) for name in answers[0][1]]
 
 
 def _load(
@@ -127,16 +149,20 @@ class _Plan:
         self.fills: dict[str, AnyTensor] = {}  # tensors that get the checkpoint's elements, by path
         self.kept: dict[str, Any] = {}  # tensors and values that stay as they are, as was allowed
         self.tied: dict[str, str] = {}  # tensors of `into` that are others
-        self.objects: dict[str, Any] = {}  # that load what was theirs, by path
+        self.objects: dict[
+            str, tuple[tuple[Any, ...], Any]
+        ] = {}  # that load what was theirs, by path: keys to it, and it
         self.shards = {number: join(SHARDS, str(number)) for number in dict.fromkeys(shards)}
         problems = []
         if into is None:
             self._take_whole(lambda path: not path.startswith(f"{SHARDS}/"))
         else:
+            if not isinstance(into, dict):
+                raise ConfigError(f"into={type(into).__name__}: load into a dict, as {{'model': model}}")
             held = [path for path in (*manifest.tensors, *manifest.aliases) if not path.startswith(f"{SHARDS}/")]
             problems += self._fit(into, held, allowed)
         for prefix in self.shards.values():
-            self._take_whole(lambda path, below=f"{prefix}/": path.startswith(below))
+            self._take_whole(lambda path, top=prefix: path == top or path.startswith(f"{top}/"))
             if not self._has(prefix) and not allowed("missing", prefix):
                 problems.append(f"{prefix} is not in the checkpoint")
         if problems:
@@ -159,9 +185,8 @@ class _Plan:
         values = {path: leaf for path, leaf in leaves.items() if not isinstance(leaf, AnyTensor)}
         state = unflatten(FlatState(tensors, values, kinds, {}))
         shards = state.pop(SHARDS, {})
-        for path, owner in self.objects.items():
-            *above, name = keys_of(path)
-            place = state
+        for (*above, name), owner in self.objects.values():
+            place: Any = state
             for key in above:
                 place = place[key]
             owner.load_state_dict(place[name])
@@ -177,7 +202,7 @@ class _Plan:
     def _fit(self, into: State, held: Sequence[str], allowed: _Allowed) -> list[str]:
         """Find out what is filled. Returns: what does not fit and is not allowed."""
         absent: list[str] = []
-        flat = flatten(self._rooms(into, "", absent))
+        flat = flatten(self._rooms(into, (), absent))
         differences = [("missing", path, "is not in the checkpoint") for path in absent]
         self.tied |= flat.aliases
         known = set(held)
@@ -208,20 +233,22 @@ class _Plan:
             return "dtype", path, f"is {tensor.dtype}, the checkpoint has {DTYPES[dtype]}"
         return None
 
-    def _rooms(self, into: State, prefix: str, absent: list[str]) -> State:
-        """`into` with tensors to be filled in place of objects, which are noted."""
-        rooms: State = {}
+    def _rooms(self, into: dict[Any, Any], keys: tuple[Any, ...], absent: list[str]) -> dict[Any, Any]:
+        """`into`, which lies under `keys`, with tensors to be filled in place of objects, which are noted."""
+        rooms: dict[Any, Any] = {}
         for key, value in into.items():
-            path = join(prefix, key)
-            if type(value) is dict and value:
-                rooms[key] = self._rooms(value, path, absent)
-            elif not callable(getattr(value, "load_state_dict", None)):
-                rooms[key] = value
-            elif not self._has(path):
-                absent.append(path)
+            here = (*keys, key)
+            path = functools.reduce(join, here, "")
+            if callable(getattr(value, "load_state_dict", None)):
+                if self._has(path):
+                    self.objects[path] = (here, value)
+                    rooms[key] = self._room_of(path, value)
+                else:
+                    absent.append(path)
+            elif isinstance(value, dict) and value:
+                rooms[key] = self._rooms(value, here, absent)
             else:
-                self.objects[path] = value
-                rooms[key] = self._room_of(path, value)
+                rooms[key] = value
         return rooms
 
     def _room_of(self, path: str, owner: Any) -> Any:

@@ -292,7 +292,8 @@ class _Copy:
 
     def _block(self, out: Tensor, offset: int, shape: tuple[int, ...], inner: tuple[slice, ...]) -> None:
         """`out` becomes [:, *inner] of the `shape` elements at byte `offset`."""
-        direct = out.is_contiguous() and out.device.type == "cpu" and out.dtype == self._dtype and out.shape == shape
+        plain = out.is_contiguous() and not out.is_conj() and not out.is_neg() and out.device.type == "cpu"
+        direct = plain and out.dtype == self._dtype and out.shape == shape
         block = out if direct else torch.empty(shape, dtype=self._dtype)
         data = block.view(-1).view(torch.uint8).numpy().data
         _read(self._fd, data, offset)

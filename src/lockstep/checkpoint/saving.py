@@ -22,12 +22,12 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.generation import CommitMode, Generation, Name, check_newest, names_in, sync_folder
+from lockstep.checkpoint.generation import STEP_END, CommitMode, Generation, Name, check_newest, names_in, sync_folder
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.manifest import UNFINISHED, Manifest, digest_of, file_name, to_text
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.shares import layout_of, plan_pieces
-from lockstep.checkpoint.state import FlatState, State, flatten, tied_as
+from lockstep.checkpoint.state import FlatState, State, flatten, keys_of, tied_as
 from lockstep.checkpoint.tensor_file import FileRecord, Piece, dtype_name, write_tensor_file
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
@@ -69,11 +69,11 @@ def agree(comm: Communicator, what: str, step: int, state: State, shards: Mappin
     """
 
     def describe() -> tuple[tuple[FlatState, FlatState], Any]:
-        if type(step) is not int or step < 0:
-            raise CheckpointError(f"step={step!r}: a step is a number, 0 or more")
-        if SHARDS in state:
-            raise CheckpointError(f"{SHARDS!r} cannot be a key of the state: give it as save(..., shards={{id: ...}})")
+        if type(step) is not int or not 0 <= step < STEP_END:
+            raise CheckpointError(f"step={step!r}: a step is a number from 0 up, of at most 18 digits")
         common = flatten(state)
+        if any(keys_of(path)[0] == SHARDS for path in (*common.tensors, *common.aliases, *common.values)):
+            raise CheckpointError(f"{SHARDS!r} cannot be a key of the state: give it as save(..., shards={{id: ...}})")
         own = flatten({SHARDS: {_shard_key(number): shard for number, shard in shards.items()}} if shards else {})
         values = _digest(common.values, common.kinds)
         said = [step, _digest(_all_tensors(common)), values, common.aliases]
@@ -148,8 +148,8 @@ def _shard_key(number: Any) -> str:
 # ------------------------------------------------------------------ write
 
 
-def write(comm: Communicator, what: str, job: Job, sources: Sequence[Tensor], directory: Directory) -> Path:
-    """Write the pieces, whose elements are `sources`, and give the checkpoint its name. Collective.
+def write(comm: Communicator, what: str, job: Job, read: Callable[[int], Tensor], directory: Directory) -> Path:
+    """Write the pieces, of which `read(i)` gives the elements, and give the checkpoint its name. Collective.
 
     Raises: CheckpointError on every rank; the checkpoints that were there are then untouched.
     """
@@ -167,7 +167,7 @@ def write(comm: Communicator, what: str, job: Job, sources: Sequence[Tensor], di
         return published
 
     try:
-        records = take(lambda: _write_own(folder, comm.rank, job, sources))
+        records = take(lambda: _write_own(folder, comm.rank, job, read))
         ((name, digest, has_older),) = take(publish)[0]
     except Exception:
         if comm.rank == 0 and directory.generation is not None and not published:
@@ -190,9 +190,14 @@ def _begin(rank: int, step: int, directory: Directory) -> Any:
     generation = directory.generation
     if generation is not None:
         generation.check()  # before a name that is taken already is a reason for a new one
-    if generation is None or (directory.path / str(Name(generation.number, step))).exists():
+    if generation is None or not _comes_last(Name(generation.number, step), directory.path):
         directory.generation = generation = Generation(directory.path, directory.mode)
     return generation.number, str(generation.begin(step))
+
+
+def _comes_last(name: Name, directory: Path) -> bool:
+    """Whether it would be the newest checkpoint; not so for a step that was there, or has been gone back from."""
+    return not (directory / str(name)).exists() and max(names_in(directory), default=name) <= name
 
 
 def _fenced(directory: Path, number: int, action: Callable[[], Any]) -> Any:
@@ -203,7 +208,7 @@ def _fenced(directory: Path, number: int, action: Callable[[], Any]) -> Any:
         raise
 
 
-def _write_own(folder: Path, rank: int, job: Job, sources: Sequence[Tensor]) -> Any:
+def _write_own(folder: Path, rank: int, job: Job, read: Callable[[int], Tensor]) -> Any:
     if not folder.is_dir():
         raise CheckpointError(
             f"rank {rank} does not see the folder that rank 0 has made, {folder}: checkpoints of several hosts must be "
@@ -211,7 +216,7 @@ def _write_own(folder: Path, rank: int, job: Job, sources: Sequence[Tensor]) -> 
         )
     if not job.pieces:
         return None
-    record = write_tensor_file(folder / file_name(rank), job.pieces, lambda index: sources[index])
+    record = write_tensor_file(folder / file_name(rank), job.pieces, read)
     return [record.bytes, record.sha256, record.crc32]
 
 

@@ -51,7 +51,9 @@ def checkpoint(words: Sequence[str]) -> int:
     parser = _Parser(prog=f"lockstep checkpoint {words[0]}", allow_abbrev=False)
     declare(parser)
     try:
-        return act(parser.parse(words[1:]))
+        code = act(parser.parse(words[1:]))
+        sys.stdout.flush()
+        return code
     except ConfigError:
         raise
     except LockstepError as error:

@@ -16,6 +16,7 @@ Steele, Lea and Flood 2014 (splitmix64). It finds faults, not forgeries: the has
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -114,25 +115,26 @@ class Coverage:
         self.world_size = world_size
         self._met: dict[int, Tally] = {}  # of all ranks, as of the last meeting
         self._own: dict[int, Tally] = {}  # of this rank, since then
-        self._unhashed: list[tuple[int, npt.NDArray[np.int64]]] = []  # the last of its own: many small lists at once
-        self._unhashed_count = 0
+        self._unhashed, self._unhashed_epoch = array("q"), 0  # the last of its own: many small lists at once
         self._given: dict[int, Tally] = {}  # this rank's part of what met, since the state was loaded
         self._tails: dict[int, Tail] = {}
         self._unknown_through = -1  # epochs whose beginning was not counted: a state without sums was loaded
 
     def add(self, ids: Ids, epoch: int = 0) -> None:
         """This rank has trained on `ids`."""
-        new = np.array(ids, dtype=np.int64)
-        self._unhashed.append((epoch, new))
-        self._unhashed_count += len(new)
-        if self._unhashed_count >= _CHUNK or len(self._unhashed) >= _CHUNK:
+        if epoch != self._unhashed_epoch or len(self._unhashed) >= _CHUNK:
             self._hash()
+            self._unhashed_epoch = epoch
+        if isinstance(ids, list):
+            self._unhashed.fromlist(ids)
+        else:
+            self._unhashed.frombytes(np.asarray(ids, dtype=np.int64).tobytes())
 
     def _hash(self) -> None:
-        for epoch in {epoch for epoch, _ in self._unhashed}:
-            ids = np.concatenate([ids for other, ids in self._unhashed if other == epoch])
-            self._own[epoch] = self._own.get(epoch, Tally()) + tally_of(ids)
-        self._unhashed, self._unhashed_count = [], 0
+        if self._unhashed:
+            new, epoch = tally_of(np.frombuffer(self._unhashed, dtype=np.int64)), self._unhashed_epoch
+            self._own[epoch] = self._own.get(epoch, Tally()) + new
+            self._unhashed = array("q")
 
     def merge(self, other: Coverage) -> None:
         """Add what `other`, of another rank or another part of the run, has counted. Not collective."""
@@ -285,7 +287,7 @@ class Coverage:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the coverage in the state is damaged: {error}") from error
         self._met, self._tails, self._unknown_through = met, tails, unknown_through
-        self._own, self._given, self._unhashed, self._unhashed_count = {}, {}, [], 0
+        self._own, self._given, self._unhashed = {}, {}, array("q")
 
 
 @final

@@ -1,14 +1,13 @@
 """torch's DataLoader with a position that can be saved: mid-epoch, with workers, on any number of ranks.
 
-It is a subclass of torch's class to have its arguments, checks and length; the batches come from a plain torch
-DataLoader inside, whose dataset numbers them and seeds the generators. So nothing private of torch is used.
+It is a subclass of torch's class to have its arguments, checks and length. Workers belong to a plain torch DataLoader
+inside, whose dataset numbers the batches and seeds the generators. So nothing private of torch is used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
-from typing import Any, TypeVar, final
+from typing import Any, TypeVar, final, get_args
 
 import torch
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, Sampler, SequentialSampler
@@ -18,7 +17,7 @@ from lockstep.data.batches import BatchPass, BatchSource
 from lockstep.data.coverage import Coverage
 from lockstep.data.cursor import STATE_VERSION, check_state
 from lockstep.data.sample_log import sample_record
-from lockstep.data.sample_rng import Collate, KeyedDataset, Reply, StartWorker, epoch_key, generators_kept
+from lockstep.data.sample_rng import Collate, KeyedDataset, Reply, SeedPer, StartWorker, epoch_key, generators_kept
 from lockstep.data.sampler import DistributedSampler
 from lockstep.errors import ConfigError, DataError, UnsupportedArgument
 
@@ -29,11 +28,13 @@ class DataLoader(TorchDataLoader[T]):
     """`torch.utils.data.DataLoader`, same arguments, same batches, with `state_dict()` and `load_state_dict()`.
 
     sampler: lockstep's `DistributedSampler`; without one, every sample, in `shuffle`d order if asked for.
-    seed: of that order, of the workers and of `sample_rng`. None takes the sampler's, else the `generator`'s initial
-        seed, else 0. From a generator no number is drawn.
-    sample_rng: what a dataset draws at random is a function of (seed, epoch, sample), whoever loads it; see
-        `data/sample_rng.py`. It costs some 20 microseconds a sample, and 150 a batch where there are no workers; False
-        leaves the generators alone.
+    seed: of that order and of random numbers. None takes the sampler's, else the `generator`'s initial seed, else 0.
+        From a generator no number is drawn.
+    seed_per: what makes the random numbers of a dataset (crops, noise) the same after a restart. "batch": each worker's
+        generators are seeded before each batch, from its place in the epoch: exact for the same number of ranks and
+        batch size. Without workers the dataset draws from the script's own generators, as in torch: those a checkpoint
+        holds as `lockstep.rng_state()`. "sample": seeded before each sample, with workers or without: exact for any
+        ranks and batches, for some 10 microseconds a sample, and 100 a batch without workers. "never": as in torch.
 
     A batch counts as trained on once `next()` has handed it out; what workers have prefetched does not. So save after
     the optimizer's step on it. The state is a few numbers that hold for any number of ranks, workers and any batch
@@ -58,9 +59,11 @@ class DataLoader(TorchDataLoader[T]):
         batch_sampler: Sampler[list[Any]] | Iterable[list[Any]] | None = None,
         *args: Any,
         seed: int | None = None,
-        sample_rng: bool = True,
+        seed_per: SeedPer = "batch",
         **kwargs: Any,
     ) -> None:
+        if seed_per not in get_args(SeedPer):
+            raise ConfigError(f"seed_per={seed_per!r}: choose one of {', '.join(get_args(SeedPer))}")
         if isinstance(dataset, IterableDataset):
             raise UnsupportedArgument(
                 f"dataset={type(dataset).__name__}", "an IterableDataset cannot be asked for sample i after a restart"
@@ -79,7 +82,9 @@ class DataLoader(TorchDataLoader[T]):
         batches = self.batch_sampler
         size, drops = (batches.batch_size, batches.drop_last) if isinstance(batches, BatchSampler) else (1, False)
         self.seed = dealer.seed if seed is None and self.generator is None else _seed_of(seed, self.generator)
-        self._source = BatchSource(dealer, size, drops, self.seed if sample_rng else None)
+        if seed_per == "batch" and self.num_workers == 0:
+            seed_per = "never"  # keeping the script's generators as they are costs more than loading a small batch
+        self._source = BatchSource(dealer, size, drops, self.seed, seed_per)
         self._inner: TorchDataLoader[Any] | None = None
 
     @property
@@ -98,9 +103,16 @@ class DataLoader(TorchDataLoader[T]):
 
     def __iter__(self) -> BatchIterator:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's is a private class
         self._source.latest = BatchPass(self._source)
-        if self._inner is None or not self.persistent_workers:
-            self._inner = self._make_inner()
-        return BatchIterator(self._source, iter(self._inner), len(self), self.num_workers, self.persistent_workers)
+        fetch, collate = KeyedDataset(self.dataset, self._source.seed_per == "sample"), Collate(self.collate_fn)
+        if self.num_workers == 0 and not self.pin_memory:
+            in_batches = self.batch_sampler is not None
+            load = fetch.__getitems__ if in_batches else fetch.__getitem__
+            replies = map(collate, map(load, self._source))
+        else:
+            if self._inner is None or not self.persistent_workers:
+                self._inner = self._make_inner(fetch, collate)
+            replies = iter(self._inner)
+        return BatchIterator(self._source, replies, len(self), self.num_workers, self.persistent_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Where the script is, in JSON values; the same on all ranks that have been handed equally many batches."""
@@ -126,12 +138,13 @@ class DataLoader(TorchDataLoader[T]):
         Raises: DataError where none has been since the beginning of the pass.
         """
         progress = self._source.progress()
-        if progress is None or progress.span is None:
+        span = None if progress is None else progress.span()
+        if span is None:
             raise DataError("no batch of this pass has been handed out yet: ask after next()")
         dealer = self._source.dealer
-        return sample_record([progress.span], dealer.length, dealer.used_order, dealer.seed)
+        return sample_record([span], dealer.length, dealer.used_order, dealer.seed)
 
-    def _make_inner(self) -> TorchDataLoader[Any]:
+    def _make_inner(self, dataset: KeyedDataset, collate: Collate) -> TorchDataLoader[Any]:
         workers: dict[str, Any] = {}
         if self.num_workers:
             workers = {
@@ -145,9 +158,9 @@ class DataLoader(TorchDataLoader[T]):
         in_batches = self.batch_sampler is not None
         indices = {"batch_sampler": self._source} if in_batches else {"sampler": self._source, "batch_size": None}
         return TorchDataLoader(
-            KeyedDataset(self.dataset),
+            dataset,
             num_workers=self.num_workers,
-            collate_fn=Collate(self.collate_fn),
+            collate_fn=collate,
             pin_memory=self.pin_memory,
             timeout=self.timeout,
             generator=generator,
@@ -168,14 +181,16 @@ class BatchIterator(Iterator[Any]):
         self._progress = source.latest
         self._replies = replies
         self._length = length
-        self._loads_here = num_workers == 0
+        self._keeps_generators = num_workers == 0 and source.seed_per == "sample"
         self._workers_stay = workers_stay
 
     def __next__(self) -> Any:
         if self._workers_stay and self._source.latest is not self._progress:
             raise DataError("the workers have gone on to a later iter() of this loader: use that one")
-        kept = generators_kept() if self._loads_here and self._source.seed is not None else nullcontext()
-        with kept:
+        if self._keeps_generators:
+            with generators_kept():
+                reply = next(self._replies)
+        else:
             reply = next(self._replies)
         self._progress.hand_out(reply.number)
         return reply.value

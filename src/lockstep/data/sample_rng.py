@@ -1,8 +1,10 @@
-"""Random numbers that belong to a sample, not to whoever loads it.
+"""Random numbers that belong to a batch or a sample, not to the worker that loads it.
 
-What a dataset draws while it makes sample i (a crop, a flip, noise) is keyed by (seed, epoch, i): the same in every
-worker, with any number of workers and ranks, in any batch, before and after a restart. For that, Python's, numpy's and
-torch's CPU generator are seeded before each sample. What a `collate_fn` draws goes on from the batch's last sample.
+What a dataset draws (a crop, a flip, noise) comes from Python's, numpy's and torch's CPU generator. A worker seeds
+them before each batch, from (seed, epoch, position of the batch's first sample): the same in every worker, with any
+number of them, before and after a restart, on equally many ranks with batches of the same size. Or whoever loads seeds
+them before each sample, from (seed, epoch, sample): the same also with any number of ranks and in any batch. What a
+`collate_fn` draws goes on from there.
 """
 
 from __future__ import annotations
@@ -10,11 +12,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from typing import Any, Literal, NamedTuple, final
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
+
+SeedPer = Literal["batch", "sample", "never"]
 
 _WORD = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -25,7 +29,7 @@ class Request(NamedTuple):
 
     number: int  # of the batch in its pass
     ids: list[int]
-    key: int | None  # None leaves the generators alone
+    seed: int | None  # of the batch, or what seeds of samples are made from; None leaves the generators alone
 
 
 class Reply(NamedTuple):
@@ -39,25 +43,33 @@ class Reply(NamedTuple):
 class KeyedDataset(Dataset[Any]):
     """Answers a request with the samples of `dataset`; picklable where that is."""
 
-    def __init__(self, dataset: Any) -> None:
+    def __init__(self, dataset: Any, per_sample: bool) -> None:
         self.dataset = dataset
+        self._per_sample = per_sample
 
     def __getitems__(self, request: Request) -> Reply:
         """A batch's samples."""
-        fetch = getattr(self.dataset, "__getitems__", None)
-        if fetch is None:
-            return Reply(request.number, [self._one(request.key, index) for index in request.ids])
-        if request.key is not None:
-            seed_generators(sample_seed(request.key, request.ids[0]))
-        return Reply(request.number, fetch(request.ids))
+        dataset = self.dataset
+        number, ids, seed = request
+        fetch = getattr(dataset, "__getitems__", None)
+        if self._per_sample and fetch is None:
+            return Reply(number, [self._seeded(seed, index) for index in ids])
+        if seed is not None:
+            seed_generators(derived_seed(seed, ids[0]) if self._per_sample else seed)
+        return Reply(number, [dataset[index] for index in ids] if fetch is None else fetch(ids))
 
     def __getitem__(self, request: Request) -> Reply:
         """One sample."""
-        return Reply(request.number, self._one(request.key, request.ids[0]))
+        number, ids, seed = request
+        if self._per_sample:
+            return Reply(number, self._seeded(seed, ids[0]))
+        if seed is not None:
+            seed_generators(seed)
+        return Reply(number, self.dataset[ids[0]])
 
-    def _one(self, key: int | None, index: int) -> Any:
-        if key is not None:
-            seed_generators(sample_seed(key, index))
+    def _seeded(self, seed: int | None, index: int) -> Any:
+        assert seed is not None
+        seed_generators(derived_seed(seed, index))
         return self.dataset[index]
 
 
@@ -91,9 +103,9 @@ def epoch_key(seed: int, epoch: int) -> int:
     return _mix(_mix(seed) + epoch)
 
 
-def sample_seed(key: int, index: int) -> int:
-    """64 bits for one sample."""
-    return _mix(key + index)
+def derived_seed(key: int, number: int) -> int:
+    """64 bits for one sample or position of an epoch."""
+    return _mix(key + number)
 
 
 def seed_generators(seed: int) -> None:

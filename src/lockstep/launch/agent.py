@@ -131,6 +131,7 @@ class Agent(SimpleElasticAgent):
             handles = [process.handle for process in workers.running().values() if process.handle >= 0]
             signals.wait(handles, max(0.0, min(_LOOK_S, deadline_s - time.monotonic())))
             workers.look()
+            self._starter.look()
             reap_strangers([*workers.pids().values(), self._starter.server_pid])
             now_s = time.monotonic()
             if now_s >= deadline_s or signals.count > 1:

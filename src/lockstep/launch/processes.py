@@ -22,7 +22,10 @@ _PR_GET_CHILD_SUBREAPER = 37
 _THREADS = "OMP_NUM_THREADS"  # read once by libraries, while they are loaded
 HAS_PIDFD = hasattr(os, "pidfd_open") and sys.platform == "linux"
 
-Waiting = Callable[[int], None]  # returns when the descriptor can be read; raises when the user will not wait
+# whether the descriptor can be read within that many seconds; raises when the user will not wait
+Waiting = Callable[[int, float], bool]
+_LOAD_S = 600.0  # imports from a network that is cold
+_FORK_S = 30.0  # on a machine that is short of memory
 
 
 @contextmanager
@@ -68,13 +71,16 @@ class WorkerProcess:
         """True once it has ended; `exit_code` says how. What a killed one leaves in its session is killed too."""
         if self.exit_code is not None:
             return True
-        end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if end is None:
+        if hasattr(os, "waitid"):
+            end = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if end is None:
+                return False
+            if end.si_code != os.CLD_EXITED:
+                self._kill_group()  # before its pid is given back, which is also the group's number
+        pid, status = os.waitpid(self.pid, os.WNOHANG)  # macOS has nothing else before Python 3.13
+        if pid == 0:
             return False
-        if end.si_code != os.CLD_EXITED:
-            self._kill_group()  # before its pid is given back, which is also the group's number
-        os.waitid(os.P_PID, self.pid, os.WEXITED)
-        self.exit_code = end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
+        self.exit_code = os.waitstatus_to_exitcode(status)
         if self.handle >= 0:
             os.close(self.handle)
             self.handle = -1
@@ -146,6 +152,10 @@ class ForkServer:
         self._is_ready = False
         send(ours, {"modules": list(modules)})
 
+    def was_lost(self) -> bool:
+        """True where it had loaded, and has ended since."""
+        return self._is_ready and self._process.poll() is not None
+
     def suits(self, modules: Sequence[str], environ: Mapping[str, str], flags: Sequence[str]) -> bool:
         """True where another one made with these would do nothing else."""
         return self._settings == (tuple(modules), tuple(flags), environ.get(_THREADS))
@@ -155,15 +165,14 @@ class ForkServer:
         """Of the fork server itself."""
         return self._process.pid
 
-    def problem(self, wait: Waiting) -> str:
-        """Why it cannot start workers; "" if it can. Blocks until it has loaded everything, in `wait`."""
-        if self._is_ready:
-            return ""
-        message = self._answer(wait)
-        if message is None:
-            return f"the fork server ended while it was loading, with exit code {self._process.wait()}"
-        self._is_ready = not message["problem"]
-        return message["problem"]
+    def problem(self, wait: Waiting) -> str | None:
+        """Why it cannot start workers; "" if it can, None where it has ended. Blocks in `wait` until it has loaded."""
+        if not self._is_ready:
+            message = self._answer(wait, _LOAD_S)
+            if message is None or message["problem"]:
+                return None if message is None else message["problem"]
+            self._is_ready = True
+        return ""
 
     def start(self, start: Start, wait: Waiting) -> WorkerProcess | None:
         """A worker that has forked and now begins; None where the server has ended."""
@@ -174,7 +183,7 @@ class ForkServer:
                 send(self._link, request, reading)
             except OSError:
                 return None
-            message = self._answer(wait)
+            message = self._answer(wait, _FORK_S)
             if message is None:
                 return None
             if message["pid"] < 0:
@@ -192,10 +201,9 @@ class ForkServer:
         self._process.kill()
         self._process.wait()
 
-    def _answer(self, wait: Waiting) -> dict[str, Any] | None:
-        wait(self._link.fileno())
-        message, _ = receive(self._link)
-        return message
+    def _answer(self, wait: Waiting, limit_s: float) -> dict[str, Any] | None:
+        """None where it has ended, or hangs."""
+        return receive(self._link)[0] if wait(self._link.fileno(), limit_s) else None
 
 
 def wait_for(descriptors: Sequence[int], timeout_s: float | None) -> list[int]:

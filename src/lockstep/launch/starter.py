@@ -78,7 +78,16 @@ class Starter:
             self._server = None
             if not self._is_warm:
                 break
+        else:
+            if self._is_warm:
+                self._say(f"the fork server has ended {_TRIES} times: one worker is started as a fresh interpreter")
         return start_fresh(start, command([*python_command("program", *self._flags), *start.program.words()]))
+
+    def look(self) -> None:
+        """Begin to load another fork server where the one that was there has ended: the next restart is warm again."""
+        if self._server is not None and self._server.was_lost():
+            self._server.close()
+            self._server = self._new_server()
 
     def close(self) -> None:
         """End the fork server. Workers stay."""
@@ -89,7 +98,7 @@ class Starter:
     def _fork(self, server: ForkServer, start: Start) -> WorkerProcess | None:
         try:
             problem = server.problem(self._wait)
-            worker = None if problem else server.start(start, self._wait)
+            worker = server.start(start, self._wait) if problem == "" else None
         except BaseException:
             self.close()  # an answer is outstanding: nothing else can be asked
             raise

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
@@ -72,16 +73,17 @@ class StopSignals:
         if self._reading.fileno() in ready:
             self._reading.recv(4096)
 
-    def wait_for_one(self, descriptor: int) -> None:
-        """Until `descriptor` can be read. Raises: StoppedEarly when a signal has asked to stop."""
-        while True:
-            if self.arrived:
-                raise StoppedEarly
-            ready = wait_for([descriptor, self._reading.fileno()], None)
+    def wait_for_one(self, descriptor: int, limit_s: float) -> bool:
+        """True when `descriptor` can be read, False after `limit_s`. Raises: StoppedEarly when a signal has arrived."""
+        deadline = time.monotonic() + limit_s
+        while not self.arrived:
+            left_s = deadline - time.monotonic()
+            ready = wait_for([descriptor, self._reading.fileno()], max(0.0, left_s))
             if self._reading.fileno() in ready:
                 self._reading.recv(4096)
-            if descriptor in ready:
-                return
+            if descriptor in ready or left_s <= 0:
+                return descriptor in ready
+        raise StoppedEarly
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.arrived.append(number)

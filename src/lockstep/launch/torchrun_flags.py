@@ -171,11 +171,11 @@ def _program(args: Namespace) -> Program:
 
 
 def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Supervision:
-    asks_first = args.shutdown_timeout is not None
+    asks_first = args.shutdown_timeout is not None or "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
     return Supervision(
         RestartPolicy(config.max_restarts, smallest),
         grace_s=args.grace_s,
-        failure_grace_s=float(args.shutdown_timeout) if asks_first else args.failure_grace_s,
+        failure_grace_s=float(config.shutdown_timeout or 0) if asks_first else args.failure_grace_s,
         asks_first=asks_first,
         stopped_limit_s=args.stopped_limit_s,
         hang_limit_s=args.hang_limit_s,

@@ -12,8 +12,14 @@ Role = Literal["rank", "fork server", "supervisor"]
 Phase = Literal["start-up", "step", "save", "restart"]
 PHASES: tuple[Phase, ...] = ("start-up", "step", "save", "restart")
 # A rank is forked anew in a fraction of a second; the others cost a start from nothing, so fewer fit into a minute.
-SHARES: Mapping[Role, float] = {"rank": 0.94, "fork server": 0.03, "supervisor": 0.03}
-_LOWER: Mapping[Role, Role] = {"rank": "fork server", "fork server": "supervisor"}
+SHARES: Mapping[Role, float] = {"rank": 0.96, "fork server": 0.02, "supervisor": 0.02}
+# Whom a signal is for, and who is struck in place of one who is not there: a fork server has nothing to save when it is
+# told to end, and nobody would notice that the supervisor is stopped.
+_TARGETS: Mapping[str, Sequence[Role]] = {
+    "SIGKILL": ("rank", "fork server", "supervisor"),
+    "SIGTERM": ("rank", "supervisor"),
+    "SIGSTOP": ("rank",),
+}
 
 
 class Strike(NamedTuple):
@@ -44,8 +50,8 @@ def draw_plan(seed: int, kills: int, stops: int = 0, terms: int = 0) -> list[Str
     plan = []
     for signal in signals:
         (role,) = draw.choices(roles, weights)
-        if signal == "SIGSTOP":
-            role = "rank"  # whoever else stops, nobody is there to notice
+        if role not in _TARGETS[signal]:
+            role = "rank"
         plan.append(Strike(signal, role, draw.random(), draw.random()))
     return plan
 
@@ -53,14 +59,13 @@ def draw_plan(seed: int, kills: int, stops: int = 0, terms: int = 0) -> list[Str
 def choose(strike: Strike, present: Mapping[Role, Sequence[object]]) -> tuple[Role, int] | None:
     """Whom to strike of those that are there, by role and number: who was drawn, else who would have started them.
 
-    None where not even the supervisor lives.
+    None where there is nobody yet whom this signal is for.
     """
-    role: Role | None = strike.role
-    while role is not None:
+    targets = _TARGETS[strike.signal]
+    for role in targets[targets.index(strike.role) :]:
         candidates = present.get(role, ())
         if candidates:
             return role, int(strike.which * len(candidates))
-        role = _LOWER.get(role)
     return None
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from lockstep.comm.pulse import NONE, Beat, read_pulses
-from lockstep.launch.worker import REQUEUE
+from lockstep.launch.worker import INTERRUPTED, REQUEUE
 from lockstep.testing.chaos_plan import Blow, Phase, Role, Strike, choose
 from lockstep.testing.process_tree import (
     Process,
@@ -26,7 +26,7 @@ from lockstep.testing.process_tree import (
     words_of,
 )
 
-_TICK_S = 0.002
+_TICK_S = 0.003
 _SEARCH_S = 0.02  # between two looks through all processes, which take a millisecond
 _REMEMBERED = 9  # recoveries of which the pace is the median
 _STRETCH = 1.25
@@ -52,7 +52,7 @@ class Pace:
     def reach_s(self, is_cold: bool) -> float:
         """Seconds that a moment of 1 stands for."""
         known = self._known[is_cold][-_REMEMBERED:]
-        return (1.5 if is_cold else 3.0) * statistics.median(known) * _STRETCH**self._in_vain
+        return (1.5 if is_cold else 2.5) * statistics.median(known) * _STRETCH**self._in_vain
 
     def struck(self) -> None:
         """One more, and no step since the last."""
@@ -185,7 +185,7 @@ class Run:
         self._is_recovered = self._is_cold = self._is_start = False
         self._alive_s = 0.0
         self._seen: object = None
-        self._awaited: tuple[int, ...] = (0,)  # exit codes that are no failure now
+        self._awaited: tuple[int, ...] = ()  # exit codes, beside 0, that are no failure now
 
     def go(self) -> None:
         """Until the run has ended by itself. Deals as many strikes of the plan, from its end, as come to pass.
@@ -212,7 +212,7 @@ class Run:
         self._base_s = self._alive_s = time.monotonic()
         self._struck_s = self._struck_s or self._base_s
         self._is_recovered, self._is_start, self._is_cold = False, True, True
-        self._awaited = (0,)
+        self._awaited = ()
         self.starts += 1
         return process, Observer(process.pid)
 
@@ -253,9 +253,10 @@ class Run:
         planned = self._plan.pop()
         role, number = chosen
         victim, phase = present[role][number], self._phase()
-        is_awaited = role == "supervisor" or planned.signal == "SIGTERM"
-        self._awaited = (0, -signal.SIGKILL, REQUEUE, 130) if is_awaited else self._awaited
-        if not strike(victim, signal.Signals[planned.signal]):
+        number_of_signal = signal.Signals[planned.signal]
+        if role == "supervisor" or number_of_signal == signal.SIGTERM:
+            self._awaited = (-number_of_signal, REQUEUE, INTERRUPTED)
+        if not strike(victim, number_of_signal):
             self._plan.append(planned)  # it had just ended
             return
         self._close_blow(None, None)

@@ -16,7 +16,7 @@ import torch
 from lockstep.checkpoint.foreign.huggingface import Entry, write_bytes, write_huggingface_folder, write_safetensors
 from lockstep.checkpoint.generation import sync_folder
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state import FlatState, join, keys_of, unflatten
+from lockstep.checkpoint.state import FlatState, keys_of, unflatten
 from lockstep.errors import CheckpointError, ConfigError
 
 ExportFormat = Literal["hf", "safetensors", "torch"]
@@ -42,7 +42,7 @@ def export_checkpoint(
     shard_bytes: int = SHARD_BYTES,
     config: Path | None = None,
 ) -> Exported:
-    """Write what checkpoint `reader` has under `key` ("" for all of it) to `out`, which does not exist or is empty.
+    """Write what checkpoint `reader` has under the path `key` ("" for all of it) to `out`, which is new or empty.
 
     "hf": a folder, in files of at most `shard_bytes`, with a copy of `config` as its config.json; "safetensors": one
     file; both have tensors only, tied ones once, under the first of their names. "torch": a file that
@@ -53,7 +53,7 @@ def export_checkpoint(
     """
     if config is not None and form != "hf":
         raise ConfigError(f"a config.json belongs into a folder: leave it out, or use the format hf, not {form}")
-    prefix = join("", key) if key else ""
+    prefix = key.strip("/")
     with _new(out, is_folder=form == "hf") as unfinished:
         reader.verify()
         if form == "torch":

@@ -14,6 +14,7 @@ from lockstep.checkpoint.foreign.zip_records import MAGIC
 from lockstep.checkpoint.generation import names_in
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.saving import SHARDS
+from lockstep.checkpoint.state import keys_of
 from lockstep.errors import CheckpointError
 
 _UNDERSTOOD = (
@@ -57,8 +58,8 @@ def _read_folder(folder: Path) -> Any:
 def import_checkpoint(source: Path | str, directory: Path | str, *, step: int | None = None, key: str = "") -> Path:
     """Make the first checkpoint of `directory` out of what another library has saved at `source`; returns its folder.
 
-    `step`: None for the state's own "step", else 0. `key`: where in the new state it comes, "" for the state itself;
-    then what lockstep has exported with its shards gets them back.
+    `step`: None for the state's own "step", else 0. `key`: the path in the new state where it comes, "" for the state
+    itself; then what lockstep has exported with its shards gets them back.
     Raises: as `read_foreign`; CheckpointError for values that a checkpoint cannot hold, by their path, and where
     `directory` has checkpoints: they are a run's, which would lose its right to write there.
     """
@@ -68,7 +69,8 @@ def import_checkpoint(source: Path | str, directory: Path | str, *, step: int | 
     if step is None:
         own = state.get("step") if isinstance(state, dict) else None
         step = own if type(own) is int and own >= 0 else 0
-    state = {key: state} if key else state
+    for name in reversed(keys_of(key.strip("/"))):
+        state = {name: state}
     found = state.get(SHARDS) if isinstance(state, dict) else None
     shards = {}
     if isinstance(found, dict) and all(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -70,7 +71,9 @@ def open_window(path: Path, *, folder: int | None = None) -> Iterator[Window]:
     except FileNotFoundError as error:
         raise CheckpointMissing(f"{path} does not exist") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name
-        raise CheckpointError(f"cannot open {path} (links are not followed in folders): {error}") from error
+        if isinstance(error, OSError) and error.errno == errno.ELOOP:
+            raise CheckpointError(f"{path} is a link, which is not followed: pass a copy without (cp -rL)") from error
+        raise CheckpointError(f"cannot open {path}: {error}") from error
     try:
         found = os.fstat(descriptor)
         if not stat.S_ISREG(found.st_mode):

@@ -144,7 +144,7 @@ class CheckpointMissing(CheckpointError):
 
 
 class StaleGeneration(CheckpointError):
-    """This process was left over from an earlier start of the run: a later one has taken the directory of checkpoints."""
+    """This process was left over from an earlier start of the run: a later one has taken the directory over."""
 
 
 class TrainingError(LockstepError, RuntimeError):

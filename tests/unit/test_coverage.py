@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from lockstep import Coverage
 from lockstep.comm.communicator import Communicator
-from lockstep.data.coverage import DIGEST_BYTES, Tally, differences, tally_from, tally_of, whole_tally
-from lockstep.data.sample_log import Span, sample_ids, sample_record, samples_by_epoch, stream_spans
+from lockstep.data.coverage import DIGEST_BYTES, Tally, tally_from, tally_of, whole_tally
+from lockstep.data.sample_log import Span, differences, sample_ids, sample_record, samples_by_epoch, stream_spans
 from lockstep.errors import DataError
 from lockstep.testing.worlds import run_threads
 
@@ -167,14 +167,6 @@ def test_the_default_group_is_used_where_no_communicator_is_given(tmp_path: Path
         assert coverage.verdict().is_exact
     finally:
         dist.destroy_process_group()
-
-
-def test_coverages_of_parts_merge() -> None:
-    whole = counted(range(4))
-    other = counted(range(4, 8))
-    other.end(0, dropped=[8, 9])
-    whole.merge(other)
-    assert whole.verdict().words == "each of 10 samples exactly once, except 2 left out at the end"
 
 
 # ---------------------------------------------------------------------- states

@@ -175,6 +175,22 @@ def test_a_pass_left_early_is_not_complete_and_the_next_one_is_the_next_epoch() 
     assert loader.coverage.tally(0).count == 8
 
 
+def test_what_was_only_prefetched_does_not_complete_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass of which all samples were drawn, but not handed out, is repeated from where the loaded state was."""
+    monkeypatch.setattr(dataloader, "TorchDataLoader", Prefetching)
+    first = DataLoader(DATA, batch_size=4, shuffle=True)
+    done = [int(i) for batch in islice(first, 2) for i in batch]
+    loader = DataLoader(DATA, batch_size=4, shuffle=True, num_workers=1, prefetch_factor=9)
+    loader.load_state_dict(first.state_dict())
+    for _ in range(2):
+        loader.set_epoch(0)
+        next(iter(loader))
+        assert loader.sampler.state_dict()["consumed"] == LENGTH, "all are drawn"  # pyright: ignore
+    assert loader.state_dict()["sampler"] == {**first.state_dict()["sampler"], "consumed": 12}
+    assert sorted(done + [int(i) for batch in loader for i in batch]) == DATA
+    assert (loader.epoch, loader.coverage.verdict().is_exact) == (0, True)
+
+
 def test_two_passes_at_once_are_equal() -> None:
     loader = DataLoader(DATA, batch_size=4, sampler=sampler())
     loader.set_epoch(2)

@@ -80,6 +80,7 @@ class BatchPass:
             self._taken += len(self._asked.pop(lost))
         ids, self._before = self._asked.pop(number), self._taken
         self._next, self._taken = number + 1, self._before + len(ids)
+        self.dealt.used = self._taken
         self._source.coverage.add(ids, self.dealt.epoch)
         if self._taken == self._all:
             self._end(self.dealt)
@@ -101,7 +102,7 @@ class BatchPass:
         dealt = self._source.dealer.current_pass
         assert dealt is not None
         self.dealt, self._source.begun = dealt, self
-        self._all = len(dealt.positions)
+        self._all, dealt.used = len(dealt.positions), 0
         if self._source.drop_last:
             self._all -= self._all % self._source.batch
         if dealt.start < dealt.length:  # else the epoch was complete before: all of it is in the state that was loaded
@@ -113,6 +114,7 @@ class BatchPass:
     def _end(self, dealt: Pass) -> None:
         source, dealer = self._source, self._source.dealer
         deque(self._samples, maxlen=0)  # those that fill no batch: for the sampler too, the pass is complete
+        dealt.used = len(dealt.positions)
         ends = tail_positions(dealt.length, dealt.start, dealt.world_size, dealer.tail, source.batch, source.drop_last)
         if any(ends):
             order = epoch_order(dealt.length, dealer.used_order, dealer.seed, dealt.epoch)

@@ -136,12 +136,6 @@ class Coverage:
             self._own[epoch] = self._own.get(epoch, Tally()) + new
             self._unhashed = array("q")
 
-    def merge(self, other: Coverage) -> None:
-        """Add what `other`, of another rank or another part of the run, has counted. Not collective."""
-        for epoch in other.epochs:
-            self._own[epoch] = self._own.get(epoch, Tally()) + other.tally(epoch)
-            self._tails.setdefault(epoch, other._tails.get(epoch, Tail()))
-
     def restart(self, epoch: int, start: int = 0) -> None:
         """A pass over `epoch` begins, after `start` samples; what an earlier pass from there has added is forgotten.
 
@@ -290,42 +284,8 @@ class Coverage:
         self._own, self._given, self._unhashed = {}, {}, array("q")
 
 
-@final
-@dataclass(frozen=True)
-class Differences:
-    """Which samples an epoch lacks, and which it used more often than it should."""
-
-    missing: tuple[int, ...]
-    extra: tuple[int, ...]  # one entry per use too many
-
-    def __str__(self) -> str:
-        if not (self.missing or self.extra):
-            return "every sample exactly once"
-        return f"{len(self.missing)} missing{_some(self.missing)}, {len(self.extra)} too often{_some(self.extra)}"
-
-
-def differences(ids: Iterable[int], length: int, repeated: Ids = (), dropped: Ids = ()) -> Differences:
-    """Compare the `ids` of an epoch, as the log of the run has them, with each of [0, length) once.
-
-    repeated, dropped: what the tail policy allows.
-    Memory: 8 * length bytes.
-    """
-    used = np.asarray(list(ids), dtype=np.int64)
-    outside = used[(used < 0) | (used >= length)]
-    counts = np.bincount(used[(used >= 0) & (used < length)], minlength=length)
-    counts -= np.bincount(np.asarray(repeated, dtype=np.int64), minlength=length)
-    counts += np.bincount(np.asarray(dropped, dtype=np.int64), minlength=length)
-    extra = np.repeat(np.arange(length), np.maximum(counts - 1, 0))
-    missing = np.repeat(np.arange(length), np.maximum(1 - counts, 0))
-    return Differences(tuple(missing.tolist()), tuple(np.concatenate([extra, outside]).tolist()))
-
-
 def _sum_of_hashes(words: npt.NDArray[np.uint64]) -> int:
     low, high = (scramble(scramble(words * _GOLDEN + key)) for key in _KEYS)
     # The low words' sum carries into the high ones: halves of 32 bits add up without loss.
     halves = int((low & np.uint64(0xFFFFFFFF)).sum()) + (int((low >> np.uint64(32)).sum()) << 32)
     return halves + (int(high.sum()) << 64)
-
-
-def _some(ids: Sequence[int], most: int = 8) -> str:
-    return f" ({', '.join(map(str, ids[:most]))}{', ...' if len(ids) > most else ''})" if ids else ""

@@ -26,14 +26,19 @@ class Pass:
     handed_out: int = 0  # samples in the chunks so far
     chunk: Iterator[int] = field(default_factory=lambda: iter(()))  # the chunk in use
     ended: bool = False
+    used: int | None = None  # of those drawn, where a loader that draws ahead counts them
 
     def taken(self) -> int:
         """Samples this rank has drawn."""
         return self.handed_out - operator.length_hint(self.chunk)
 
+    def done(self) -> int:
+        """Samples that this rank has used, as far as is known here."""
+        return self.taken() if self.used is None else self.used
+
     def is_complete(self) -> bool:
-        """True once this rank has drawn all of its samples."""
-        return self.taken() == len(self.positions)
+        """True once this rank has used all of its samples."""
+        return self.done() == len(self.positions)
 
     def position(self, taken: int) -> int:
         """Positions of the epoch used up once every rank has drawn `taken`; all of them, with the tail, at the end."""

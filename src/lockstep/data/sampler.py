@@ -113,7 +113,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         left = self._cursor.begin(new)
         if left is not None and self.shuffle:
             warnings.warn(
-                f"rank {self.rank} left epoch {left.epoch} after {left.taken()} of {len(left.positions)} samples and "
+                f"rank {self.rank} left epoch {left.epoch} after {left.done()} of {len(left.positions)} samples and "
                 f"begins epoch {new.epoch}. If not every rank does so, ranks disagree from now on: call set_epoch",
                 stacklevel=2,
             )

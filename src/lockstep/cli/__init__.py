@@ -1,4 +1,4 @@
-"""The command line: `lockstep train | run | checkpoint`. What a command needs is loaded once it is known which."""
+"""The command line: `lockstep train | run | checkpoint | samples`. A command's imports happen when it is known which."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lockstep
 from lockstep.cli.words import nearest
 from lockstep.errors import ConfigError
 
-_COMMANDS = ("train", "run", "checkpoint")
+_COMMANDS = ("train", "run", "checkpoint", "samples")
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -22,6 +22,7 @@ commands:
   train       train a language model on real processes: `lockstep train`, `lockstep train -n 4 --data.path my_text/`
   run         start and supervise your own script, with torchrun's flags: `lockstep run --nproc-per-node 2 train.py`
   checkpoint  look at checkpoints: `lockstep checkpoint ls|verify|show|export|import`
+  samples     which samples a step was trained on: `lockstep samples runs/gpt2-tiny 10`
 
 `lockstep COMMAND --help` explains one."""
 
@@ -62,5 +63,9 @@ def _command(name: str, words: Sequence[str]) -> int:
         from lockstep.cli.checkpoint import checkpoint
 
         return checkpoint(words)
+    if name == "samples":
+        from lockstep.cli.samples import samples
+
+        return samples(words)
     near = nearest(name, _COMMANDS)
     raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")

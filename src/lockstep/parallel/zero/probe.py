@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lockstep.parallel.initialisers import random_from
+
 IMPLEMENTATION = ("foreach", "fused", "capturable")  # options that say how it is computed, not what
 _REFUSALS = (TypeError, ValueError, RuntimeError, NotImplementedError, AssertionError)
 
@@ -29,7 +31,7 @@ def why_not_elementwise(optimizer_cls: OptimizerClass, kwargs: Mapping[str, Any]
     whole, first, *others = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64)
     flat = whole.reshape(-1).clone()
     gradients = [gradient * torch.linspace(1.0, 100.0, 6)[:, None] for gradient in (first, *others)]
-    with torch.random.fork_rng(devices=[]):
+    with random_from(0, torch.device("cpu")):  # which ranks that are threads take in turns
         try:
             _run(optimizer_cls, trial, [whole], [[gradient] for gradient in gradients])
             pieces = [gradient.reshape(-1).split([19, 29]) for gradient in gradients]

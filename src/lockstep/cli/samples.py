@@ -1,0 +1,89 @@
+"""`lockstep samples RUN [STEP ...] [--find ID ...]`: which samples a run was trained on, and when."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from lockstep.errors import ConfigError, DataError
+
+_LOG = "samples.jsonl"
+
+
+@dataclass(frozen=True)
+class SamplesCommand:
+    """List the samples of steps, or the steps that used a sample."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The run's directory, or its samples.jsonl."""
+    steps: Annotated[tuple[int, ...], tyro.conf.Positional] = ()
+    """Steps whose samples are listed, one line each; without any, one line that sums the log up."""
+    find: tuple[int, ...] = ()
+    """Samples whose steps are listed."""
+
+
+def samples(words: Sequence[str]) -> int:
+    """`lockstep samples ...`; the exit code. Raises: ConfigError for a run or step that is not there."""
+    command = tyro.cli(SamplesCommand, args=list(words), prog="lockstep samples")
+    path = command.run / _LOG if command.run.is_dir() else command.run
+    if not path.is_file():
+        raise ConfigError(
+            f"{path} does not exist: give the directory of a run, as `lockstep samples runs/gpt2-tiny 10`"
+        )
+    try:
+        lines = list(_answers(command, path))
+        sys.stdout.write("".join(line + "\n" for line in lines))
+        sys.stdout.flush()
+    except DataError as error:
+        raise ConfigError(f"{path}: {error}") from error
+    except BrokenPipeError:  # `lockstep samples ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _answers(command: SamplesCommand, path: Path) -> Iterator[str]:
+    from lockstep.data.sample_log import samples_by_epoch  # loads torch, which --help need not
+
+    wanted, found = dict.fromkeys(command.steps), {sample: list[str]() for sample in command.find}
+    seen: set[int] = set()
+    first = last = uses = 0
+    for record in _records(path):
+        step = record["step"]
+        first, last = (first or step), step
+        if not wanted and not found:
+            uses += sum(stop - start for _, start, stop in record["samples"])
+            continue
+        if step not in wanted and not found:
+            continue
+        for epoch, ids in samples_by_epoch(record):
+            if step in wanted:
+                seen.add(step)
+                yield f"step {step}, epoch {epoch}, {len(ids)} samples: {' '.join(map(str, ids))}"
+            for sample in found.keys() & set(ids):
+                found[sample].append(f"step {step} (epoch {epoch})")
+    missing = [step for step in wanted if step not in seen]
+    if missing:
+        raise ConfigError(f"{path} has no step {', '.join(map(str, missing))}: it has steps {first} to {last}")
+    for sample, steps in found.items():
+        yield f"sample {sample}: {', '.join(steps) or 'not used'}"
+    if not wanted and not found:
+        yield f"steps {first} to {last}, {uses} samples; to list those of a step: lockstep samples {command.run} {last}"
+
+
+def _records(path: Path) -> Iterator[dict[str, Any]]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+                if type(record["step"]) is not int:
+                    raise TypeError(record["step"])
+                yield record
+            except (ValueError, KeyError, TypeError) as error:
+                raise ConfigError(f"line {number} of {path} is no line of a run's log: {error!r}") from error

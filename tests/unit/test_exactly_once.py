@@ -86,6 +86,7 @@ class StreamRuns(Runs):
         self.run = StreamRun(length, order)
 
 
+@pytest.mark.limit_s(3600 if HISTORIES > 2000 else 400)  # a failure is made short for up to five minutes
 @pytest.mark.parametrize("machine", [EpochRuns, StreamRuns])
 def test_no_sequence_of_events_loses_or_repeats_a_sample(machine: type[Runs]) -> None:
     """Found, and made short, by Hypothesis."""

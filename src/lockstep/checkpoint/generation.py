@@ -77,15 +77,16 @@ def _is_unfinished(folder: Path) -> bool:
 class Generation:
     """The right of one process to change `directory`, until a later generation takes it."""
 
-    def __init__(self, directory: Path, mode: CommitMode) -> None:
+    def __init__(self, directory: Path, mode: CommitMode, own: int | None = None) -> None:
         """Take the directory over from all that were before.
 
+        own: the number of this process's own generation before, to go on from where it is still the newest.
         Raises: StaleGeneration where another process is just doing the same and comes later; OSError.
         """
         self.directory = directory
         self.mode: CommitMode = mode
         directory.mkdir(parents=True, exist_ok=True)
-        self.number, self.folder = _claim(directory)
+        self.number, self.folder = _claim(directory) if own is None else _claim_next(directory, own)
         sync_folder(directory)
         self.check()
         with self.fenced():
@@ -204,6 +205,17 @@ def _claim(directory: Path) -> tuple[int, Path]:
         with contextlib.suppress(FileExistsError):  # another process was faster
             folder.mkdir()
             return number, folder
+
+
+def _claim_next(directory: Path, own: int) -> tuple[int, Path]:
+    """`own` + 1, with its folder. Raises: StaleGeneration where another process has taken it."""
+    folder = _folder_of(directory, own + 1)
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        check_newest(directory, own)
+        raise
+    return own + 1, folder
 
 
 def _numbers(directory: Path) -> list[int]:

@@ -191,7 +191,8 @@ def _begin(rank: int, step: int, directory: Directory) -> Any:
     if generation is not None:
         generation.check()  # before a name that is taken already is a reason for a new one
     if generation is None or not _comes_last(Name(generation.number, step), directory.path):
-        directory.generation = generation = Generation(directory.path, directory.mode)
+        own = None if generation is None else generation.number
+        directory.generation = generation = Generation(directory.path, directory.mode, own)
     return generation.number, str(generation.begin(step))
 
 

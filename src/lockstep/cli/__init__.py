@@ -1,4 +1,4 @@
-"""The command line: `lockstep train | run | checkpoint | samples`. A command's imports happen when it is known which."""
+"""The command line: `lockstep train | run | checkpoint | samples`. A command is imported when it is known which."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ class Coverage:
         return whole_tally(self.length) + tail.repeated - tail.dropped
 
     def verdict(self, epoch: int = 0, expected: Tally | None = None) -> Verdict:
-        """Whether every sample of `epoch` was used exactly once, in words. For which ones were not: `sample_log.differences`.
+        """Whether every sample of `epoch` was used exactly once, in words. Which were not: `sample_log.differences`.
 
         expected: None is a complete epoch.
         """

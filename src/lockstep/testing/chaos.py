@@ -28,7 +28,7 @@ from lockstep.testing.chaos_run import ChaosFailed, Command, Pace, Run, end_all
 from lockstep.testing.chaos_verdict import differences_between, faults_of, read_result, size_of
 from lockstep.testing.process_tree import adopt_orphans
 
-_STEPS_PER_KILL = 10
+_STEPS_PER_KILL = 20  # about what is done between two strikes
 _STEPS_LEAST = 60
 _RESTARTS = 1000  # without progress: strikes are at random, so many may come before the next checkpoint
 _RUN = (

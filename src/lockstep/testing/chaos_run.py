@@ -31,7 +31,7 @@ _SEARCH_S = 0.02  # between two looks through all processes, which take a millis
 _REMEMBERED = 9  # recoveries of which the pace is the median
 _STRETCH = 1.25
 _LAST_WORDS_S = 3.0
-_OUTPUT_SHOWN = 6000
+_OUTPUT_SHOWN = 20000
 
 
 class ChaosFailed(Exception):

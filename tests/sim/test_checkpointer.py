@@ -138,7 +138,7 @@ def test_failure_in_the_background_is_raised_by_the_next_call(tmp_path: Path, mo
             monkeypatch.setattr(saving, "write_tensor_file", full)
         comm.barrier()
         checkpointer.save_async(2, state_of(2))
-        with pytest.raises(CheckpointError, match=r"step 3 is not saved, as an earlier save has failed.*No space left"):
+        with pytest.raises(CheckpointError, match=r"cannot save step 3 .*cannot save step 2 .*No space left"):
             checkpointer.save(3, state_of(3))
         checkpointer.save_async(4, state_of(4))
         with pytest.raises(CheckpointError, match=r"cannot save step 4.*No space left"):
@@ -333,7 +333,7 @@ def test_ranks_that_save_different_things_are_told_what(tmp_path: Path) -> None:
     def save(comm: Communicator) -> None:
         checkpointer = Checkpointer(tmp_path, comm)
         other = comm.rank == 1
-        with pytest.raises(CheckpointMismatch, match=r"different steps: \[1, 2, 1\]"):
+        with pytest.raises(CheckpointMismatch, match=r"ranks \[0, 2\] save step 1 in .*; ranks \[1\] save step 2"):
             checkpointer.save(2 if other else 1, {"x": torch.ones(2)})
         with pytest.raises(CheckpointMismatch, match=r"ranks \[1\] have other tensors than rank 0: m/x\."):
             checkpointer.save(1, {"m": {"x": torch.ones(3 if other else 2)}})

@@ -144,5 +144,5 @@ def save_unsummed(comm: Communicator, directory: Path) -> None:
 def test_what_waits_for_a_sum_is_refused_on_every_rank(tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="Partial") as caught:
         run_threads(2, save_unsummed, tmp_path)
-    assert {error.kind for error in caught.value.errors.values()} == {"ConfigError"}
+    assert {error.kind for error in caught.value.errors.values()} == {"CheckpointError"}
     assert set(caught.value.errors) == {0, 1}

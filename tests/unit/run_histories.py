@@ -174,7 +174,9 @@ class EpochRun:
 
     def look_again(self) -> None:
         """Leave the pass and begin it again, as scripts do after a look at the first batch."""
-        if self.passes and self.names_epochs:
+        through = {loader.state_dict()["sampler"]["consumed"] == self.length for loader in self.loaders}
+        if self.passes and self.names_epochs and len(through) == 1:
+            self.base = 0 if True in through else self.base  # nothing was left: a complete epoch is repeated as a whole
             self.history[self.epoch] = self.history[self.epoch][: self.base]
             self.passes = []
             self._begin()

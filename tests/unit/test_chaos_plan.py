@@ -56,6 +56,14 @@ def test_who_is_not_there_yet_is_represented_by_who_starts_it(
     assert choose(Strike("SIGKILL", role, which, 0.0), present) == expected
 
 
+def test_in_a_restart_a_strike_waits_for_whom_it_is_meant() -> None:
+    strike = Strike("SIGKILL", "rank", 0.5, 0.0)
+    assert choose(strike, {"rank": [], "fork server": [5], "supervisor": [1]}, is_start=False) is None
+    assert choose(strike, {"rank": [11, 12], "fork server": [5], "supervisor": [1]}, is_start=False) == ("rank", 1)
+    server = strike._replace(role="fork server")
+    assert choose(server, {"rank": [11], "fork server": [5], "supervisor": [1]}, is_start=False) == ("fork server", 0)
+
+
 def test_signals_hit_only_whom_they_are_for() -> None:
     present: dict[Any, list[int]] = {"rank": [], "fork server": [5], "supervisor": [1]}
     assert choose(Strike("SIGTERM", "rank", 0.0, 0.0), present) == ("supervisor", 0)

@@ -18,7 +18,6 @@ from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.saving import Directory, Job, agree, write
 from lockstep.checkpoint.snapshot import Snapshot, piece_of
 from lockstep.checkpoint.state import State
-from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.comm.pulse import open_pulse
@@ -151,8 +150,7 @@ class Checkpointer:
 
     def _begin(self, step: int, state: State, shards: Mapping[int, State]) -> tuple[Job, Communicator]:
         what = self._what(step)
-        together(self.comm, f"step {step} is not saved, as an earlier save has failed", lambda: (self.wait(), None))
-        job = agree(self.comm, what, step, state, shards)
+        job = agree(self.comm, what, step, state, shards, self.wait)
         if self._control is None:
             self._control = self.comm if self._is_alone else self.comm.split(0, name="checkpoint")
         assert self._control is not None, "every rank has the same color"

@@ -54,13 +54,13 @@ def load_newest(
     """See `Checkpointer.load`."""
 
     allowed = _Allowed(allow)
-    what = f"cannot load from {directory}"
+    what = f"cannot load {'the newest checkpoint' if step is None else f'step {step}'}"
     if type(step) not in (int, NoneType):
         raise ConfigError(f"step={step!r}: a number, or None for the newest checkpoint")
     skipped: dict[str, str] = {}
     news = ""
     while True:
-        there = _names(comm, what, directory, step, news)
+        there = _names(comm, what, directory, news)
         names = [str(name) for name in there if step in (None, name.step)]
         skipped = {name: reason for name, reason in skipped.items() if name in names}  # another process may prune
         if not names and step is not None:
@@ -78,22 +78,19 @@ def load_newest(
             news = f"{error}. The next older checkpoint is tried" if name != names[-1] else ""
 
 
-def _names(comm: Communicator, what: str, directory: Path, step: int | None, news: str) -> list[Name]:
+def _names(comm: Communicator, what: str, directory: Path, news: str) -> list[Name]:
     """The checkpoints that rank 0 sees, the newest first. Rank 0 warns of `news`. Collective.
 
-    Raises: CheckpointMismatch where the ranks want different steps; CheckpointError where warnings are errors.
+    Raises: CheckpointError, also where warnings are errors.
     """
 
     def look() -> tuple[None, Any]:
         if news and comm.rank == 0:
             warnings.warn(news, stacklevel=6)  # in the line that called `Checkpointer.load`
-        return None, [step, names_in(directory) if comm.rank == 0 else []]
+        return None, names_in(directory) if comm.rank == 0 else []
 
     _, answers = together(comm, what, look)
-    steps = [said for said, _ in answers]
-    if len(set(steps)) > 1:
-        raise CheckpointMismatch(f"{what}: the ranks load different steps: {steps}")
-    return [Name(*name) for name in answers[0][1]]
+    return [Name(*name) for name in answers[0]]
 
 
 def _load(
@@ -104,7 +101,7 @@ def _load(
     allowed: _Allowed,
     skipped: tuple[str, ...],
 ) -> Loaded:
-    what = "cannot load"
+    what = f"cannot load {path.name}"
     with contextlib.ExitStack() as stack:
 
         def check() -> tuple[CheckpointReader, str]:

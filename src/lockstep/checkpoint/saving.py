@@ -26,12 +26,12 @@ from lockstep.checkpoint.generation import STEP_END, CommitMode, Generation, Nam
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.manifest import UNFINISHED, Manifest, digest_of, file_name, to_text
 from lockstep.checkpoint.reader import open_checkpoint
-from lockstep.checkpoint.shares import layout_of, plan_pieces
-from lockstep.checkpoint.state import FlatState, State, flatten, keys_of, tied_as
+from lockstep.checkpoint.shares import Layout, layout_of, plan_pieces
+from lockstep.checkpoint.state import FlatState, State, flatten, tied_as
 from lockstep.checkpoint.tensor_file import FileRecord, Piece, dtype_name, write_tensor_file
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import TensorPieces, held
+from lockstep.comm.tensor_parts import TensorPieces, held, is_dtensor
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 SHARDS = "shards"  # under this key lies the state of each shard, by its number
@@ -62,45 +62,57 @@ class Job:
 # ------------------------------------------------------------------ agree
 
 
-def agree(comm: Communicator, what: str, step: int, state: State, shards: Mapping[int, State]) -> Job:
-    """Find out whether all ranks are saving the same. Collective.
+def agree(
+    comm: Communicator,
+    what: str,
+    step: int,
+    state: State,
+    shards: Mapping[int, State],
+    wait_for_earlier: Callable[[], None],
+) -> Job:
+    """Find out whether all ranks are saving the same, when the save before is done. Collective: one exchange.
 
     Raises: CheckpointError on every rank.
     """
 
-    def describe() -> tuple[tuple[FlatState, FlatState], Any]:
+    def describe() -> tuple[tuple[FlatState, FlatState, dict[str, Layout]], Any]:
+        wait_for_earlier()
         if type(step) is not int or not 0 <= step < STEP_END:
             raise CheckpointError(f"step={step!r}: a step is a number from 0 up, of at most 18 digits")
-        common = flatten(state)
-        if any(keys_of(path)[0] == SHARDS for path in (*common.tensors, *common.aliases, *common.values)):
+        common, own = flatten(state), _flat_shards(shards)
+        if any(path.partition("/")[0] == SHARDS for path in (*common.tensors, *common.aliases, *common.values)):
             raise CheckpointError(f"{SHARDS!r} cannot be a key of the state: give it as save(..., shards={{id: ...}})")
-        own = flatten({SHARDS: {_shard_key(number): shard for number, shard in shards.items()}} if shards else {})
-        values = _digest(common.values, common.kinds)
-        said = [step, _digest(_all_tensors(common)), values, common.aliases]
-        return (common, own), [*said, [sorted(shards), _table(own), own.values, own.kinds, own.aliases]]
+        layouts = {path: layout_of(t, path) for path, t in common.tensors.items() if not isinstance(t, TensorPieces)}
+        said = [_digest(_all_tensors(common)), _digest(common.values, common.kinds), common.aliases]
+        return (common, own, layouts), [*said, [sorted(shards), _table(own), own.values, own.kinds, own.aliases]]
 
-    (common, own), everyone = together(comm, what, describe)
+    (common, own, layouts), everyone = together(comm, what, describe)
     _check_equal(comm, what, everyone, common)
     aliases = {path: target for *_, seen, _ in everyone for path, target in seen.items()}
-    common, _ = together(comm, what, lambda: (tied_as(common, aliases), None))
+    if any(seen != aliases for *_, seen, _ in everyone):
+        common, _ = together(comm, what, lambda: (tied_as(common, aliases), None))
+    pieces = plan_pieces({p: t for p, t in layouts.items() if p in common.tensors}, comm.rank, comm.world_size)
+    alone = own.tensors | {path: t for path, t in common.tensors.items() if path not in layouts}
+    for path, tensor in alone.items():
+        pieces += [Piece(path, dtype_name(tensor.dtype, path), part) for part, _ in held(tensor)]
     table = _table(common)
     values, kinds = dict(common.values), dict(common.kinds)
     for *_, (_, shard_table, shard_values, shard_kinds, shard_aliases) in everyone:
         table |= {path: (dtype, tuple(shape)) for path, (dtype, shape) in shard_table.items()}
         values, kinds, aliases = values | shard_values, kinds | shard_kinds, aliases | shard_aliases
-    layouts = {path: layout_of(t, path) for path, t in common.tensors.items() if not isinstance(t, TensorPieces)}
-    pieces = list(plan_pieces(layouts, comm.rank, comm.world_size))
-    alone = own.tensors | {path: t for path, t in common.tensors.items() if isinstance(t, TensorPieces)}
-    for path, tensor in alone.items():
-        pieces += [Piece(path, dtype_name(tensor.dtype, path), part) for part, _ in held(tensor)]
     return Job(step, FlatState(common.tensors | own.tensors, values, kinds, aliases), table, pieces)
+
+
+def _flat_shards(shards: Mapping[int, State]) -> FlatState:
+    flat = flatten({SHARDS: {_shard_key(number): shard for number, shard in shards.items()}} if shards else {})
+    for path, tensor in flat.tensors.items():
+        if is_dtensor(tensor) or isinstance(tensor, TensorPieces):
+            raise CheckpointError(f"{path} is cut over ranks, but a shard is one rank's: put it into the state")
+    return flat
 
 
 def _check_equal(comm: Communicator, what: str, everyone: Sequence[Any], common: FlatState) -> None:
     """Raises: CheckpointMismatch on every rank where they do not save the same."""
-    steps = [step for step, *_ in everyone]
-    if len(set(steps)) > 1:
-        raise CheckpointMismatch(f"{what}: the ranks save different steps: {steps}")
     owners: dict[int, int] = {}
     for rank, (*_, (numbers, *_)) in enumerate(everyone):
         for number in numbers:
@@ -108,10 +120,10 @@ def _check_equal(comm: Communicator, what: str, everyone: Sequence[Any], common:
                 raise CheckpointMismatch(
                     f"{what}: ranks {owners[number]} and {rank} both have shard {number}: a shard is one rank's"
                 )
-    for index, noun in ((1, "tensors"), (2, "values")):
+    for index, noun in enumerate(("tensors", "values")):
         others = [rank for rank, said in enumerate(everyone) if said[index] != everyone[0][index]]
         if others:
-            said = comm.all_gather_object(_listed(common, noun), label="checkpoint")
+            _, said = together(comm, what, lambda noun=noun: (None, _listed(common, noun)))
             paths = sorted({path for rank in others for path, _ in said[0].items() ^ said[rank].items()})
             raise CheckpointMismatch(
                 f"{what}: ranks {others} have other {noun} than rank 0: {', '.join(paths[:_DIFFERENCES_SHOWN])}. Every "

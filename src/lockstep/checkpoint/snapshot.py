@@ -51,5 +51,6 @@ class Snapshot:
 
 def piece_of(piece: Piece, tensor: AnyTensor) -> Tensor:
     """The elements of `piece`, as a view of what this rank holds of `tensor`."""
-    part, local = next(each for each in held(tensor) if piece.part.overlap(each[0]) == piece.part)
-    return local[piece.part.within(part).slices]
+    parts = held(tensor)
+    part, local = parts[0] if len(parts) == 1 else next(p for p in parts if piece.part.overlap(p[0]) == piece.part)
+    return local if part == piece.part else local[piece.part.within(part).slices]

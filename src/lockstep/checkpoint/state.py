@@ -191,10 +191,10 @@ def _memory_of(tensor: AnyTensor, path: str) -> tuple[Any, ...] | None:
     local = local_of(tensor)
     if not local.numel():
         return None
-    storage = local.untyped_storage()
-    if not storage.nbytes():
+    address = local.data_ptr()
+    if not address:
         raise CheckpointError(f"{path} has given its memory back: save the sharded parameters, or unshard them first")
-    place = (local.device, storage.data_ptr(), local.storage_offset(), local.stride(), local.shape)
+    place = (local.device, address, local.stride(), local.shape)
     return (*place, local.dtype, local.is_conj(), local.is_neg(), tensor.shape, is_dtensor(tensor))
 
 

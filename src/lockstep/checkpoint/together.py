@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_object
 from lockstep.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -17,6 +18,7 @@ from lockstep.errors import (
 
 _T = TypeVar("_T")
 _REASON_CHARS = 4000
+_BYTES_MAX = 64 << 20  # of what a rank says: the pieces of its file, at most the whole manifest
 _KINDS = {kind.__name__: kind for kind in (CheckpointDamaged, CheckpointMismatch, CheckpointMissing, StaleGeneration)}
 
 
@@ -24,8 +26,9 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
     """`action` returns a result and a JSON value; this returns the result and the values of all ranks.
 
     Collective: every rank of `comm`.
+    what: "cannot save ...", the same on every rank: ranks that are at different calls find out by it.
     Raises: CheckpointError on every rank where `action` failed on one, with the reasons of all; of its own kind where
-    all that failed are of one.
+    all that failed are of one. CheckpointMismatch where the ranks are at different calls.
     """
     kind, reason, cause, result, said = "", "", None, None, None
     try:
@@ -33,11 +36,20 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         cause, kind = error, type(error).__name__
         reason = str(error) if isinstance(error, LockstepError) else f"{kind}: {error}"
-    answers: list[Any] = comm.all_gather_object([kind, reason[:_REASON_CHARS], said], label="checkpoint")
-    failed = {rank: text for rank, (failure, text, _) in enumerate(answers) if failure}
+    answers: list[Any] = all_gather_object(comm, [kind, reason[:_REASON_CHARS], said, what], "checkpoint", _BYTES_MAX)
+    calls: dict[str, list[int]] = {}
+    for rank, (*_, call) in enumerate(answers):
+        calls.setdefault(call.removeprefix("cannot "), []).append(rank)
+    if len(calls) > 1:
+        raise CheckpointMismatch(
+            "the ranks are at different calls: "
+            + "; ".join(f"ranks {ranks} {call}" for call, ranks in calls.items())
+            + ". Every rank makes the same calls of a Checkpointer, in the same order"
+        ) from cause
+    failed = {rank: text for rank, (failure, text, *_) in enumerate(answers) if failure}
     if not failed:
-        return result, [value for _, _, value in answers]  # pyright: ignore[reportReturnType]
-    kinds = {failure for failure, _, _ in answers if failure}
+        return result, [value for _, _, value, _ in answers]  # pyright: ignore[reportReturnType]
+    kinds = {failure for failure, *_ in answers if failure}
     error_class = _KINDS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
     texts = dict.fromkeys(failed.values())
     if len(texts) == 1 and len(failed) == comm.world_size:

@@ -17,7 +17,7 @@ from lockstep.errors import CommError, ConfigError
 if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
 
-MAX_OBJECT_BYTES = 64 << 20  # objects are for settings and reports; data travels as tensors
+MAX_OBJECT_BYTES = 1 << 20  # objects are for settings and reports; data travels as tensors
 
 
 def broadcast_object(comm: Communicator, value: Any, src: int, label: str) -> Any:
@@ -31,9 +31,9 @@ def broadcast_object(comm: Communicator, value: Any, src: int, label: str) -> An
     return _decode(data)
 
 
-def all_gather_object(comm: Communicator, value: Any, label: str) -> list[Any]:
-    """The ranks' values, in rank order, on every rank."""
-    sizes, mine = _exchange_sizes(comm, value, label)
+def all_gather_object(comm: Communicator, value: Any, label: str, limit: int = MAX_OBJECT_BYTES) -> list[Any]:
+    """The ranks' values, each of at most `limit` bytes, in rank order, on every rank."""
+    sizes, mine = _exchange_sizes(comm, value, label, limit)
     whole = torch.empty(comm.world_size * mine.numel(), dtype=torch.uint8, device=comm.device)
     comm.all_gather_into_tensor(whole, mine, label=label or "object")
     return [_decode(row[:size]) for row, size in zip(whole.view(comm.world_size, -1), sizes, strict=True)]
@@ -47,35 +47,39 @@ def gather_object(comm: Communicator, value: Any, dst: int, label: str) -> list[
     return None if rows is None else [_decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
-def _exchange_sizes(comm: Communicator, value: Any, label: str) -> tuple[list[int], Tensor]:
+def _exchange_sizes(
+    comm: Communicator, value: Any, label: str, limit: int = MAX_OBJECT_BYTES
+) -> tuple[list[int], Tensor]:
     """Every rank's size, and this rank's bytes, as long as the longest."""
-    payload, error = _encode(value)
+    payload, error = _encode(value, limit)
     sizes = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
     mine = torch.tensor([-1 if error else len(payload)], device=comm.device)
     comm.all_gather_into_tensor(sizes, mine, label=label or "object.size")
     counts = [int(size) for size in sizes.tolist()]
-    _check_sizes(counts, range(comm.world_size), error)
+    _check_sizes(counts, range(comm.world_size), error, limit)
     return counts, _tensor(payload, max(counts), comm.device)
 
 
-def _check_sizes(sizes: Sequence[int], ranks: Sequence[int], error: ConfigError | None) -> None:
+def _check_sizes(
+    sizes: Sequence[int], ranks: Sequence[int], error: ConfigError | None, limit: int = MAX_OBJECT_BYTES
+) -> None:
     if error is not None:
         raise error
     refused = [rank for rank, size in zip(ranks, sizes, strict=True) if size < 0]
     if refused:
         raise CommError(
-            f"rank {', '.join(map(str, refused))} had a value that is not JSON, or longer than {MAX_OBJECT_BYTES} "
+            f"rank {', '.join(map(str, refused))} had a value that is not JSON, or longer than {limit} "
             f"bytes; its own error says which. Nothing was sent"
         )
 
 
-def _encode(value: Any) -> tuple[bytes, ConfigError | None]:
+def _encode(value: Any, limit: int = MAX_OBJECT_BYTES) -> tuple[bytes, ConfigError | None]:
     try:
         data = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:
         return b"", ConfigError(f"only JSON values travel between ranks ({error}); send tensors as tensors")
-    if len(data) > MAX_OBJECT_BYTES:
-        return b"", ConfigError(f"object of {len(data)} bytes: the limit is {MAX_OBJECT_BYTES}; send data as tensors")
+    if len(data) > limit:
+        return b"", ConfigError(f"object of {len(data)} bytes: the limit is {limit}; send data as tensors")
     return data, None
 
 

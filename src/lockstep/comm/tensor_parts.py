@@ -101,8 +101,10 @@ def is_dtensor(tensor: Any) -> bool:
 
 def local_of(tensor: Any) -> Tensor:
     """This rank's elements of `tensor`. Memory: the tensor's own."""
+    if not is_dtensor(tensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def part_of(tensor: Any) -> Part:

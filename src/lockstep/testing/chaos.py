@@ -28,7 +28,7 @@ from lockstep.testing.chaos_run import ChaosFailed, Command, Pace, Run, end_all
 from lockstep.testing.chaos_verdict import differences_between, faults_of, read_result, size_of
 from lockstep.testing.process_tree import adopt_orphans
 
-_STEPS_PER_KILL = 20  # about what is done between two strikes
+_STEPS_PER_KILL = 15  # about what is done between two strikes
 _STEPS_LEAST = 60
 _RESTARTS = 1000  # without progress: strikes are at random, so many may come before the next checkpoint
 _RUN = (
@@ -55,7 +55,8 @@ def main(words: Sequence[str] | None = None) -> int:
     """Run it; 0 where not a bit has changed."""
     options = parse(words)
     seed = random.randrange(2**32) if options.seed is None else options.seed
-    _say(f"seed {seed}; to see the same plan again: make chaos KILLS={options.kills} SEED={seed}")
+    more = f' ARGS="--stops {options.stops} --terms {options.terms}"' if options.stops or options.terms else ""
+    _say(f"seed {seed}; to see the same plan again: make chaos KILLS={options.kills} SEED={seed}{more}")
     adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # not without ending what was started

@@ -13,8 +13,8 @@ Phase = Literal["start-up", "step", "save", "restart"]
 PHASES: tuple[Phase, ...] = ("start-up", "step", "save", "restart")
 # A rank is forked anew in a fraction of a second; the others cost a start from nothing, so fewer fit into a minute.
 SHARES: Mapping[Role, float] = {"rank": 0.96, "fork server": 0.02, "supervisor": 0.02}
-# Whom a signal is for, and who is struck in place of one who is not there: a fork server has nothing to save when it is
-# told to end, and nobody would notice that the supervisor is stopped.
+# Whom a signal is for, each started by the next: a fork server has nothing to save when it is told to end, and nobody
+# would notice that the supervisor is stopped.
 _TARGETS: Mapping[str, Sequence[Role]] = {
     "SIGKILL": ("rank", "fork server", "supervisor"),
     "SIGTERM": ("rank", "supervisor"),
@@ -56,13 +56,15 @@ def draw_plan(seed: int, kills: int, stops: int = 0, terms: int = 0) -> list[Str
     return plan
 
 
-def choose(strike: Strike, present: Mapping[Role, Sequence[object]]) -> tuple[Role, int] | None:
-    """Whom to strike of those that are there, by role and number: who was drawn, else who would have started them.
+def choose(strike: Strike, present: Mapping[Role, Sequence[object]], is_start: bool = True) -> tuple[Role, int] | None:
+    """Whom to strike of those that are there, by role and number: who was drawn; in a start, else who starts them.
 
-    None where there is nobody yet whom this signal is for.
+    None where there is nobody yet whom this strike is for: it waits. In a restart that is soon over; in a start, when
+    all the time goes into loading, nothing would ever be struck.
     """
     targets = _TARGETS[strike.signal]
-    for role in targets[targets.index(strike.role) :]:
+    first = targets.index(strike.role)
+    for role in targets[first:] if is_start else targets[first : first + 1]:
         candidates = present.get(role, ())
         if candidates:
             return role, int(strike.which * len(candidates))

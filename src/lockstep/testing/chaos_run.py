@@ -247,7 +247,7 @@ class Run:
         return self._is_recovered or any(age_s(server) > self._pace.reach_s(is_cold=True) / 2 for server in servers)
 
     def _deal(self, observer: Observer, beats: Sequence[Beat], present: dict[Role, list[Process]]) -> None:
-        chosen = choose(self._plan[-1], present)
+        chosen = choose(self._plan[-1], present, self._is_start and not self._is_recovered)
         if chosen is None:
             return
         planned = self._plan.pop()

@@ -121,8 +121,17 @@ def at_once(descriptor: int, limit_s: float) -> bool:
     return bool(wait_for([descriptor], min(limit_s, _LIMIT_S)))
 
 
-def outcome(start: Callable[[Start], WorkerProcess | None], program: Program, files: Path) -> tuple[int, str, str]:
-    """(exit code, standard output, standard error) of a worker."""
+@pytest.fixture(scope="module")
+def known(server: ForkServer) -> list[int]:
+    """The fork server, and the ranks that earlier tests have left in their pools."""
+    assert server.problem(at_once) == ""
+    return _children()
+
+
+def outcome(
+    start: Callable[[Start], WorkerProcess | None], program: Program, files: Path, known: list[int]
+) -> tuple[int, str, str]:
+    """(exit code, standard output, standard error) of a worker; nothing of it stays."""
     paths = [files / name for name in ("out", "err", "error.json")]
     for path in paths:
         path.unlink(missing_ok=True)
@@ -137,8 +146,7 @@ def outcome(start: Callable[[Start], WorkerProcess | None], program: Program, fi
         worker.kill()
         while not worker.reap():
             wait_for([worker.handle], _LIMIT_S)
-    servers = [pid for pid in _children() if b"fork_server import main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert wait_until(lambda: reap_strangers(servers) or sorted(_children()) == sorted(servers), _LIMIT_S)
+    assert wait_until(lambda: reap_strangers(known) or set(_children()) <= set(known), _LIMIT_S)
     assert worker.exit_code is not None
     return worker.exit_code, paths[0].read_text(), paths[1].read_text()
 
@@ -159,7 +167,12 @@ PROGRAMS = [
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.name)
 def test_worker_does_what_python_does(
-    program: Program, folder: Path, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    program: Program,
+    folder: Path,
+    server: ForkServer,
+    known: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.chdir(folder)
     assert server.problem(at_once) == ""
@@ -172,7 +185,7 @@ def test_worker_does_what_python_does(
         return start_fresh(start, [*python_command("program", "-u"), *program.words()])
 
     for name, start in (("forked", forked), ("fresh", fresh)):
-        did = outcome(start, program, tmp_path)
+        did = outcome(start, program, tmp_path, known)
         assert did[:2] == (code, out), f"{name}: {did}, Python: {(code, out, err)}"
         if code == -signal.SIGABRT:
             assert "Fatal Python error: Aborted" in did[2]
@@ -184,13 +197,14 @@ def test_worker_does_what_python_does(
         assert failure is None or (failure.rank, failure.exit_code) == (5, 1)
 
 
-def test_random_numbers_of_forked_workers_are_their_own(folder: Path, server: ForkServer, tmp_path: Path) -> None:
+def test_random_numbers_of_forked_workers_are_their_own(
+    folder: Path, server: ForkServer, known: list[int], tmp_path: Path
+) -> None:
     script = tmp_path / "numbers.py"
     script.write_text("import random, numpy\nprint(random.random(), numpy.random.random())\n")
     program = Program("script", str(script))
-    drawn = [
-        number for _ in range(3) for number in outcome(lambda s: server.start(s, at_once), program, tmp_path)[1].split()
-    ]
+    said = [outcome(lambda start: server.start(start, at_once), program, tmp_path, known)[1] for _ in range(3)]
+    drawn = " ".join(said).split()
     assert len(drawn) == len(set(drawn)) == 6
 
 
@@ -210,9 +224,10 @@ def test_worker_begins_only_when_its_launcher_knows_it(folder: Path, server: For
     try:
         assert other.problem(at_once) == ""
         environ = {**os.environ, AGENT_PID: str(os.getpid())}
+        before = _children()
         with pytest.raises(GivesUp):
             other.start(Start(Program("script", str(tmp_path / "mark.py")), environ, os.getcwd(), "", ""), give_up)
-        pids = [pid for pid in _children() if pid not in (other.pid, server.pid)]
+        pids = [pid for pid in _children() if pid not in before]
         for pid in pids:
             os.waitpid(pid, 0)
         assert len(pids) == 1
@@ -255,13 +270,14 @@ def test_threads_that_stay_forbid_a_fork(tmp_path: Path) -> None:
 
 def test_command_that_is_no_python(tmp_path: Path) -> None:
     with adopting_orphans():
+        known = _children()
 
         def fresh(start: Start) -> WorkerProcess:
             return start_fresh(start, [*python_command("program"), *start.program.words()])
 
         shell = Program("command", "sh", ("-c", 'echo "$RANK $0"; exit 6', "word"))
-        assert outcome(fresh, shell, tmp_path)[:2] == (6, "5 word\n")
-        code, out, err = outcome(fresh, Program("command", "no-such-command"), tmp_path)
+        assert outcome(fresh, shell, tmp_path, known)[:2] == (6, "5 word\n")
+        code, out, err = outcome(fresh, Program("command", "no-such-command"), tmp_path, known)
         assert (code, out) == (1, "")
         assert err == "lockstep: no-such-command cannot be started: No such file or directory\n"
 

@@ -32,7 +32,7 @@ install: $(STAMP) ## create .venv with the tested versions (train, test, check a
 train: $(STAMP) ## train a small GPT-2 with two processes on this Python's own library
 	@$(BIN)/lockstep train $(ARGS)
 
-test: $(STAMP) ## the whole test suite
+test: $(STAMP) ## the test suite; ARGS=--slow for all of it
 	@$(BIN)/python -m pytest $(ARGS)
 
 chaos: $(STAMP) ## kill a training run KILLS times at random moments; it must end in the same bits

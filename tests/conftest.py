@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -21,11 +22,21 @@ _BACKSTOP_S = 20.0  # after the limit, for a main thread that hears no signal
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="also the tests that tests/slow_tests.txt names")
     parser.addoption("--rewrite-golden", action="store_true", help="write tests/golden/*.txt anew; look at the diff")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit_s(seconds): how long the test may take, {_LIMIT_S:g} unless given")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--slow"):
+        return
+    lines = (Path(__file__).parent / "slow_tests.txt").read_text().splitlines()
+    slow = {line for line in lines if not line.startswith("#")}
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in slow])
+    items[:] = [item for item in items if item.nodeid not in slow]
 
 
 @pytest.hookimpl(wrapper=True)

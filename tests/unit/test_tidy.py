@@ -423,3 +423,10 @@ def test_ruff_refuses_what_the_house_forbids() -> None:
         assert f" {rule} " in _ruff(path, text), f"ruff lets this pass in {path}:\n{text}"
     for path, text in _ALLOWED:
         assert "All checks passed" in _ruff(path, text), f"ruff refuses this in {path}:\n{text}"
+
+
+def test_slow_tests_are_there() -> None:
+    for line in (ROOT / "tests" / "slow_tests.txt").read_text().splitlines():
+        if not line.startswith("#"):
+            path, _, name = line.partition("::")
+            assert f"def {name.partition('[')[0]}(" in (ROOT / path).read_text(), line

@@ -16,20 +16,14 @@ from pathlib import Path
 import pytest
 
 from command_runs import Run
+from lockstep.testing.chaos import TINY
 
 pytestmark = pytest.mark.limit_s(120)
 
 _TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 # small enough that starting is all it costs; a constant learning rate, so that the number of steps changes no number
 _SMALL = (
-    "--model.layers=1",
-    "--model.heads=1",
-    "--model.width=16",
-    "--model.context=16",
-    "--model.dropout=0.1",
-    "--data.val_fraction=0.1",
-    "--train.batch=8",
-    "--train.microbatch=2",
+    *TINY,
     "--train.log_every=5",
     "--train.eval_every=0",
     "--train.sample_tokens=8",

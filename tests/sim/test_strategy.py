@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,6 +27,8 @@ from lockstep.parallel.wrap_policies import ModuleWrapPolicy
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 
+pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
+
 CUT = ("gradients", "full", "hybrid")
 ALL: Any = ("none", "optimizer", *CUT)
 BATCH, LENGTH, VOCAB = 12, 8, 61
@@ -35,14 +37,6 @@ BATCH, LENGTH, VOCAB = 12, 8, 61
 class Result(NamedTuple):
     weights: dict[str, Tensor]
     norms: list[float]
-
-
-@pytest.fixture(autouse=True)
-def _ranks_share_a_process() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def gpt2() -> nn.Module:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from lockstep.train.metrics import StepLog
 from lockstep.train.run_dir import Launch
 from sharded_tensors import Alive
 
+pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
+
 
 class StopAt:
     """Asks to stop when it is looked at for the `look`-th time."""
@@ -43,14 +45,6 @@ class StopAt:
     def is_set(self) -> bool:
         self.looks += 1
         return self.looks == self.look
-
-
-@pytest.fixture(autouse=True)
-def _ranks_share_a_process() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +22,10 @@ from lockstep.parallel.strategy import optimizer_for, parallelize
 from lockstep.parallel.train_state import OptimizerState, TrainState
 from lockstep.testing.worlds import run_threads
 
+pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
+
 Pair = tuple[nn.Module, torch.optim.Optimizer]
 Make = Callable[[nn.Module, list[dict[str, Any]], Communicator], Pair]
-
-
-@pytest.fixture(autouse=True)
-def _ranks_share_a_process() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Odd(nn.Module):

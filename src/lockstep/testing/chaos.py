@@ -31,7 +31,8 @@ from lockstep.testing.process_tree import adopt_orphans
 _STEPS_PER_KILL = 15  # about what is done between two strikes
 _STEPS_LEAST = 60
 _RESTARTS = 1000  # without progress: strikes are at random, so many may come before the next checkpoint
-_RUN = (
+# options of `lockstep train` for a run so small that starting it is all it costs
+TINY = (
     "--model.layers=1",
     "--model.heads=1",
     "--model.width=16",
@@ -40,6 +41,9 @@ _RUN = (
     "--data.val_fraction=0.1",
     "--train.batch=8",
     "--train.microbatch=2",
+)
+_RUN = (
+    *TINY,
     "--train.log_every=1",
     "--train.eval_every=0",
     "--train.sample_tokens=0",

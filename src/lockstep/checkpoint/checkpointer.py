@@ -12,7 +12,7 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.checkpoint.generation import CommitMode, Name, names_in
+from lockstep.checkpoint.generation import CommitMode, names_in, of_step
 from lockstep.checkpoint.loading import Loaded, load_newest
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.saving import Directory, Job, agree, write
@@ -215,7 +215,7 @@ class Checkpointer:
 
     def path_of(self, step: int) -> Path:
         """The folder of the newest checkpoint of `step`. Not collective. Raises: CheckpointMissing."""
-        return self.directory / str(self._name_of(step))
+        return self.directory / str(of_step(names_in(self.directory), step, self.directory)[0])
 
     def verify(self, step: int | None = None) -> None:
         """Read every byte of the checkpoint of `step`, or of the newest one. Not collective.
@@ -227,14 +227,6 @@ class Checkpointer:
             raise CheckpointMissing(f"{self.directory} has no checkpoint")
         with open_checkpoint(self.path_of(step)) as reader:
             reader.verify()
-
-    def _name_of(self, step: int) -> Name:
-        names = names_in(self.directory)
-        for name in names:
-            if name.step == step:
-                return name
-        there = sorted({name.step for name in names})
-        raise CheckpointMissing(f"{self.directory} has no checkpoint of step {step}: it has {there or 'none'}")
 
     # ------------------------------------------------------------------ the end
 

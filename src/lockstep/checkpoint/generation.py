@@ -22,12 +22,12 @@ import contextlib
 import os
 import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from lockstep.checkpoint.manifest import UNFINISHED
-from lockstep.errors import CheckpointError, StaleGeneration
+from lockstep.errors import CheckpointError, CheckpointMissing, StaleGeneration
 
 CommitMode = Literal["rename", "marker"]
 
@@ -66,6 +66,15 @@ def names_in(directory: Path) -> list[Name]:
         return []
     except OSError as error:
         raise CheckpointError(f"cannot look for checkpoints in {directory}: {error}") from error
+
+
+def of_step(names: Sequence[Name], step: int, directory: Path) -> list[Name]:
+    """Those of `names`, the checkpoints in `directory`, that are of `step`. Raises: CheckpointMissing for none."""
+    found = [name for name in names if name.step == step]
+    if not found:
+        there = sorted({name.step for name in names})
+        raise CheckpointMissing(f"{directory} has no checkpoint of step {step}: it has {there or 'none'}")
+    return found
 
 
 def _is_unfinished(folder: Path) -> bool:

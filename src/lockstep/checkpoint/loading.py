@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from lockstep.checkpoint.generation import Name, names_in
+from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
 from lockstep.checkpoint.saving import SHARDS
@@ -61,11 +61,8 @@ def load_newest(
     news = ""
     while True:
         there = _names(comm, what, directory, news)
-        names = [str(name) for name in there if step in (None, name.step)]
+        names = [str(name) for name in (there if step is None else of_step(there, step, directory))]
         skipped = {name: reason for name, reason in skipped.items() if name in names}  # another process may prune
-        if not names and step is not None:
-            steps = sorted({name.step for name in there})
-            raise CheckpointMissing(f"{directory} has no checkpoint of step {step}: it has {steps or 'none'}")
         if not names:
             return None
         name = next((name for name in names if name not in skipped), None)

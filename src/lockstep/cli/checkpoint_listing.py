@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lockstep.checkpoint.foreign.window import open_window
-from lockstep.checkpoint.generation import Name, names_in
+from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
 from lockstep.checkpoint.tensor_file import DTYPES, Piece, read_header
@@ -65,11 +65,8 @@ def checkpoint_of(directory: Path, step: int | None) -> Path:
     found = checkpoints_of(directory)
     if step is None:
         return found[0]
-    steps = {path: name.step for path in found if (name := Name.parse(path.absolute().name)) is not None}
-    for path, there in steps.items():
-        if there == step:
-            return path
-    raise CheckpointMissing(f"{directory} has no checkpoint of step {step}: it has {sorted(set(steps.values()))}")
+    names = {name: path for path in found if (name := Name.parse(path.absolute().name)) is not None}
+    return names[of_step(list(names), step, directory)[0]]
 
 
 def _unfinished_in(directory: Path) -> list[Path]:

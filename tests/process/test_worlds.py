@@ -227,7 +227,8 @@ def test_good():
 
 
 def test_the_conftest_fails_what_hangs_or_leaks(tmp_path: Path) -> None:
-    (tmp_path / "conftest.py").write_text((Path(__file__).parents[1] / "conftest.py").read_text())
+    for name in ("conftest.py", "slow_tests.txt"):
+        (tmp_path / name).write_text((Path(__file__).parents[1] / name).read_text())
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=tmp_path)

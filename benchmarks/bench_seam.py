@@ -32,6 +32,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, CommOp, Work
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport, TransportLayer
+from lockstep.errors import CommError
 
 GOAL_US = 5.0
 LAYERS = 4
@@ -52,6 +53,9 @@ class NoTransport(Transport):
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
         return self
+
+    def abort(self, error: CommError) -> None:
+        pass
 
     def close(self) -> None:
         pass

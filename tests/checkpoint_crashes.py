@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import random
+import secrets
 import shutil
 import traceback
 import warnings
@@ -29,8 +32,9 @@ from crash_points import (
     in_first_thread,
 )
 from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.generation import CommitMode
-from lockstep.checkpoint.state import FlatState, State, flatten
+from lockstep.checkpoint.state import FlatState, State
 
 _TYPED = ("CheckpointError", "CheckpointDamaged", "CheckpointMissing", "StaleGeneration")
 _LOOKING = {"newfstatat", "fstat", "statx", "access", "faccessat2", "readlink", "lseek", "ioctl", "fcntl", "fadvise64"}
@@ -180,6 +184,28 @@ def faults_of(call: Call, scenario: Scenario) -> list[Fault]:
         if scenario.old is not None:  # a disk that lies leaves nothing good of a first checkpoint
             faults.append(SHORT)
     return faults
+
+
+class Sample(NamedTuple):
+    """Which cases are taken."""
+
+    changing: float  # share of the calls that change something
+    looking: float  # of the others
+    seed: int
+
+    def takes(self, call: Call, fault: Fault, where: str = "") -> bool:
+        """Whether `fault` at `call` is a case. where: what else tells it from others."""
+        drawn = random.Random(f"{self.seed} {where} {call.name} {call.nth} {fault.name}").random()
+        if changes(call):
+            return drawn < self.changing
+        return drawn < self.looking and (self.looking == 1 or fault is not KILL)
+
+
+def sample_of(changing: float, looking: float) -> Sample:
+    """These shares, or all with LOCKSTEP_CRASH_POINTS=all; drawn by LOCKSTEP_SEED, or by chance."""
+    seed = int(os.environ.get("LOCKSTEP_SEED") or secrets.randbits(32))
+    everything = os.environ.get("LOCKSTEP_CRASH_POINTS") == "all"
+    return Sample(1, 1, seed) if everything else Sample(changing, looking, seed)
 
 
 class Copies:

@@ -77,6 +77,12 @@ class Run:
         self.process.wait()
 
 
+def complaints(output: str) -> list[str]:
+    """The lines in which somebody warns of something. That there is a profile of the run is no complaint."""
+    lines = re.findall("(?i).*(?:lockstep|warning).*", output)
+    return [line for line in lines if not line.startswith("lockstep: where the time went: ")]
+
+
 def wait_for(condition: Callable[[], object], what: str, context: Callable[[], str] = str) -> None:
     """Raises AssertionError where `condition()` does not become true."""
     deadline, pause = time.monotonic() + DEADLINE_S, threading.Event()

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.foreign.window import Window
+from lockstep.checkpoint.foreign.torch_files import read_torch_window
+from lockstep.checkpoint.foreign.window import Window, open_window
 from lockstep.errors import CheckpointError
 
 BOOM = b"X\x04\x00\x00\x00boom\x85"
@@ -112,6 +113,11 @@ def difference(found: Any, expected: Any, path: str = "") -> str:
         return "" if found == str(expected) else f"{path}: {found!r} in place of {expected}"
     same_type = type(found) is type(expected) or isinstance(expected, np.generic)
     return "" if same_type and found == expected else f"{path}: {found!r:.80} in place of {expected!r:.80}"
+
+
+def read_torch_file(path: Path) -> Any:
+    with open_window(path) as file:
+        return read_torch_window(file)
 
 
 def outcome(read: Any, path: Path, data: bytes) -> Any:

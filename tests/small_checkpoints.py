@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint import shares
+from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.manifest import FORMAT, NAME, Manifest, file_name, to_text
 from lockstep.checkpoint.shares import layout_of, plan_pieces
-from lockstep.checkpoint.state import State, flatten
+from lockstep.checkpoint.state import State
 from lockstep.checkpoint.tensor_file import Piece, write_tensor_file
 
 

@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from lockstep.checkpoint.rng import rng_state, set_rng_state
     from lockstep.checkpoint.weights import load_safetensors
     from lockstep.comm.communicator import Communicator
-    from lockstep.comm.init import init
     from lockstep.comm.mesh import Mesh
     from lockstep.comm.process_group import register_backend
     from lockstep.data.coverage import Coverage
     from lockstep.data.dataloader import DataLoader
     from lockstep.data.sampler import DistributedSampler
     from lockstep.launch.worker import REQUEUE, StopRequest
+    from lockstep.observe.data_checks import DataCheck
+    from lockstep.observe.init import init
+    from lockstep.observe.replica import ReplicaCheck
     from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from lockstep.parallel.ddp import DistributedDataParallel
     from lockstep.parallel.fsdp import FullyShardedDataParallel
@@ -59,6 +61,7 @@ _HOME = {
     "Checkpointer": "lockstep.checkpoint.checkpointer",
     "Communicator": "lockstep.comm.communicator",
     "Coverage": "lockstep.data.coverage",
+    "DataCheck": "lockstep.observe.data_checks",
     "DataLoader": "lockstep.data.dataloader",
     "DistributedDataParallel": "lockstep.parallel.ddp",
     "DistributedSampler": "lockstep.data.sampler",
@@ -74,6 +77,7 @@ _HOME = {
     "OffloadPolicy": "lockstep.parallel.shard_policies",
     "REQUEUE": "lockstep.launch.worker",
     "ShardedOptimStateDictConfig": "lockstep.parallel.fsdp1.arguments",
+    "ReplicaCheck": "lockstep.observe.replica",
     "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
     "ShardedStateDictConfig": "lockstep.parallel.fsdp1.arguments",
     "ShardingStrategy": "lockstep.parallel.fsdp1.arguments",
@@ -86,7 +90,7 @@ _HOME = {
     "fully_shard": "lockstep.parallel.fully_shard",
     "get_total_norm": "lockstep.parallel.clip",
     "in_step": "lockstep.parallel.strategy",
-    "init": "lockstep.comm.init",
+    "init": "lockstep.observe.init",
     "load_safetensors": "lockstep.checkpoint.weights",
     "materialize": "lockstep.parallel.materialize",
     "microbatch": "lockstep.parallel.strategy",
@@ -109,6 +113,7 @@ __all__ = [
     "Checkpointer",
     "Communicator",
     "Coverage",
+    "DataCheck",
     "DataLoader",
     "DistributedDataParallel",
     "DistributedSampler",
@@ -122,6 +127,7 @@ __all__ = [
     "MixedPrecisionPolicy",
     "ModuleWrapPolicy",
     "OffloadPolicy",
+    "ReplicaCheck",
     "ShardedOptimStateDictConfig",
     "ShardedOptimizer",
     "ShardedStateDictConfig",

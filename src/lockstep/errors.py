@@ -12,7 +12,8 @@
     │   └── TransportClosed                   this communicator was closed
     ├── ReplicaError (RuntimeError)           the ranks of a data-parallel group do not form one model
     │   ├── ModelMismatch                     parameters or buffers differ between ranks at construction
-    │   ├── PeerFailed                        another rank raised in the middle of a step
+    │   ├── ReplicaDrift                      ranks that were equal have parameters or optimizer state that differ now
+    │   ├── PeerFailed (PeerLost)             another rank raised, ended or was killed; quotes its last words
     │   └── ShardingError                     a sharded parameter was changed, shared or used in a way that breaks it
     ├── DataError (ValueError)                a dataset, sampler or corpus cannot be used as asked
     │   └── UnsizedDataset (TypeError)        a dataset without a length, where one is needed
@@ -22,7 +23,8 @@
     │   ├── CheckpointMissing                 there is none, or not the one that was asked for
     │   └── StaleGeneration                   this process was left over: a later run has taken the directory
     ├── TrainingError (RuntimeError)          training itself cannot go on
-    │   └── NonFiniteLoss                     the loss is NaN or infinite
+    │   ├── NonFiniteLoss                     the loss is NaN or infinite
+    │   └── NonFiniteGradient                 a gradient is NaN or infinite on some rank, before it is averaged
     └── LaunchError (RuntimeError)            processes could not be started or ended
 
 A message says what happened, on which rank, what was expected and what to do next. `assert` is for our own bugs.
@@ -111,8 +113,17 @@ class ModelMismatch(ReplicaError):
     """Parameters or buffers differ between ranks at construction."""
 
 
-class PeerFailed(ReplicaError):
-    """Another rank raised in the middle of a step; no gradient of this step was handed out."""
+class ReplicaDrift(ReplicaError):
+    """Ranks that should hold the same model do not any more. `ranks` are the odd ones (empty where nobody can tell)."""
+
+    def __init__(self, message: str, ranks: Sequence[int] = (), what: Sequence[str] = ()) -> None:
+        super().__init__(message)
+        self.ranks = tuple(ranks)
+        self.what = tuple(what)  # "parameter '0.weight'", "lr of parameter group 0"
+
+
+class PeerFailed(ReplicaError, PeerLost):
+    """Another rank raised, ended early or was killed; the message quotes its last words. `rank` is that rank."""
 
 
 class ShardingError(ReplicaError):
@@ -153,6 +164,10 @@ class TrainingError(LockstepError, RuntimeError):
 
 class NonFiniteLoss(TrainingError):
     """The loss is NaN or infinite; says the step and the rank where it first appeared."""
+
+
+class NonFiniteGradient(TrainingError):
+    """A gradient is NaN or infinite; says the step, the rank and the parameter where it first appeared."""
 
 
 class LaunchError(LockstepError, RuntimeError):

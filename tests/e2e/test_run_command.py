@@ -90,10 +90,27 @@ while True:
     time.sleep(600)
 """
 
+# signals come to the launcher from when the rank has ended until there is no launcher any more
+_HAUNTS = """
+import os, signal, time
+launcher, rank = os.getppid(), os.getpid()
+if os.fork() == 0:
+    os.setsid()
+    while os.path.exists(f"/proc/{rank}"):
+        time.sleep(0.0005)
+    try:
+        while True:
+            os.kill(launcher, signal.SIGTERM)
+            time.sleep(0.0005)
+    except ProcessLookupError:
+        os._exit(0)
+raise SystemExit(75)
+"""
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    for name, text in (("ddp.py", _DDP), ("fails.py", _FAILS), ("waits.py", _WAITS)):
+    for name, text in (("ddp.py", _DDP), ("fails.py", _FAILS), ("waits.py", _WAITS), ("haunts.py", _HAUNTS)):
         (tmp_path / name).write_text(text)
     runs: list[Run] = []
 
@@ -209,6 +226,21 @@ def test_second_signal_kills_at_once_with_all_that_workers_started(start: Callab
     run.end(130)
     wait_for(lambda: not any(map(is_alive, offspring_in(run))), "their children were gone", run.text)
     assert len(offspring_in(run)) == 2
+
+
+def test_signals_in_its_last_second_change_no_exit_code(start: Callable[..., Run]) -> None:
+    start("haunts.py").end(75)
+
+
+def test_machine_that_waits_for_others_can_be_stopped(start: Callable[..., Run]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=two")
+    run = start(*words, "--local-addr=127.0.0.1", "waits.py", "0")
+    wait_for(lambda: listening([run.process.pid]), "it waits for the other machine", run.text)
+    run.process.send_signal(signal.SIGINT)
+    run.end(130)
+    assert run.said() == ["stopped while the processes were starting"]
 
 
 def test_stopped_process_counts_as_dead_and_a_range_shrinks(start: Callable[..., Run]) -> None:

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
-from command_runs import Run
+from command_runs import Run, wait_for
 from lockstep.testing.chaos import TINY
+from lockstep.testing.chaos_run import Observer
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -143,6 +144,16 @@ def test_other_ranks_end_with_the_launcher(start: Callable[..., Run]) -> None:
     run.await_text(r"step 5/100000 ")
     run.process.kill()
     run.end(-signal.SIGKILL)
+
+
+def test_signal_at_one_rank_before_the_first_step_stops_all(start: Callable[..., Run]) -> None:
+    run = start("-n", "2", "--data.path=text", "--out=early", *_SMALL, "--train.steps=100000")
+    launcher = Observer(run.process.pid)
+    wait_for(lambda: launcher.present([])["rank"], "a rank was forked", run.text)
+    os.kill(launcher.present([])["rank"][0].pid, signal.SIGUSR1)
+    said = run.end(130)
+    assert run.said()[1:] == ["rank 0 was ended by SIGUSR1: stopping", "stopped"]
+    assert "Traceback" not in said
 
 
 def test_second_interrupt_ends_what_cannot_stop(start: Callable[..., Run]) -> None:

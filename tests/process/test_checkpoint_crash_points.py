@@ -7,10 +7,7 @@ makes the calls of another one again, only a share is taken of all.
 
 from __future__ import annotations
 
-import os
-import random
 import resource
-import secrets
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -22,21 +19,20 @@ from checkpoint_crashes import (
     LOAD,
     SCENARIOS,
     Copies,
+    Sample,
     changes,
     faults_of,
     problems_after_load,
     problems_after_save,
     problems_of_leftover,
+    sample_of,
     state,
 )
 from crash_points import (
-    KILL,
     NOTHING,
     STOP,
     Action,
     Begin,
-    Call,
-    Fault,
     calls_of,
     forking_workers,
     run_with_fault,
@@ -55,33 +51,12 @@ MODES: tuple[CommitMode, ...] = ("rename", "marker")
 _SHOWN = 3  # problems in full
 
 
-class Sample(NamedTuple):
-    """Which cases are taken."""
-
-    changing: float  # share of the calls that change something
-    looking: float  # of the others
-    seed: int
-
-    def takes(self, call: Call, fault: Fault) -> bool:
-        """Whether `fault` at `call` is a case."""
-        drawn = random.Random(f"{self.seed} {call.name} {call.nth} {fault.name}").random()
-        if changes(call):
-            return drawn < self.changing
-        return drawn < self.looking and (self.looking == 1 or fault is not KILL)
-
-
 class Report(NamedTuple):
     """What a worker has found."""
 
     calls: list[str]
     cases: int
     problems: list[str]
-
-
-def _sample(changing: float, looking: float) -> Sample:
-    seed = int(os.environ.get("LOCKSTEP_SEED") or secrets.randbits(32))
-    everything = os.environ.get("LOCKSTEP_CRASH_POINTS") == "all"
-    return Sample(1, 1, seed) if everything else Sample(changing, looking, seed)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +104,7 @@ def _crash(worker: int, root: Path, name: str, mode: CommitMode, sample: Sample)
 def test_save_that_dies_or_fails_anywhere_leaves_the_old_state_or_the_new_one(
     workers: Callable[..., list[Report]], tmp_path: Path, name: str, mode: CommitMode
 ) -> None:
-    sample = _sample(1, 0.2) if name == "save" else _sample(0.3, 0.05)
+    sample = sample_of(1, 0.2) if name == "save" else sample_of(0.3, 0.05)
     _judge(workers(_crash, tmp_path, name, mode, sample), sample, 10)
 
 
@@ -155,7 +130,7 @@ def _fail_loading(worker: int, root: Path, sample: Sample) -> Report:
 def test_load_that_fails_anywhere_raises_or_gives_one_of_the_states_and_changes_nothing(
     workers: Callable[..., list[Report]], tmp_path: Path
 ) -> None:
-    sample = _sample(1, 0.99)
+    sample = sample_of(1, 0.99)
     _judge(workers(_fail_loading, tmp_path, sample), sample, 40)
 
 
@@ -186,7 +161,7 @@ def _leave_over(worker: int, root: Path, name: str, mode: CommitMode, sample: Sa
 def test_process_left_over_from_an_earlier_generation_cannot_commit(
     workers: Callable[..., list[Report]], tmp_path: Path, name: str, mode: CommitMode
 ) -> None:
-    sample = _sample(1, 0.3 if name == "again" else 0.1) if mode == "rename" else _sample(0.4, 0.05)
+    sample = sample_of(1, 0.3 if name == "again" else 0.1) if mode == "rename" else sample_of(0.4, 0.05)
     _judge(workers(_leave_over, tmp_path, name, mode, sample), sample, 5)
 
 
@@ -221,4 +196,4 @@ def _with_room(action: Action, limit: int) -> Action:
 def test_disk_that_fills_up_in_the_middle_of_a_file_leaves_the_old_state(
     workers: Callable[..., list[Report]], tmp_path: Path, mode: CommitMode
 ) -> None:
-    _judge(workers(_fill_up, tmp_path, mode), _sample(1, 1), 14)
+    _judge(workers(_fill_up, tmp_path, mode), sample_of(1, 1), 14)

@@ -69,9 +69,13 @@ def port() -> int:
 
 
 def environment(**changes: str) -> dict[str, str]:
-    """This process's environment without what a launcher or a user's settings may have put there."""
+    """This process's environment without what a launcher or a user's settings may have put there; no evidence."""
     theirs = ("RANK", "WORLD_", "LOCAL_", "MASTER_", "TORCHELASTIC_", "SLURM_", "OMP_", "GLOO_", "LOCKSTEP_")
-    return {**{name: value for name, value in os.environ.items() if not name.startswith(theirs)}, **changes}
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith(theirs)},
+        "LOCKSTEP_EVIDENCE": "",
+        **changes,
+    }
 
 
 def tell(script: Path, what: str, port: int) -> list[tuple[int, str, str]]:
@@ -112,12 +116,13 @@ def test_exception_in_the_body_ends_both(script: Path, port: int) -> None:
     (code0, _, err0), (code1, _, err1) = tell(script, "raises", port)
     assert (code0, code1) == (1, 1)
     assert 'KeyError: "the user\'s own"' in err1
-    assert "lockstep.errors." in err0.splitlines()[-1]
+    assert "lockstep.errors.PeerFailed" in err0
+    assert "KeyError" in err0  # rank 1's last words
 
 
 def test_killed_peer_does_not_hang_the_teardown(script: Path, port: int) -> None:
     (code0, out0, _), (code1, _, _) = tell(script, "killed", port)
-    assert (code0, out0, code1) == (0, "lost PeerLost\nclosed False\n", -9)
+    assert (code0, out0, code1) == (0, "lost PeerFailed\nclosed False\n", -9)
 
 
 def test_torchrun_and_its_restart(script: Path) -> None:

@@ -287,3 +287,21 @@ def _children() -> list[int]:
     for listing in Path("/proc/self/task").glob("*/children"):
         found += [int(pid) for pid in listing.read_text().split()]
     return found
+
+
+_KILLED_AT_BIRTH = """
+import os, signal
+from lockstep.launch.fork_server import _fork_orphan
+from lockstep.launch.processes import WorkerProcess, adopting_orphans, wait_for
+os.setsid = lambda: os.kill(os.getpid(), signal.SIGKILL)
+with adopting_orphans():
+    worker = WorkerProcess(_fork_orphan())
+    assert wait_for([worker.handle], 30) and worker.reap()
+    print(worker.exit_code)
+"""
+
+
+def test_worker_that_is_killed_before_it_has_done_anything_is_known_all_the_same() -> None:
+    command = [sys.executable, "-c", _KILLED_AT_BIRTH]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
+    assert (done.stdout, done.stderr) == ("-9\n", "")

@@ -250,3 +250,50 @@ def test_shards_hold_no_cut_tensors(tmp_path: Path) -> None:
     cut = TensorPieces(row.dtype, (2, 3), ((Part((0, 0), (1, 3)), row),))
     with pytest.raises(CheckpointError, match="shards/4/x is cut over ranks"):
         Checkpointer(tmp_path).save(1, {}, shards={4: {"x": cut}})
+
+
+OVERLAPPING = {
+    "expanded": lambda: torch.zeros(3, 1).expand(3, 4),
+    "expanded from nothing": lambda: torch.zeros(()).expand(3, 4),
+    "windows": lambda: torch.arange(6.0).unfold(0, 4, 1),
+    "both ways": lambda: torch.zeros(11).as_strided((3, 4), (2, 2)),
+}
+APART = {
+    "turned": lambda: torch.zeros(4, 3).t(),
+    "every other": lambda: torch.zeros(3, 8)[:, ::2],
+    "interleaved": lambda: torch.zeros(20).as_strided((3, 4), (3, 4)),
+    "one row": lambda: torch.zeros(3, 4),
+}
+
+
+@pytest.mark.parametrize("name", [*OVERLAPPING, *APART])
+def test_a_tensor_whose_elements_share_memory_is_refused_before_anything_is_written(tmp_path: Path, name: str) -> None:
+    """Also where only one rank has it."""
+    saved = {"a": torch.ones(2), "m": {"x": torch.arange(12.0).view(3, 4)}, "z": torch.ones(2)}
+
+    def load(comm: Communicator) -> None:
+        checkpointer = Checkpointer(tmp_path, comm)
+        strange = (OVERLAPPING | APART)[name]() if comm.rank == 1 else torch.zeros(3, 4)
+        before = strange.clone()
+        into = {"a": torch.zeros(2), "m": {"x": strange}, "z": torch.zeros(2)}
+        if name in APART:
+            checkpointer.load(into)
+            assert torch.equal(strange, saved["m"]["x"])
+            return
+        with pytest.raises(CheckpointMismatch, match=r"rank 1: m/x has elements that share memory.*clone\(\)$"):
+            checkpointer.load(into, allow=["dtype", "shape", "missing", "extra"])
+        assert not into["a"].any()
+        assert not into["z"].any()
+        assert torch.equal(strange, before)
+
+    Checkpointer(tmp_path).save(1, saved)
+    run_threads(2, load)
+
+
+def test_a_module_whose_parameter_is_expanded_is_refused(tmp_path: Path) -> None:
+    module = nn.Linear(4, 3)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, {"m": module})
+    module.weight = nn.Parameter(torch.zeros(1, 4).expand(3, 4))
+    with pytest.raises(CheckpointMismatch, match="m/weight has elements that share memory"):
+        checkpointer.load({"m": module})

@@ -19,6 +19,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.data.coverage import whole_tally
 from lockstep.data.sample_log import sample_ids, samples_by_epoch
+from lockstep.parallel.named_state import rank_of
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 from lockstep.train import loop
@@ -98,7 +99,7 @@ def test_run_directory_holds_what_happened(run: RunConfig, capsys: pytest.Captur
     result = go(run, 2)[0]
     said = capsys.readouterr().out
     assert {path.name for path in run.out.iterdir()} == {
-        "checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt"
+        "checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt", "profile"
     }  # fmt: skip
     assert steps_in(run.out / "checkpoints") == [2, 4, 6]
     records = lines_of(run, "metrics")
@@ -361,3 +362,18 @@ def test_folder_of_another_model_or_a_damaged_one_is_refused(run: RunConfig) -> 
         with pytest.raises(RankFailed, match=r"rank-00001\.safetensors is damaged") as caught:
             go(cut(run, sharding), 2, resume=str(stopped.checkpoint))
         assert {error.kind for error in caught.value.errors.values()} == {"CheckpointDamaged"}
+
+
+def test_replicas_that_drifted_are_not_saved(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = loop.clip_gradient
+
+    def flip_on_rank_1(replica: torch.nn.Module, limit: float, step: int) -> float:
+        if step == 2 and rank_of(replica) == 1:
+            next(replica.parameters()).detach().view(-1)[0].neg_()
+        return honest(replica, limit, step)
+
+    monkeypatch.setattr(loop, "clip_gradient", flip_on_rank_1)
+    monkeypatch.setattr(loop.gc, "freeze", lambda: None)  # so that what the error refers to is collected
+    with pytest.raises(RankFailed, match=r"rank 1 no longer holds the same model as ranks 0, 2: at step 4, .* step 2"):
+        go(run, 3)
+    assert steps_in(run.out / "checkpoints") == [2]

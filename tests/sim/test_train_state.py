@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import held
+from lockstep.comm.tensor_parts import held, is_dtensor
 from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.fsdp import FullyShardedDataParallel
@@ -81,6 +81,13 @@ def with_zero(model: nn.Module, groups: list[dict[str, Any]], comm: Communicator
     return replica, ShardedOptimizer(groups, torch.optim.AdamW, process_group=comm, lr=0.1)
 
 
+def with_zero_in_copies(model: nn.Module, groups: list[dict[str, Any]], comm: Communicator) -> Pair:
+    """Ranks 0 to 2 cut the optimizer, the others have copies of what these have."""
+    half = comm.split(comm.rank // 3, name="half")
+    assert half is not None
+    return model, ShardedOptimizer(groups, torch.optim.AdamW, process_group=half, lr=0.1)
+
+
 def plain(model: nn.Module, groups: list[dict[str, Any]], comm: Communicator) -> Pair:
     return model, torch.optim.AdamW(groups, lr=0.1)
 
@@ -92,6 +99,7 @@ MAKES: dict[str, tuple[Make, int]] = {
     "full": (by_strategy("full"), 4),
     "gradients": (by_strategy("gradients"), 2),
     "zero": (with_zero, 4),
+    "zero in copies": (with_zero_in_copies, 6),
     "hybrid": (by_strategy("hybrid"), 2),
     "torch's optimizer": (with_torchs_optimizer, 3),
     "optimizer of two": (by_strategy("optimizer"), 2),
@@ -164,7 +172,7 @@ def odd_models(world_size: int, seed: int) -> list[nn.Module]:
     return [copy.deepcopy(first) for _ in range(world_size)]
 
 
-@pytest.mark.parametrize("first", ["none", "optimizer", "full"])
+@pytest.mark.parametrize("first", ["none", "optimizer", "zero in copies", "full"])
 def test_any_strategy_goes_on_where_any_other_was(first: str, tmp_path: Path) -> None:
     make, world_size = MAKES[first]
     run_threads(world_size, first_save, odd_models(world_size, 0), make, tmp_path / "first")
@@ -183,6 +191,39 @@ def test_any_strategy_goes_on_where_any_other_was(first: str, tmp_path: Path) ->
         after = everything(target)["train"]
         assert float(after["optimizer"]["state"]["norm.weight"]["step"]) == 3.0, name
         assert not torch.equal(after["model"]["norm.weight"], expected["train"]["model"]["norm.weight"]), name
+
+
+class Counting(torch.optim.SGD):
+    """Keeps something of another shape than the parameter, too."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            state["step"] = state.get("step", torch.zeros(())) + 1
+            state.setdefault("counts", param.new_zeros(3)).add_(2)
+
+
+def go_on_beside(comm: Communicator, models: list[nn.Module], cls: Any, source: Path | None, target: Path) -> None:
+    """Model and optimizer are saved one beside the other, without a TrainState; those loaded are saved again."""
+    model = parallelize(models[comm.rank], "full", mesh=comm)
+    state = {"model": model, "optimizer": cls(groups_of(model), lr=0.1)}
+    if source is not None:
+        assert Checkpointer(source, comm).load(state) is not None
+        values = [value for entry in state["optimizer"].state.values() for value in entry.values()]
+        assert all(is_dtensor(value) == (value.ndim > 0) for value in values)
+        Checkpointer(target, comm).save(1, state)
+    step(model, state["optimizer"])
+    Checkpointer(target, comm).save(2, state)
+
+
+@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.NAdam, Counting])
+def test_torchs_optimizer_of_dtensors_is_saved_and_loaded_by_itself(cls: Any, tmp_path: Path) -> None:
+    run_threads(3, go_on_beside, odd_models(3, 0), cls, None, tmp_path / "first")
+    run_threads(2, go_on_beside, odd_models(2, 1), cls, tmp_path / "first", tmp_path / "second")
+    again, after = state_of(tmp_path / "second", 1), everything(tmp_path / "second")
+    assert_same(again, everything(tmp_path / "first"))
+    assert {float(entry["step"]) for entry in after["optimizer"]["state"].values()} == {2.0}
 
 
 # ------------------------------------------------------------------ where only the optimizer is cut

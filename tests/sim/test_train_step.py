@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.communicator import Communicator
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
@@ -67,7 +68,7 @@ def test_gradient_is_that_of_one_big_batch(world_size: int, accumulation: int, p
         microbatches = share(comm, accumulation, padding)
         tokens, stopping = agree(comm, microbatches, wants_to_stop=False)
         assert not stopping
-        loss = accumulate_gradient(replica, microbatches, tokens, 0, 0, comm)
+        loss = accumulate_gradient(replica, microbatches, tokens, 0, 0, comm, StepClock())
         return loss, tokens, replica.module.table.grad.clone(), replica.module.head.grad.clone()
 
     for loss, tokens, table, head in run_threads(world_size, one):
@@ -84,6 +85,7 @@ def test_one_rank_that_wants_to_stop_stops_all() -> None:
     assert run_threads(3, one) == [[False, True, True]] * 3
 
 
+@pytest.mark.filterwarnings("ignore:.*gradients are not finite")
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_non_finite_loss_names_step_and_first_rank_on_every_rank(bad: float) -> None:
     def one(comm: Communicator) -> None:
@@ -91,7 +93,7 @@ def test_non_finite_loss_names_step_and_first_rank_on_every_rank(bad: float) -> 
         if comm.rank >= 1:
             with torch.no_grad():
                 replica.module.head.fill_(bad)
-        accumulate_gradient(replica, share(comm, 1, False), B * T, 0, 41, comm)
+        accumulate_gradient(replica, share(comm, 1, False), B * T, 0, 41, comm, StepClock())
 
     with pytest.raises(RankFailed) as caught:
         run_threads(3, one)

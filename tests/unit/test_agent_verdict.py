@@ -42,6 +42,10 @@ def ended(
         ([ended(0, 0), ended(1, 0)], None),
         ([ended(0, INTERRUPTED), ended(1, INTERRUPTED)], None),
         ([ended(0, REQUEUE), ended(1, REQUEUE)], None),
+        ([ended(0, -signal.SIGTERM), ended(1, -signal.SIGUSR1)], None),
+        ([ended(0, -signal.SIGTERM), ended(1, 1, failure(1, is_consequence=True))], 1),
+        ([ended(0, -signal.SIGUSR2, told=signal.SIGUSR2), ended(1, -signal.SIGUSR2)], 1),
+        ([ended(0, -signal.SIGTERM, was_ended=True, at_s=1.0), ended(1, 1, failure(1, 9.0), at_s=0.5)], 1),
         ([ended(0, 1, failure(0, 1.0, is_consequence=True)), ended(1, -signal.SIGKILL)], 1),
         ([ended(0, 1, failure(0, 1.0, is_consequence=True)), ended(1, 1, failure(1, 2.0))], 1),
         ([ended(0, 1, failure(0, 2.0)), ended(1, 1, failure(1, 1.0))], 1),
@@ -58,6 +62,28 @@ def ended(
 def test_the_cause_is_found(processes: list[Ended], cause: int | None) -> None:
     found = first_failure(processes)
     assert (None if found is None else found.rank) == cause
+
+
+@pytest.mark.parametrize(
+    ("process", "was_stopped"),
+    [
+        (ended(0, 0), False),
+        (ended(0, 1), False),
+        (ended(0, -signal.SIGKILL), False),
+        *((ended(0, code), True) for code in (REQUEUE, INTERRUPTED, -1, -2, -10, -15)),
+        (ended(0, -signal.SIGUSR2), False),
+        (ended(0, -signal.SIGUSR2, told=signal.SIGUSR2), True),
+        (ended(0, -signal.SIGUSR2, told=signal.SIGTERM), False),
+        (ended(0, 1, told=signal.SIGINT), True),
+        (ended(0, 1, failure(0), told=signal.SIGINT), False),
+        (ended(0, -signal.SIGTERM, was_ended=True), False),
+        (ended(0, INTERRUPTED, was_ended=True), False),
+        (ended(0, -signal.SIGTERM, stuck="stopped"), False),
+    ],
+)
+def test_who_was_asked_to_stop(process: Ended, was_stopped: bool) -> None:
+    assert process.was_stopped == was_stopped
+    assert not (process.failed and was_stopped)
 
 
 def test_how_a_process_ended_is_said() -> None:

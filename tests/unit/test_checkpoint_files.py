@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from torch import Tensor
 
+from lockstep.checkpoint import open_files, shares, tensor_file
 from lockstep.checkpoint import reader as reader_module
-from lockstep.checkpoint import shares, tensor_file
 from lockstep.checkpoint.manifest import NAME, Manifest, file_name, to_text
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.checkpoint.shares import Layout, is_tiled, layout_of, plan_pieces
@@ -267,7 +267,7 @@ def test_any_part_of_a_tensor_comes_from_pieces_cut_in_any_way(
         )
     with open_checkpoint(folder) as reader, pytest.MonkeyPatch.context() as patch:
         patch.setattr(reader_module, "_BLOCK_BYTES", block)
-        patch.setattr(reader_module, "_OPEN_MAX", 2)
+        patch.setattr(open_files, "_OPEN_MAX", 2)
         reader.verify()
         for part in grid(shape, wanted):
             out = torch.zeros(part.shape, dtype=tensor.dtype)

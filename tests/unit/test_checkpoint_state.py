@@ -19,16 +19,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import lr_scheduler
 
+from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.manifest import Manifest, from_text, to_text
+from lockstep.checkpoint.plan import tied_as
 from lockstep.checkpoint.state import (
     DEPTH_MAX,
     FlatState,
     State,
     check_paths,
-    flatten,
     join,
     keys_of,
-    tied_as,
     unflatten,
 )
 from lockstep.checkpoint.tensor_file import FileRecord

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections import Counter
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
 from run_histories import Prefetching
 from torch.utils.data import BatchSampler, Dataset, IterableDataset, RandomSampler, SequentialSampler
 from torch.utils.data import DataLoader as TorchDataLoader
@@ -173,6 +176,36 @@ def test_a_pass_left_early_is_not_complete_and_the_next_one_is_the_next_epoch() 
         list(loader)
     assert [verdict.is_exact for verdict in loader.coverage.verdicts()] == [False, True]
     assert loader.coverage.tally(0).count == 8
+
+
+@pytest.mark.filterwarnings("ignore:rank . left epoch")
+@example(3, 2, 1, "none", False, [-1, 1])
+@example(7, 2, 2, "none", True, [-1, 1])
+@given(
+    st.integers(1, 17),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.sampled_from(["none", "repeat"]),
+    st.booleans(),
+    st.lists(st.integers(-2, 4), max_size=8),
+)
+def test_ranks_with_unequally_many_batches_agree_on_the_next_pass(
+    length: int, world_size: int, batch: int, pad: Any, drop_last: bool, events: list[int]
+) -> None:
+    """Event -1 and -2: set_epoch(0) and (1); else all take so many batches, some fewer because they have no more."""
+    data: Any = range(length)
+    samplers = [DistributedSampler(data, world_size, rank, pad=pad) for rank in range(world_size)]
+    loaders = [DataLoader(data, batch, sampler=one, drop_last=drop_last, collate_fn=list) for one in samplers]
+    for event in events:
+        for loader in loaders:
+            if event < 0:
+                loader.set_epoch(-1 - event)
+            else:
+                list(islice(loader, event))
+        assert len({one.next_epoch for one in samplers}) == 1
+    whole = Counter(index for one in samplers for index in one)
+    assert whole.keys() == set(data)
+    assert pad == "repeat" or whole.total() == length
 
 
 def test_what_was_only_prefetched_does_not_complete_an_epoch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import datetime
 import os
 import pickle
 import random
+import resource
 import shutil
 import subprocess
 import sys
@@ -124,6 +125,20 @@ def test_a_checkpoint_without_nesting_keeps_its_flat_names(tmp_path: Path) -> No
     assert found["c"] == {"d": 1}
 
 
+def test_folders_of_more_files_than_may_be_open(tmp_path: Path) -> None:
+    value = {f"w{number}": torch.full((3,), number) for number in range(40)}
+    writer = dcp.FileSystemWriter(tmp_path / "c", single_file_per_rank=False)
+    dcp.save(value, storage_writer=writer, no_dist=True)
+    assert len(list((tmp_path / "c").iterdir())) > 40
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 10, hard))
+    try:
+        found = read_dcp_folder(tmp_path / "c")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert difference(found, value) == ""
+
+
 # ------------------------------------------------------------------ what is refused
 
 
@@ -212,6 +227,7 @@ REFUSED: dict[str, Callable[[Metadata], Any]] = {
     "name of an item is a number": lambda m: m.state_dict_metadata.update({5: m.state_dict_metadata["n"]}),
     "item without a place": lambda m: m.state_dict_metadata.update({"b": m.state_dict_metadata["n"]}),
     "place without an item": lambda m: m.storage_data.update({MetadataIndex("b"): m.storage_data[MetadataIndex("n")]}),
+    "place of a list": lambda m: object.__setattr__(next(iter(m.storage_data)), "fqn", ["n"]),
     "place of something else": lambda m: m.storage_data.update({"b": m.storage_data[MetadataIndex("n")]}),
     "no items": lambda m: _set(m, "state_dict_metadata", None),
     "no places": lambda m: _set(m, "storage_data", None),

@@ -157,7 +157,8 @@ def test_torch_reads_what_is_exported_for_it(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path) -> None:
-    folder = saved(tmp_path / "c", {**state(), "twice": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}})
+    own = {"own": {"__metadata__": torch.ones(1)}}
+    folder = saved(tmp_path / "c", {**state(), "twice": {"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, **own})
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "x").touch()
     (tmp_path / "file").write_text("mine")
@@ -167,6 +168,7 @@ def test_what_cannot_be_exported_leaves_nothing_behind(tmp_path: Path) -> None:
         (CheckpointError, r"under 'modle'.*'ema', 'model'", "o", {"key": "modle"}),
         (CheckpointError, "under 'step'", "o", {"key": "step"}),
         (CheckpointError, "would both be", "o", {"key": "twice"}),
+        (CheckpointError, "cannot be called __metadata__", "o", {"key": "own"}),
         (CheckpointError, "there already", "full", {}),
         (CheckpointError, "there already", "file", {}),
         (CheckpointError, "there already", "file", {"form": "torch"}),
@@ -294,6 +296,22 @@ def test_every_truncation_and_random_damage(tmp_path: Path) -> None:
             file.outcome(read_safetensors, bytes(changed))  # nothing but our errors
 
 
+def test_of_several_files_the_one_that_transformers_takes_is_read(tmp_path: Path) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    save_file({"a": torch.ones(1)}, tmp_path / "x.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "x.safetensors"}}')
+    assert read_foreign(tmp_path)["a"] == 1
+    save_file({"a": torch.full((1,), 2.0)}, tmp_path / "model.safetensors")
+    assert read_foreign(tmp_path)["a"] == 2
+
+
+def test_no_length_of_a_header_looks_like_another_format(tmp_path: Path) -> None:
+    for length in (128, 0x80 + 256):
+        header = b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+        (tmp_path / "x").write_bytes(_file(header.ljust(length), torch.ones(2).numpy().tobytes()))
+        assert read_foreign(tmp_path / "x")["a"].tolist() == [1, 1]
+
+
 BAD_INDICES = {
     "no JSON": "{",
     "a list": "[]",
@@ -373,6 +391,20 @@ def test_a_checkpoint_is_made_of_each_format(tmp_path: Path) -> None:
 def _sorted(state: dict[Any, Any]) -> dict[Any, Any]:
     """A checkpoint does not keep the order of keys."""
     return {key: _sorted(state[key]) if isinstance(state[key], dict) else state[key] for key in sorted(state)}
+
+
+def test_shards_are_those_with_numbers_of_their_own(tmp_path: Path) -> None:
+    for keys, known in ((["0", "12"], [0, 12]), (["1", "01"], []), (["1", "x"], []), (["9" * 5000], [])):
+        torch.save({"a": 1, "shards": {key: {"rng": index} for index, key in enumerate(keys)}}, tmp_path / "x.pt")
+        directory = tmp_path / str(len(list(tmp_path.iterdir())))
+        if not known:
+            with pytest.raises(CheckpointError, match="'shards' cannot be a key"):
+                import_checkpoint(tmp_path / "x.pt", directory)
+            continue
+        import_checkpoint(tmp_path / "x.pt", directory)
+        found = Checkpointer(directory).load(shards=known)
+        assert found is not None
+        assert found.shards == {number: {"rng": index} for index, number in enumerate(known)}
 
 
 def test_what_a_checkpoint_cannot_hold_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lockstep.checkpoint.foreign.inert_pickle import Call, Limits, Name, Persistent, read_inert
+from lockstep.checkpoint.foreign.inert_pickle import Call, Name, Persistent, read_inert
 from lockstep.errors import CheckpointDamaged, CheckpointError
 
 PROTOCOLS = (2, 3, 4, 5)
@@ -38,8 +38,8 @@ _VALUES = st.recursive(
 )
 
 
-def read(data: bytes, **limits: int) -> Any:
-    return read_inert(data, "sample", Limits(**limits))
+def read(data: bytes, **limit: int) -> Any:
+    return read_inert(data, "sample", **limit)
 
 
 class _Point:
@@ -126,7 +126,7 @@ def test_persistent_ids() -> None:
 
 # ------------------------------------------------------------------ harm
 
-_NAMES = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"cos.path\n..\\..\n", b"c\n\n"]
+_NAMES = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"cposix\nsystem\n", b"cos.path\n../..\n", b"c\n\n"]
 _ARGUMENT = b"X\x04\x00\x00\x00boom\x85"
 HOSTILE = {
     **{f"reduce {name!r}": b"\x80\x02" + name + _ARGUMENT + b"R." for name in _NAMES},
@@ -216,7 +216,7 @@ def test_keys_with_equal_hashes_cannot_be_made() -> None:
 
 def test_integers_have_a_limit() -> None:
     assert read(pickle.dumps(2**2000, 2)) == 2**2000
-    with pytest.raises(CheckpointDamaged, match="integer of 501 bytes"):
+    with pytest.raises(CheckpointDamaged, match="integer of 4001 bits"):
         read(pickle.dumps(2**4000, 2))
 
 
@@ -226,25 +226,20 @@ def test_integers_have_a_limit() -> None:
 @pytest.mark.parametrize("code", [b"]", b"}", b")", b"N", b"(", b"K\x01"])
 def test_number_of_values_is_limited(code: bytes) -> None:
     with pytest.raises(CheckpointError, match="more values than are read"):
-        read(b"\x80\x02" + code * 1001, values=1000)
+        read(b"\x80\x02" + code * 1001, values_max=1000)
 
 
 @pytest.mark.parametrize("put", [lambda i: b"\x94", lambda i: b"r" + struct.pack("<L", 2**32 - 1 - i)])
 def test_memo_counts_as_values(put: Any) -> None:
     with pytest.raises(CheckpointError, match="more values than are read"):
-        read(b"\x80\x04N" + b"".join(put(i) for i in range(1001)) + b".", values=1000)
-
-
-def test_bytes_are_limited() -> None:
-    with pytest.raises(CheckpointError, match="has 104 bytes, more than the 100"):
-        read(b"\x80\x02" + b"N0" * 50 + b"N.", bytes=100)
+        read(b"\x80\x04N" + b"".join(put(i) for i in range(1001)) + b".", values_max=1000)
 
 
 def test_memory_follows_the_limit_and_not_the_length() -> None:
     data = b"\x80\x02" + b"]" * 300_000 + b"."
     tracemalloc.start()
     with pytest.raises(CheckpointError, match="more values"):
-        read(data, values=10_000)
+        read(data, values_max=10_000)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100 * 10_000
@@ -296,7 +291,7 @@ def test_any_changed_bytes_are_an_error_or_a_value(protocol: int) -> None:
         for _ in range(chance.choice((1, 1, 2, 5))):
             changed[chance.randrange(len(changed))] = chance.randrange(256)
         try:
-            read(bytes(changed), values=10_000)
+            read(bytes(changed), values_max=10_000)
             outcomes["value"] += 1
         except CheckpointError:
             outcomes["error"] += 1

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.cli.train import choose_processes, read_range
+from lockstep.cli.train import choose_processes, newest_step, parse_train, read_range
+from lockstep.comm.pulse import NONE
 from lockstep.errors import ConfigError
 from lockstep.launch import starter as starting
 from lockstep.launch.fork_server import Start
@@ -17,8 +18,9 @@ from lockstep.launch.guess import FLAGS, guess_program, guess_threads
 from lockstep.launch.launcher import LOOPBACK, Launch, stop_numbers
 from lockstep.launch.preload import is_installed, modules_to_preload
 from lockstep.launch.processes import WorkerProcess
-from lockstep.launch.program import Program, read_program, sees_another
+from lockstep.launch.program import Program, read_program
 from lockstep.launch.torchrun_flags import read_flags
+from lockstep.observe.last_words import sees_another
 from lockstep.recipes import gpt2
 
 
@@ -326,3 +328,30 @@ def test_most_processes_that_divide_the_batch(
     assert choose_processes(run, *numbers) == chosen
     with pytest.raises(ConfigError, match="cannot be divided among 7 processes"):
         choose_processes(run, 5, 7)
+
+
+# ------------------------------------------------------------------ where another start goes on
+
+
+@pytest.mark.parametrize(
+    ("resume", "checkpoints", "step"),
+    [
+        ("", (), NONE),
+        ("", ("step-00000025-g1",), NONE),
+        ("auto", (), NONE),
+        ("auto", ("step-00000025-g1", "step-00000130-g2", "step-00000030-g3.partial", "notes"), 130),
+        ("elsewhere:7", ("step-00000025-g1",), None),
+    ],
+)
+def test_step_from_which_a_run_goes_on_before_its_ranks_have_told(
+    resume: str, checkpoints: tuple[str, ...], step: int | None, tmp_path: Path
+) -> None:
+    for name in checkpoints:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        (tmp_path / "checkpoints" / name / "manifest.json").touch()
+    assert newest_step(parse_train([f"--out={tmp_path}", f"--resume={resume}"])) == step
+
+
+def test_directory_of_checkpoints_that_cannot_be_read_is_no_reason_to_fail(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").write_text("a file")
+    assert newest_step(parse_train([f"--out={tmp_path}", "--resume=auto"])) is None

@@ -20,6 +20,7 @@ from lockstep.launch.recovery import (
     RestartPolicy,
     cause_of,
     decide,
+    exit_code_of,
     fault_of,
     report_of,
 )
@@ -180,7 +181,8 @@ def test_progress_is_counted_from_the_latest_checkpoint_ever() -> None:
 def test_no_restart_where_none_is_allowed() -> None:
     decision = decide(RestartPolicy(max_restarts=0), [fault()])
     assert not decision.restart
-    assert "--max-restarts 0" in decision.why
+    assert decision.why == "no restart: none is allowed (--max-restarts 0)"
+    assert "(--restarts 0)" in decide(RestartPolicy(0, flag="--restarts"), [fault()]).why
 
 
 def test_many_causes_in_turn_do_not_make_a_run_endless() -> None:
@@ -229,6 +231,35 @@ def test_exception_of_the_program_is_no_reason_for_fewer_processes() -> None:
     history = [fault(BAD_LINE, step=step) for step in (1, 2, 3)]
     assert [decide(policy, history[: n + 1]).processes for n in range(3)] == [4, 4, 4]
     assert not decide(policy, history).restart
+
+
+# ------------------------------------------------------------------ the exit code
+
+AGAIN, NEVER = Decision(True, 2, "restart"), Decision(False, 2, "no restart")
+LOST_PEER = ended(0, 1, failure("PeerLost", is_consequence=True))
+
+
+@pytest.mark.parametrize(
+    ("processes", "decision", "newest", "code"),
+    [
+        ([ended(0, 0), ended(1, 0)], None, NONE, 0),
+        ([ended(0, REQUEUE), ended(1, 0)], None, NONE, REQUEUE),
+        ([LOST_PEER, ended(1, REQUEUE)], None, None, REQUEUE),
+        ([LOST_PEER, ended(1, -15)], None, NONE, INTERRUPTED),
+        ([LOST_PEER, ended(1, -15)], None, None, INTERRUPTED),
+        ([LOST_PEER, ended(1, -15)], None, 0, REQUEUE),
+        ([ended(0, INTERRUPTED), ended(1, 0)], None, 8, REQUEUE),
+        ([ended(0, -9, was_ended=True), ended(1, INTERRUPTED)], None, 8, REQUEUE),
+        ([ended(0, INTERRUPTED), ended(1, -9)], AGAIN, 8, REQUEUE),
+        ([ended(0, INTERRUPTED), ended(1, -9)], NEVER, 8, 1),
+        ([ended(0, REQUEUE), ended(1, 2, failure("ConfigError", exit_code=2))], NEVER, 8, 2),
+        ([ended(0, 1), ended(1, -9, was_ended=True)], NEVER, NONE, 1),
+    ],
+)
+def test_exit_code_of_a_run(processes: list[Ended], decision: Decision | None, newest: int | None, code: int) -> None:
+    assert exit_code_of(processes, decision, newest=newest) == code
+    if code == REQUEUE and any(e.exit_code not in (0, REQUEUE) for e in processes):
+        assert exit_code_of(processes, decision, newest=newest, will_not_wait=True) == INTERRUPTED
 
 
 # ------------------------------------------------------------------ for any history
@@ -315,7 +346,7 @@ def test_report_of_a_kill() -> None:
     processes = [ended(0, 1, failure("PeerLost", is_consequence=True)), ended(1, -signal.SIGKILL)]
     beats = [Beat(0, 100, 121, 100, 9), Beat(1, 101, 120, NONE, 9)]
     decision = decide(RestartPolicy(), [fault(processes=2, committed=100)])
-    assert report_of(processes, beats, decision, host="node-3").splitlines() == [
+    assert report_of(processes, beats, decision, newest=100, host="node-3").splitlines() == [
         "rank 1 (pid 101, node-3) was killed by SIGKILL; the other ranks were ended",
         "finished: step 121 (rank 1: 120); lost: 21 steps since the checkpoint of step 100",
         "restart 1 of 3 after SIGKILL, from step 100 with 2 processes",
@@ -325,7 +356,7 @@ def test_report_of_a_kill() -> None:
 def test_report_of_an_exception_that_ends_the_run() -> None:
     process = ended(0, 1, failure(where="train.py:31"))
     decision = Decision(False, 1, "no restart: none is allowed (--max-restarts 0)")
-    said = report_of([process], [Beat(0, 100, 1, NONE, 9)], decision, again="lockstep run train.py")
+    said = report_of([process], [Beat(0, 100, 1, NONE, 9)], decision, newest=NONE, again="lockstep run train.py")
     assert said.splitlines() == [
         "rank 0 (pid 100) failed at train.py:31: ValueError: bad",
         "finished: step 1; lost: all of it, as there is no checkpoint",
@@ -338,9 +369,16 @@ def test_report_of_a_script_that_tells_nothing_and_of_one_that_lost_nothing() ->
     oom = ended(0, -9, out_of_memory=True)
     assert report_of([oom], [Beat(0, 100)], decision).splitlines() == [
         "rank 0 (pid 100) was killed by the kernel: out of memory",
+        "restart 1 of 3 after out of memory with 1 process",
+    ]
+    assert report_of([oom], [Beat(0, 100)], decision, newest=NONE).splitlines()[1:] == [
         "restart 1 of 3 after out of memory, from the beginning with 1 process",
     ]
-    assert report_of([oom], [Beat(0, 100, 40, NONE, 3)], decision, committed=40).splitlines()[1:] == [
+    assert report_of([oom], [Beat(0, 100, 4)], decision).splitlines()[1:] == [
+        "finished: step 4; lost: what came after the last checkpoint",
+        "restart 1 of 3 after out of memory with 1 process",
+    ]
+    assert report_of([oom], [Beat(0, 100, 40, NONE, 3)], decision, newest=40).splitlines()[1:] == [
         "finished: step 40; lost: 0 steps since the checkpoint of step 40",
         "restart 1 of 3 after out of memory, from step 40 with 1 process",
     ]
@@ -349,7 +387,7 @@ def test_report_of_a_script_that_tells_nothing_and_of_one_that_lost_nothing() ->
 def test_report_of_a_hang_names_who_was_behind() -> None:
     processes = [ended(0, -9, was_ended=True), ended(1, -9, was_ended=True, stuck="no progress for 600 s")]
     beats = [Beat(0, 100, 8, 6, 9), Beat(1, 101, 8, 6, 7)]
-    said = report_of(processes, beats, Decision(True, 2, "restart 1 of 3 after no progress for 600 s", 1))
+    said = report_of(processes, beats, Decision(True, 2, "restart 1 of 3 after no progress for 600 s", 1), newest=6)
     assert said.splitlines()[0] == (
         "rank 1 (pid 101) was ended by its launcher: no progress for 600 s; the other ranks were ended"
     )
@@ -358,6 +396,6 @@ def test_report_of_a_hang_names_who_was_behind() -> None:
 
 def test_report_of_many_ranks_stays_short() -> None:
     beats = [Beat(rank, 100 + rank, 50 - rank, 30, 9) for rank in range(64)]
-    said = report_of([ended(rank, -9) for rank in range(64)], beats, Decision(True, 64, "restart 1 of 3", 1))
+    said = report_of([ended(rank, -9) for rank in range(64)], beats, Decision(True, 64, "restart 1 of 3", 1), newest=30)
     assert "finished: step 50 (rank 1: 49, " in said
     assert "rank 8: 42, ...); lost: 20 steps" in said

@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
 import torch
 
 import lockstep
+from lockstep.comm.pulse import create_pulses, open_pulse, read_pulses
 from lockstep.errors import ConfigError
 from lockstep.launch.worker import INTERRUPTED, REQUEUE, StopRequest, stop_signals
 
@@ -104,8 +106,8 @@ def test_without_a_communicator_it_is_for_a_loop_that_looks_itself() -> None:
         stop.close()
 
 
-def test_before_there_is_a_loop_a_signal_raises() -> None:
-    stop = StopRequest(has_launcher=True)
+def test_before_there_is_a_loop_a_signal_raises_where_nobody_else_is_told() -> None:
+    stop = StopRequest(has_launcher=False)
     try:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGUSR1)
@@ -219,3 +221,73 @@ print(told, os.waitstatus_to_exitcode(status), stop.is_set(), flush=True)
     with run(script) as (process, printed):
         assert printed.readline() == f"not set {-signal.SIGTERM} False\n"
         assert process.wait(20) == 0
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_before_there_is_a_loop_a_launcher_sees_the_signal(number: signal.Signals) -> None:
+    """At once, also while the process is blocked where no Python runs: in a rendezvous, for example."""
+    script = """
+import ctypes
+stop.close()
+stop = StopRequest(has_launcher=True)
+print("ready", flush=True)
+ctypes.PyDLL(None).sleep(600)  # it holds the interpreter: no handler of Python's would run
+"""
+    with run(script) as (process, printed):
+        assert printed.readline() == "ready\n"
+        process.send_signal(number)
+        assert process.wait(20) == -number
+
+
+def test_supervisor_reads_which_signal_has_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create_pulses(tmp_path / "pulse", 2)
+    monkeypatch.setenv("LOCKSTEP_PULSE", str(tmp_path / "pulse"))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    stop = StopRequest(has_launcher=True)
+    stop.arm()
+    try:
+        assert [beat.asked for beat in read_pulses(tmp_path / "pulse")] == [0]
+        signal.raise_signal(signal.SIGUSR1)
+        signal.raise_signal(signal.SIGTERM)
+        assert [beat.asked for beat in read_pulses(tmp_path / "pulse")] == [signal.SIGUSR1]
+    finally:
+        stop.close()
+        open_pulse(os.environ).close()
+
+
+def test_no_signal_changes_an_exit_code_that_is_settled() -> None:
+    script = """
+import atexit
+stop.close()
+stop = StopRequest(has_launcher=True)
+stop.settle()
+reading, writing = os.pipe()
+
+class Late:
+    def __del__(self, kill=os.kill, pid=os.getpid(), numbers=(15, 2, 1, 10)):
+        for number in numbers:
+            kill(pid, number)
+
+keep = Late()
+stop.keep = keep  # gone only when the interpreter clears its modules: handlers of Python's are gone by then
+sys.exit(lockstep.REQUEUE)
+"""
+    with run(script) as (process, _):
+        assert process.wait(20) == REQUEUE
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("with leaving_at_once(): os.kill(os.getpid(), {0}); time.sleep(60)", INTERRUPTED),
+        ("with leaving_at_once(): pass\nos.kill(os.getpid(), {0}); sys.exit(3)", 3),
+        ("with leaving_at_once() as settle: settle(); os.kill(os.getpid(), {0})\nsys.exit(5)", 5),
+        ("try:\n    with leaving_at_once(): 1 / 0\nfinally: os.kill(os.getpid(), {0})", -signal.SIGTERM),
+        ("signal.signal({0}, signal.SIG_IGN)\nwith leaving_at_once(): os.kill(os.getpid(), {0})\nsys.exit(4)", 4),
+    ],
+    ids=["within", "after", "settled", "after an exception", "ignored"],
+)
+def test_launcher_that_has_nothing_to_stop_leaves_at_once_and_only_then(script: str, code: int) -> None:
+    start = "stop.close()\nfrom lockstep.launch.stop_signals import leaving_at_once\n"
+    with run(start + script.format(int(signal.SIGTERM))) as (process, _):
+        assert process.wait(20) == code

@@ -20,9 +20,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 33_000  # all of src/lockstep: small enough to read
+LIBRARY_LINES_MAX = 45_000  # all of src/lockstep: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
 TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
+# Programs as users of stock torch write them, which we ship to be broken: not ours in style, or in what they import.
+PROGRAMS = "src/lockstep/demos/"
+HOUSE_CODE_THERE = ("catalog.py", "__init__.py")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "manager", "base", "misc", "common")
 MAY_IMPORT_TORCH_DISTRIBUTED = (
     "src/lockstep/comm/torch_transport.py",
@@ -32,7 +35,10 @@ MAY_IMPORT_TORCH_DISTRIBUTED = (
     "src/lockstep/comm/process_group_meeting.py",
     "src/lockstep/comm/process_group_work.py",
     "src/lockstep/comm/init.py",
+    "src/lockstep/observe/torch_training.py",
+    "src/lockstep/observe/torch_watch.py",
     "src/lockstep/launch/agent.py",
+    "src/lockstep/launch/doctor/channel.py",
     "src/lockstep/launch/launcher.py",
     "src/lockstep/launch/loopback.py",
     "src/lockstep/launch/torchrun_flags.py",
@@ -338,6 +344,8 @@ def test_rule_holds(rule: Rule, sources: list[Source]) -> None:
     for text in rule.good:
         assert not _sample(rule, text), f"the check refuses what is right:\n{text}"
     chosen = [s for s in sources if s.path.startswith(rule.where) and s.path.endswith(rule.suffixes)]
+    if rule.where == _LIBRARY:
+        chosen = [s for s in chosen if not s.path.startswith(PROGRAMS) or s.path.endswith(HOUSE_CODE_THERE)]
     problems = [f"{s.path}:{line}: {message}" for s in chosen for line, message in rule.check(s)]
     assert not problems, "\n" + "\n".join(problems)
 

@@ -14,14 +14,16 @@ from torch import Tensor
 
 from lockstep.checkpoint.generation import CommitMode, names_in, of_step
 from lockstep.checkpoint.loading import Loaded, load_newest
+from lockstep.checkpoint.plan import Job, Plan, agree
 from lockstep.checkpoint.reader import open_checkpoint
-from lockstep.checkpoint.saving import Directory, Job, agree, write
-from lockstep.checkpoint.snapshot import Snapshot, piece_of
+from lockstep.checkpoint.saving import Directory, write
+from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.state import State
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.comm.pulse import open_pulse
 from lockstep.errors import CheckpointMissing, ConfigError, LockstepError
+from lockstep.observe.process_guard import activity
 
 
 @final
@@ -83,6 +85,7 @@ class Checkpointer:
         self._control: Communicator | None = None  # the same ranks, for what happens in the background
         self._is_alone = comm is None
         self._directory = Directory(Path(directory).absolute(), keep, commit)
+        self._plan: Plan | None = None  # of the save before
         self._snapshot = Snapshot()
         self._pending: PendingSave | None = None
         self._pulse = open_pulse(os.environ)
@@ -101,13 +104,9 @@ class Checkpointer:
         Raises: CheckpointError on every rank, also for an earlier save in the background that failed; the checkpoints
         that were there are then untouched. StaleGeneration where a later start of the run has taken the directory.
         """
-        job, control = self._begin(step, state, shards or {})
-
-        def read(index: int) -> Tensor:
-            piece = job.pieces[index]
-            return piece_of(piece, job.whole.tensors[piece.path])
-
-        path = write(control, self._what(step), job, read, self._directory)
+        with activity("checkpoint"):
+            job, control = self._begin(step, state, shards or {})
+            path = write(control, self._what(step), job, job.source, self._directory)
         self._pulse.committed(step)
         return path
 
@@ -119,8 +118,9 @@ class Checkpointer:
         Collective: every rank; blocks until all ranks have called it.
         Memory: this rank's share of the state, in a buffer that is used again.
         """
-        job, control = self._begin(step, state, shards or {})
-        read = self._copied(job)
+        with activity("checkpoint"):  # the one before may still be going on
+            job, control = self._begin(step, state, shards or {})
+            read = self._copied(job)
         what = self._what(step)
 
         def run() -> None:
@@ -143,14 +143,16 @@ class Checkpointer:
             return
         try:
             if not pending.is_done() or pending in _unreported:
-                pending.wait()
+                with activity("checkpoint"):
+                    pending.wait()
         finally:
             if pending.is_done():  # not where a signal has ended the waiting: it still reads the copy
                 self._pending = None
 
     def _begin(self, step: int, state: State, shards: Mapping[int, State]) -> tuple[Job, Communicator]:
         what = self._what(step)
-        job = agree(self.comm, what, step, state, shards, self.wait)
+        job = agree(self.comm, what, step, state, shards, self._plan, self.wait)
+        self._plan = job.plan
         if self._control is None:
             self._control = self.comm if self._is_alone else self.comm.split(0, name="checkpoint")
         assert self._control is not None, "every rank has the same color"
@@ -161,7 +163,8 @@ class Checkpointer:
         that the other ranks hear of it.
         """
         try:
-            return self._snapshot.take(job.pieces, job.whole.tensors).__getitem__
+            pieces = job.plan.pieces
+            return self._snapshot.take(pieces, [job.source(i) for i in range(len(pieces))]).__getitem__
         except Exception as error:  # noqa: BLE001 - raised below
             reason = error
 
@@ -198,8 +201,9 @@ class Checkpointer:
         Raises: CheckpointDamaged where none is good, naming files and tensors; CheckpointMismatch, before anything is
         changed, for what does not fit; CheckpointMissing for a `step` that is not there.
         """
-        self.wait()
-        loaded = load_newest(self.comm, self.directory, into, step, tuple(shards), allow)
+        with activity("checkpoint"):
+            self.wait()
+            loaded = load_newest(self.comm, self.directory, into, step, tuple(shards), allow)
         if loaded is not None:
             self._directory.parent = loaded.digest
             self._pulse.committed(loaded.step)  # what would be lost now is counted from there
@@ -239,6 +243,7 @@ class Checkpointer:
             self.wait()
         finally:
             self._snapshot.release()
+            self._plan = None
             if self._control is not None and not self._is_alone:
                 self._control.close()
             self._control = None

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, final
 
 from lockstep.checkpoint.manifest import UNFINISHED
+from lockstep.durable import sync_folder
 from lockstep.errors import CheckpointError, CheckpointMissing, StaleGeneration
 
 CommitMode = Literal["rename", "marker"]
@@ -257,12 +258,3 @@ def _delete(path: Path) -> None:
         path.rmdir()
     except FileNotFoundError:
         return
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in `folder` durable. Raises: OSError."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -17,11 +17,11 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
-from lockstep.checkpoint.saving import SHARDS
-from lockstep.checkpoint.state import FlatState, State, flatten, join, keys_of, unflatten
+from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint, overlaps_itself
+from lockstep.checkpoint.state import SHARDS, FlatState, State, join, keys_of, unflatten
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
@@ -153,8 +153,8 @@ class _Plan:
         else:
             if not isinstance(into, dict):
                 raise ConfigError(f"into={type(into).__name__}: load into a dict, as {{'model': model}}")
-            held = [path for path in (*manifest.tensors, *manifest.aliases) if not path.startswith(f"{SHARDS}/")]
-            problems += self._fit(into, held, allowed)
+            there = [path for path in (*manifest.tensors, *manifest.aliases) if not path.startswith(f"{SHARDS}/")]
+            problems += self._fit(into, there, allowed)
         for prefix in self.shards.values():
             self._take_whole(lambda path, top=prefix: path == top or path.startswith(f"{top}/"))
             if not self._has(prefix) and not allowed("missing", prefix):
@@ -193,13 +193,13 @@ class _Plan:
 
     # ------------------------------------------------------------------ what fits
 
-    def _fit(self, into: State, held: Sequence[str], allowed: _Allowed) -> list[str]:
-        """Find out what is filled. Returns: what does not fit and is not allowed."""
+    def _fit(self, into: State, there: Sequence[str], allowed: _Allowed) -> list[str]:
+        """Find out what is filled, of the tensors `there`. Returns: what does not fit and is not allowed."""
         absent: list[str] = []
         flat = flatten(self._rooms(into, (), absent))
         differences = [("missing", path, "is not in the checkpoint") for path in absent]
         self.tied |= flat.aliases
-        known = set(held)
+        known = set(there)
         for path, tensor in flat.tensors.items():
             found = self._difference(path, tensor) if path in known else ("missing", path, "is not in the checkpoint")
             if found is not None:
@@ -212,12 +212,16 @@ class _Plan:
             if path not in self.manifest.values and not self._has(path):
                 differences.append(("missing", path, "is not in the checkpoint"))
                 self.kept[path] = value
-        for path in held:
+        for path in there:
             if path in self.tied and path in self.manifest.tensors:
                 differences.append(("extra", path, f"is tied to {self.tied[path]} here, not in the checkpoint"))
             elif path not in flat.tensors and path not in self.tied:
                 differences.append(("extra", path, "is in the checkpoint only"))
-        return [f"{path} {text} (allow={kind!r})" for kind, path, text in differences if not allowed(kind, path)]
+        problems = [f"{path} {text} (allow={kind!r})" for kind, path, text in differences if not allowed(kind, path)]
+        for path, tensor in self.fills.items():
+            if any(overlaps_itself(local) for _, local in held(tensor)):
+                problems.append(f"{path} has elements that share memory, as those of expand() do: load into a clone()")
+        return problems
 
     def _difference(self, path: str, tensor: AnyTensor) -> tuple[str, str, str] | None:
         dtype, shape = self.manifest.tensors[self.manifest.aliases.get(path, path)]
@@ -251,12 +255,23 @@ class _Plan:
             return owner.room_for(self._subtree(path, lambda tensor: self._like(tensor, "meta")))
         if isinstance(owner, Module):
             return owner.state_dict()
-        if isinstance(owner, Optimizer) and any(is_dtensor(p) for group in owner.param_groups for p in group["params"]):
-            raise CheckpointMismatch(
-                f"{path} is an optimizer of sharded parameters, which has no room for its state before the first step: "
-                "save and load lockstep.TrainState(model, optimizer) instead of the two"
-            )
+        if isinstance(owner, Optimizer):
+            params = [param for group in owner.param_groups for param in group["params"]]
+            above = keys_of(join(path, "state"))
+            return self._subtree(path, lambda tensor: self._state_room(tensor, above, params))
         return self._subtree(path, self._room)
+
+    def _state_room(self, path: str, above: Sequence[str], params: Sequence[Any]) -> Tensor:
+        """Of a DTensor the state is DTensors: cut as it is, and where it has another shape whole on every rank."""
+        *before, number, key = keys_of(path)
+        room = self._like(path, "meta")
+        if before != list(above) or not number.isdecimal() or int(number) >= len(params):
+            return self._room(path)
+        param = params[int(number)]
+        if not is_dtensor(param) or (room.ndim == 0 and (param.ndim > 0 or key == "step")):
+            return self._room(path)
+        with torch.no_grad():
+            return param.new_empty(room.shape, dtype=room.dtype)
 
     def _subtree(self, prefix: str, make: Callable[[str], Tensor]) -> Any:
         """What lies under `prefix`, its tensors made by `make`."""

@@ -1,21 +1,15 @@
 """A checkpoint that is read without trust: everything is checked before a tensor is handed out.
 
-The folder is opened once, and files are opened in it, by their plain names: no link is followed, nothing outside is
-touched, whatever the files say. A file that is read is the one that was checked: the same open file, or, in a
-checkpoint of more files than are kept open, one of the same inode, size and time of change. Whole pieces are compared
-with their crc32 once more as they are read.
+Only files of its own folder are opened (`open_files.py`), and the one that is read is the one that was checked. Whole
+pieces are compared with their crc32 once more as they are read.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import math
 import os
-import stat
 import zlib
-from collections import OrderedDict
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, final
@@ -24,16 +18,14 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import BYTES_MAX, NAME, Manifest, digest_of, from_text
+from lockstep.checkpoint.open_files import OpenFiles, crc32_of, faults, fill, sha256_of
 from lockstep.checkpoint.shares import is_tiled
 from lockstep.checkpoint.tensor_file import DTYPES, Stored, read_header
 from lockstep.comm.tensor_parts import Part
-from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
+from lockstep.errors import CheckpointDamaged
 
 _BLOCK_BYTES = 16 << 20
-_HASH_BYTES = 4 << 20
-_OPEN_MAX = 64
 _NAMED_MAX = 10  # of damaged things, in a message
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # NONBLOCK: opening a pipe would wait
 
 
 class _Held(NamedTuple):
@@ -53,24 +45,18 @@ def open_checkpoint(folder: Path, *, allowed: Collection[str] = ()) -> Iterator[
     Raises: CheckpointMissing where there is no folder; CheckpointDamaged for a manifest that is not the one written,
     files too many or too few, links; CheckpointError for what cannot be read for another reason.
     """
-    with _faults(folder, "is not there", CheckpointMissing):
-        folder_fd = os.open(folder, _FLAGS | os.O_DIRECTORY)
-    files = _OpenFiles(folder, folder_fd)
-    try:
+    with contextlib.closing(OpenFiles(folder)) as files:
         yield CheckpointReader(folder, files, allowed)
-    finally:
-        files.close()
-        _close(folder_fd)
 
 
 @final
 class CheckpointReader:
     """An open checkpoint; see `open_checkpoint`."""
 
-    def __init__(self, folder: Path, files: _OpenFiles, allowed: Collection[str]) -> None:
+    def __init__(self, folder: Path, files: OpenFiles, allowed: Collection[str]) -> None:
         self.folder = folder
         self._files = files
-        text = files.text(NAME)
+        text = files.text(NAME, "is missing: the checkpoint was never finished", BYTES_MAX)
         self.manifest: Manifest = from_text(text, folder / NAME)
         self.manifest_digest = digest_of(text)
         self._index: dict[str, list[_Held]] | None = None
@@ -114,7 +100,7 @@ class CheckpointReader:
             common = held.part.overlap(part)
             if common is None:
                 continue
-            with _faults(self.folder / held.file, "is missing"):
+            with faults(self.folder / held.file, "is missing"):
                 fd = self._files.descriptor(held.file)
                 copy = _Copy(fd, DTYPES[dtype])
                 copy.run(out.detach()[common.within(part).slices], held.offset, held.part, common)
@@ -130,7 +116,7 @@ class CheckpointReader:
             raise CheckpointDamaged(f"{self.folder / NAME} is that of a checkpoint {names[1]}, not of this folder")
         expected = {NAME, *self.manifest.files}
         found: set[str] = set()
-        with _faults(self.folder, "is not there"), os.scandir(self._files.folder_fd) as entries:
+        with faults(self.folder, "is not there"), os.scandir(self._files.folder_fd) as entries:
             for entry in entries:
                 if entry.name not in expected and entry.name not in allowed:
                     raise CheckpointDamaged(f"{self.folder} has an unexpected file, {entry.name!r}: move it away")
@@ -142,10 +128,10 @@ class CheckpointReader:
     def _verify_file(self, name: str) -> None:
         record = self.manifest.files[name]
         source = self.folder / name
-        with _faults(source, "is missing"):
+        with faults(source, "is missing"):
             fd = self._files.descriptor(name)
             size = os.fstat(fd).st_size
-            if size == record.bytes and _sha256(fd, size) == record.sha256:
+            if size == record.bytes and sha256_of(fd, size) == record.sha256:
                 return
             what = f"{size} bytes, {record.bytes} were written" if size != record.bytes else "its digest does not fit"
             raise CheckpointDamaged(f"{source} is damaged: {what}: {self._where(fd, name, size)}")
@@ -160,7 +146,7 @@ class CheckpointReader:
         wrong = [
             place.piece.path
             for place, crc in zip(stored, crc32, strict=False)
-            if place.offset + place.piece.nbytes > size or _crc32(fd, place) != crc
+            if place.offset + place.piece.nbytes > size or crc32_of(fd, place.offset, place.piece.nbytes) != crc
         ]
         if len(stored) != len(crc32) or not wrong:
             return "its header" if size == self.manifest.files[name].bytes else "what follows the tensors"
@@ -169,7 +155,7 @@ class CheckpointReader:
     def _header(self, fd: int, name: str) -> list[Stored]:
         def read_at(offset: int, count: int) -> bytes:
             data = bytearray(count)
-            _read(fd, memoryview(data), offset)
+            fill(fd, memoryview(data), offset)
             return bytes(data)
 
         return read_header(read_at, self.manifest.files[name].bytes, str(self.folder / name))
@@ -195,7 +181,7 @@ class CheckpointReader:
 
     def _add_file(self, index: dict[str, list[_Held]], name: str) -> None:
         source = self.folder / name
-        with _faults(source, "is missing"):
+        with faults(source, "is missing"):
             stored = self._header(self._files.descriptor(name), name)
         crc32 = self.manifest.files[name].crc32
         if len(stored) != len(crc32):
@@ -208,58 +194,6 @@ class CheckpointReader:
                     f"by the manifest, {f'{dtype} {list(shape)}' if dtype else 'no tensor'}"
                 )
             index.setdefault(piece.path, []).append(_Held(name, offset, piece.part, crc))
-
-
-@final
-class _OpenFiles:
-    """Files of one folder, opened when they are needed; so many stay open."""
-
-    def __init__(self, folder: Path, folder_fd: int) -> None:
-        self.folder_fd = folder_fd
-        self._folder = folder
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._seen: dict[str, tuple[int, ...]] = {}
-
-    def descriptor(self, name: str) -> int:
-        """File `name`, open. Valid until the next call. Raises: OSError; CheckpointDamaged where it is no file."""
-        fd = self._open.get(name)
-        if fd is None:
-            while len(self._open) >= _OPEN_MAX:
-                _close(self._open.popitem(last=False)[1])
-            fd = self._open[name] = os.open(name, _FLAGS, dir_fd=self.folder_fd)
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise CheckpointDamaged(f"{self._folder / name} is no regular file")
-            identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
-            if self._seen.setdefault(name, identity) != identity:
-                raise CheckpointDamaged(f"{self._folder / name} was changed while it was read")
-        self._open.move_to_end(name)
-        return fd
-
-    def text(self, name: str) -> str:
-        """All of a small file of ASCII. Raises: CheckpointDamaged for one that is large or something else."""
-        source = self._folder / name
-        with _faults(source, "is missing: the checkpoint was never finished"):
-            fd = self.descriptor(name)
-            size = os.fstat(fd).st_size
-            if size > BYTES_MAX:
-                raise CheckpointDamaged(f"{source} is damaged: {size} bytes, a manifest has at most {BYTES_MAX}")
-            data = bytearray(size)
-            _read(fd, memoryview(data), 0)
-        try:
-            return data.decode("ascii")
-        except UnicodeDecodeError as error:
-            raise CheckpointDamaged(f"{source} is damaged: {error}") from error
-
-    def close(self) -> None:
-        """Close what is open."""
-        while self._open:
-            _close(self._open.popitem()[1])
-
-
-def _close(fd: int) -> None:
-    with contextlib.suppress(OSError):  # the kernel has closed it; of what was only read nothing can be lost
-        os.close(fd)
 
 
 @final
@@ -296,63 +230,33 @@ class _Copy:
         direct = plain and out.dtype == self._dtype and out.shape == shape
         block = out if direct else torch.empty(shape, dtype=self._dtype)
         data = block.view(-1).view(torch.uint8).numpy().data
-        _read(self._fd, data, offset)
+        fill(self._fd, data, offset)
         self.crc32 = zlib.crc32(data, self.crc32)
         if not direct:
             out.copy_(block[(slice(None), *inner)])
 
 
-# ------------------------------------------------------------------ bytes of files
+def overlaps_itself(tensor: Tensor) -> bool:
+    """Whether elements of a tensor share memory, as those of an expanded one do: nothing can be read into it.
 
-
-def _read(fd: int, into: memoryview, offset: int) -> None:
-    """Fill `into` from byte `offset`. Raises: EOFError where the file ends before."""
-    done = 0
-    while done < len(into):
-        count = os.preadv(fd, [into[done:]], offset + done)
-        if count == 0:
-            raise EOFError(f"it ends at byte {offset + done}")
-        done += count
-
-
-def _sha256(fd: int, size: int) -> str:
-    digest = hashlib.sha256()
-    for block in _blocks(fd, 0, size):
-        digest.update(block)
-    return digest.hexdigest()
-
-
-def _crc32(fd: int, stored: Stored) -> int:
-    crc = 0
-    for block in _blocks(fd, stored.offset, stored.piece.nbytes):
-        crc = zlib.crc32(block, crc)
-    return crc
-
-
-def _blocks(fd: int, offset: int, size: int) -> Iterator[memoryview]:
-    """The bytes, in a buffer that is used again."""
-    buffer = memoryview(bytearray(min(size, _HASH_BYTES)))
-    for start in range(0, size, _HASH_BYTES):
-        block = buffer[: min(_HASH_BYTES, size - start)]
-        _read(fd, block, offset + start)
-        yield block
-
-
-@contextlib.contextmanager
-def _faults(source: Path, absent: str, missing: type[CheckpointError] = CheckpointDamaged) -> Iterator[None]:
-    """What the system says of file or folder `source`, as our errors."""
-    try:
-        yield
-    except FileNotFoundError as error:
-        raise missing(f"{source} {absent}") from error
-    except EOFError as error:
-        raise CheckpointDamaged(f"{source} is damaged: {error}") from error
-    except OSError as error:
-        if error.errno in (errno.ELOOP, errno.ENOTDIR):
-            raise CheckpointDamaged(f"{source} is a link, or not of the kind that it should be: {error}") from error
-        if error.errno in (errno.EIO, errno.ENXIO, errno.EISDIR):
-            raise CheckpointDamaged(f"{source} cannot be read: {error}") from error
-        raise CheckpointError(f"cannot read {source}: {error}") from error
+    Memory: none for views that slicing, transposing and expanding make; for others 24 bytes per element.
+    """
+    if tensor.is_contiguous():
+        return False
+    dims = sorted((stride, n) for stride, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1)
+    reach = 0  # from the first to the last element of the dims so far
+    for stride, n in dims:
+        if stride <= reach:
+            break
+        reach += stride * (n - 1)
+    else:
+        return False
+    if dims[0][0] == 0:
+        return True
+    offsets = torch.zeros(1, dtype=torch.int64)
+    for stride, n in dims:
+        offsets = (offsets[:, None] + stride * torch.arange(n)).view(-1)
+    return len(offsets.unique()) < len(offsets)
 
 
 def _some(names: list[str]) -> str:

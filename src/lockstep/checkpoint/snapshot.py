@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import final
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.tensor_file import DTYPES, Piece
-from lockstep.comm.tensor_parts import AnyTensor, held
 
 _ALIGNMENT = 64  # bytes; a view of any dtype may begin there
 
@@ -19,38 +18,42 @@ class Snapshot:
     """One buffer on the CPU, page-locked where tensors are on a GPU; it is kept and used again."""
 
     def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self.release()
 
-    def take(self, pieces: Sequence[Piece], tensors: Mapping[str, AnyTensor]) -> list[Tensor]:
-        """Copies of `pieces` of `tensors`, complete on return; they are valid until the next call.
+    def take(self, pieces: Sequence[Piece], sources: Sequence[Tensor]) -> list[Tensor]:
+        """Copies of `sources`, which are `pieces`, complete on return; they are valid until the next call.
 
-        Memory: the pieces', kept until `release`.
+        Memory: the pieces', kept until `release`. Time: for the `pieces` of the call before, that of the copying.
         """
-        sources = [piece_of(piece, tensors[piece.path]) for piece in pieces]
-        starts, end = [], 0
-        for source in sources:
-            starts.append(end)
-            end += -(-source.nbytes // _ALIGNMENT) * _ALIGNMENT
         is_on_gpu = any(source.is_cuda for source in sources)
-        if self._buffer.numel() < end or (is_on_gpu and not self._buffer.is_pinned()):
-            self._buffer = torch.empty(0, dtype=torch.uint8)  # given back before the larger one is asked for
-            self._buffer = torch.empty(end, dtype=torch.uint8, pin_memory=is_on_gpu)
-        copies = []
+        if pieces is not self._pieces or (is_on_gpu and not self._buffer.is_pinned()):
+            self._make_room(pieces, is_on_gpu)
         with torch.no_grad():
-            for piece, source, start in zip(pieces, sources, starts, strict=True):
-                room = self._buffer[start : start + source.nbytes].view(DTYPES[piece.dtype]).view(source.shape)
-                copies.append(room.copy_(source, non_blocking=True))
+            for room, source in zip(self._rooms, sources, strict=True):
+                room.copy_(source, non_blocking=True)
         if is_on_gpu:
             torch.cuda.current_stream().synchronize()
-        return copies
+        return self._rooms
 
     def release(self) -> None:
         """Give the memory back."""
         self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._pieces: Sequence[Piece] = ()  # that `rooms` are for
+        self._rooms: list[Tensor] = []  # views of the buffer
 
-
-def piece_of(piece: Piece, tensor: AnyTensor) -> Tensor:
-    """The elements of `piece`, as a view of what this rank holds of `tensor`."""
-    parts = held(tensor)
-    part, local = parts[0] if len(parts) == 1 else next(p for p in parts if piece.part.overlap(p[0]) == piece.part)
-    return local if part == piece.part else local[piece.part.within(part).slices]
+    def _make_room(self, pieces: Sequence[Piece], is_pinned: bool) -> None:
+        starts, end = [], 0
+        for piece in pieces:
+            starts.append(end)
+            end += -(-piece.nbytes // _ALIGNMENT) * _ALIGNMENT
+        buffer = self._buffer
+        self.release()
+        if buffer.numel() < end or (is_pinned and not buffer.is_pinned()):
+            del buffer  # given back before the larger one is asked for
+            buffer = torch.empty(end, dtype=torch.uint8, pin_memory=is_pinned)
+        self._buffer = buffer
+        self._rooms = [
+            buffer[start : start + piece.nbytes].view(DTYPES[piece.dtype]).view(piece.part.shape)
+            for piece, start in zip(pieces, starts, strict=True)
+        ]
+        self._pieces = pieces

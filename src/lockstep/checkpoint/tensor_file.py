@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import zlib
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -25,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from lockstep.comm.tensor_parts import Part
+from lockstep.durable import new_file
 from lockstep.errors import CheckpointDamaged, CheckpointError
 
 # The names that the safetensors format gives to torch's dtypes.
@@ -103,8 +103,7 @@ def write_tensor_file(path: Path, pieces: Sequence[Piece], read: Callable[[int],
     if len(header) > _HEADER_BYTES_MAX or tokens_in(header) > TOKENS_MAX:
         raise CheckpointError(f"{path.name} would have {len(pieces)} pieces, too many for one file: use more ranks")
     digest, crc32 = hashlib.sha256(), []
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with os.fdopen(os.open(path, flags, 0o666), "wb", buffering=_CHUNK_BYTES) as file:
+    with new_file(path, buffering=_CHUNK_BYTES) as file:
         for block in (len(header).to_bytes(8, "little"), header):
             digest.update(block)
             file.write(block)
@@ -117,8 +116,6 @@ def write_tensor_file(path: Path, pieces: Sequence[Piece], read: Callable[[int],
                 crc = zlib.crc32(chunk, crc)
                 file.write(chunk)
             crc32.append(crc)
-        file.flush()
-        os.fsync(file.fileno())
     size = 8 + len(header) + sum(piece.nbytes for piece in pieces)
     return FileRecord(size, digest.hexdigest(), tuple(crc32))
 

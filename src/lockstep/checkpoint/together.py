@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any, TypeVar
+
+import torch
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.objects import all_gather_object
@@ -18,6 +21,7 @@ from lockstep.errors import (
 
 _T = TypeVar("_T")
 _REASON_CHARS = 4000
+_ROW_BYTES = 1024
 _BYTES_MAX = 64 << 20  # of what a rank says: the pieces of its file, at most the whole manifest
 _KINDS = {kind.__name__: kind for kind in (CheckpointDamaged, CheckpointMismatch, CheckpointMissing, StaleGeneration)}
 
@@ -36,7 +40,7 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         cause, kind = error, type(error).__name__
         reason = str(error) if isinstance(error, LockstepError) else f"{kind}: {error}"
-    answers: list[Any] = all_gather_object(comm, [kind, reason[:_REASON_CHARS], said, what], "checkpoint", _BYTES_MAX)
+    answers = _said_by_all(comm, [kind, reason[:_REASON_CHARS], said, what])
     calls: dict[str, list[int]] = {}
     for rank, (*_, call) in enumerate(answers):
         calls.setdefault(call.removeprefix("cannot "), []).append(rank)
@@ -55,3 +59,16 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
     if len(texts) == 1 and len(failed) == comm.world_size:
         raise error_class(f"{what}: {next(iter(texts))}") from cause
     raise error_class(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from cause
+
+
+def _said_by_all(comm: Communicator, mine: list[Any]) -> list[Any]:
+    """What the ranks say, in one exchange where it is short; blank rows say that it is not."""
+    try:
+        text = json.dumps(mine).encode()
+    except (TypeError, ValueError):
+        text = b""  # below it is said why
+    row = torch.frombuffer(bytearray((text if len(text) <= _ROW_BYTES else b"").ljust(_ROW_BYTES)), dtype=torch.uint8)
+    whole = torch.empty(comm.world_size * _ROW_BYTES, dtype=torch.uint8, device=comm.device)
+    comm.all_gather_into_tensor(whole, row.to(comm.device), label="checkpoint")
+    rows = [bytes(one).strip() for one in whole.cpu().view(comm.world_size, _ROW_BYTES).numpy()]
+    return [json.loads(one) for one in rows] if all(rows) else all_gather_object(comm, mine, "checkpoint", _BYTES_MAX)

@@ -1,4 +1,4 @@
-"""The command line: `lockstep train | run | checkpoint | samples`. A command is imported when it is known which."""
+"""The command line, `lockstep COMMAND`. A command is imported when it is asked for."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import lockstep
 from lockstep.cli.words import nearest
 from lockstep.errors import ConfigError
 
-_COMMANDS = ("train", "run", "checkpoint", "samples")
+_COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "doctor", "demo")
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -23,6 +23,9 @@ commands:
   run         start and supervise your own script, with torchrun's flags: `lockstep run --nproc-per-node 2 train.py`
   checkpoint  look at checkpoints: `lockstep checkpoint ls|verify|show|export|import`
   samples     which samples a step was trained on: `lockstep samples runs/gpt2-tiny 10`
+  profile     where the time of a run went, and what would make it faster: `lockstep profile runs/gpt2-tiny`
+  doctor      is this machine, are these machines fit for a run: `lockstep doctor`, `lockstep doctor --nproc-per-node 4`
+  demo        watch stock torch go wrong, and lockstep say why: `lockstep demo`, `lockstep demo skipped_collective`
 
 `lockstep COMMAND --help` explains one."""
 
@@ -67,5 +70,17 @@ def _command(name: str, words: Sequence[str]) -> int:
         from lockstep.cli.samples import samples
 
         return samples(words)
+    if name == "profile":
+        from lockstep.cli.profile import profile
+
+        return profile(words)
+    if name == "doctor":
+        from lockstep.cli.doctor import doctor
+
+        return doctor(words)
+    if name == "demo":
+        from lockstep.cli.demo import demo
+
+        return demo(words)
     near = nearest(name, _COMMANDS)
     raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")

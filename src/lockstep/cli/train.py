@@ -1,6 +1,6 @@
 """`lockstep train`: train a language model on real processes. Parsing, explaining and refusing need no torch.
 
-    lockstep train [RECIPE] [-n N|A:B] [--resume auto|PATH] [--section.field value ...]
+    lockstep train [RECIPE] [-n N|A:B] [--resume auto|PATH|DIR[:step]] [--section.field value ...]
 
 The same command is the launcher and the rank: without torchrun's (or Slurm's) variables it starts N processes that
 run it again; with them it is one of the ranks.
@@ -11,18 +11,18 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 import tyro
 
 from lockstep.cli.words import nearest
 from lockstep.comm.place import Place, find_place
-from lockstep.errors import CommError, ConfigError, DataError, LockstepError, PeerFailed
+from lockstep.comm.pulse import NONE
+from lockstep.errors import CheckpointError, CommError, ConfigError, DataError, LockstepError, PeerFailed
+from lockstep.launch.private_folder import private_folder
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
 from lockstep.launch.starter import default_processes, loading_ahead, may_have_accelerator
@@ -36,6 +36,7 @@ from lockstep.launch.worker import (
     die_with_launcher,
     report_failure,
 )
+from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.recipes import gpt2
 from lockstep.train.config import RunConfig, check, flatten
 
@@ -47,7 +48,7 @@ _PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
 # what a rank loads, so that the ranks of a restart find it there
 _MODULES = (
     *("torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "safetensors.torch"),
-    *("lockstep.cli.train", "lockstep.comm.init", "lockstep.train.loop"),
+    *("lockstep.cli.train", "lockstep.observe.init", "lockstep.train.loop"),
 )
 
 
@@ -59,11 +60,14 @@ class TrainCommand:
     processes: Annotated[str | None, tyro.conf.arg(aliases=["-n", "--nproc"], metavar="N|A:B")] = None
     """Processes to start on this machine; by default one per GPU, two where there is none. A:B starts as many as the
     machine and the batch allow, and may go on with fewer when one fails again and again."""
-    resume: Annotated[str, tyro.conf.arg(metavar="auto|PATH")] = ""
-    """Continue from a checkpoint; `auto` takes the newest one in --out, and starts anew where there is none."""
+    resume: Annotated[str, tyro.conf.arg(metavar="auto|PATH|DIR[:step]")] = ""
+    """Continue from a checkpoint: a path of one, or a directory that holds some, of which the newest is taken, or that
+    of a step. `auto` takes the newest one in --out, and starts anew where there is none."""
     restarts: int = 3
     """How often the ranks are started again, from the newest checkpoint, after one of them has failed; it counts per
     cause, and anew with every later checkpoint."""
+    profile: Annotated[str, tyro.conf.arg(metavar="steps=A:B")] = ""
+    """Run torch.profiler over these steps on every rank, and merge what they saw into one trace."""
     grace_s: float = 60.0
     """After a signal: how long the ranks have to end their step and save it."""
 
@@ -72,6 +76,7 @@ def train(words: Sequence[str]) -> int:
     """`lockstep train ...`: launch the ranks, or be one of them. Raises: ConfigError before anything was started."""
     die_with_launcher(os.environ)
     command = parse_train(words)
+    read_window(command.profile)
     place = find_place(os.environ)
     smallest, largest = read_range(command.processes)
     if place.launcher != "one process":
@@ -88,7 +93,11 @@ def train(words: Sequence[str]) -> int:
     print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
     if processes == 1 and not command.restarts:
         return run_rank(command, place)
-    return _launch(command, words, processes, smallest or processes)
+    code = _launch(command, words, processes, smallest or processes)
+    from lockstep.cli.profile import tell_record
+
+    tell_record({RUN: str(command.run.out / "profile"), PROFILE: command.profile}, is_quiet=code != 0)
+    return code
 
 
 def read_range(text: str | None) -> tuple[int, int]:
@@ -136,33 +145,55 @@ def _fits(run: RunConfig, processes: int) -> bool:
 def _launch(command: TrainCommand, words: Sequence[str], processes: int, smallest: int) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything is loaded: nothing here is downloaded
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with loading_ahead(_MODULES) as server:
-        with leaving_at_once():
-            from lockstep.launch.agent import Supervision
-            from lockstep.launch.launcher import Launch, launch, local_config
+    with leaving_at_once() as settle, loading_ahead(_MODULES) as server:
+        from lockstep.launch.agent import Supervision
+        from lockstep.launch.launcher import Launch, launch, local_config
 
         supervision = Supervision(
-            RestartPolicy(command.restarts, smallest),
+            RestartPolicy(command.restarts, smallest, flag="--restarts"),
             grace_s=command.grace_s,
             tells_traces=True,
             again="the same command with --resume auto",
             fits=partial(_fits, command.run),
+            newest=partial(newest_step, command),
         )
         program = Program("module", "lockstep", ("train", *words))
-        with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-            config = local_config(processes, Path(folder))
-            return launch(Launch(program, config, supervision, Path(folder), modules=_MODULES, server=server))
+        with private_folder() as folder:
+            config = local_config(processes, folder)
+            job = Launch(program, config, supervision, folder, modules=_MODULES, server=server)
+            return launch(job, settle)
+
+
+def newest_step(command: TrainCommand) -> int | None:
+    """Step of the checkpoint that the first start goes on from; NONE: it begins anew, None: not known."""
+    if command.resume != "auto":
+        return None if command.resume else NONE
+    from lockstep.checkpoint.generation import names_in
+
+    try:
+        return next((name.step for name in names_in(command.run.out / "checkpoints")), NONE)
+    except CheckpointError:  # the ranks say so
+        return None
 
 
 def run_rank(command: TrainCommand, place: Place) -> int:
     """Train as one rank; every error is reported to the launcher and becomes the exit code."""
     stop = StopRequest(has_launcher=place.launcher == "torchrun")
+    try:
+        return _train_rank(command, place, stop)
+    finally:
+        stop.settle()
+
+
+def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
+    if command.profile:
+        os.environ[PROFILE] = command.profile
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is downloaded: never ask the network
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import torch
 
-        from lockstep.comm.init import init
+        from lockstep.observe.init import init
 
         with init(verbose=AGENT_PID not in os.environ and place.world_size > 1) as comm:
             sys.stdout.write(_came_up(place, str(comm.device), torch.get_num_threads()))  # one write: lines stay whole
@@ -173,7 +204,7 @@ def run_rank(command: TrainCommand, place: Place) -> int:
     except KeyboardInterrupt:
         if place.rank == 0:
             print("lockstep: stopped before the first step", file=sys.stderr)
-        return INTERRUPTED
+        return INTERRUPTED if newest_step(command) in (None, NONE) else REQUEUE
     except Exception as error:  # noqa: BLE001 (it is reported, and the exit code says so)
         code = _USER_ERROR if isinstance(error, ConfigError | DataError) else 1
         is_expected = isinstance(error, LockstepError | BrokenPipeError)  # the latter: `lockstep train | head`

@@ -14,6 +14,7 @@ from typing import final
 
 from lockstep.comm.background import Background
 from lockstep.comm.op import CommOp, Work, describe
+from lockstep.comm.transport import blamed_on
 from lockstep.comm.turn import Turn
 from lockstep.errors import CommError, TransportClosed
 
@@ -25,13 +26,14 @@ _AGAIN_S = 0.1  # an operation that was asked to give up and has not is asked ag
 class Patience:
     """How the operation that runs now may wait. Another thread may shorten it."""
 
-    __slots__ = ("_given_up", "_op", "closing", "deadline", "seconds", "spins")
+    __slots__ = ("_given_up", "_op", "aborted", "closing", "deadline", "seconds", "spins")
 
     def __init__(self) -> None:
         self.spins = False  # worth looking again and again before sleeping: nobody else wants this core
         self.seconds = 0.0  # the limit, for messages
         self.deadline = 0.0  # on the monotonic clock
         self.closing = False
+        self.aborted: CommError | None = None  # what everything fails with from now on
         self._op: CommOp | None = None  # what runs now
         self._given_up: CommOp | None = None
 
@@ -51,13 +53,25 @@ class Patience:
         self.seconds = seconds
         self._given_up = self._op
 
+    def is_ending(self) -> bool:
+        """Whether nothing more may happen here: this rank closes the group, or it was aborted."""
+        return self.closing or self.aborted is not None
+
+    def check_open(self, where: str) -> None:
+        """Raises: TransportClosed where this rank has closed the group, CommError where it was aborted."""
+        if self.closing:
+            raise TransportClosed(f"{where}: this communicator was closed on this rank")
+        if self.aborted is not None:
+            raise CommError(f"{where}: aborted on this rank")
+
     def is_busy(self) -> bool:
         """Whether an operation is under way."""
         return self._op is not None
 
     def is_over(self) -> bool:
         """Whether the operation under way must give up."""
-        return time.monotonic() > self.deadline or (self._given_up is not None and self._given_up is self._op)
+        has_given_up = self._given_up is not None and self._given_up is self._op
+        return has_given_up or self.aborted is not None or time.monotonic() > self.deadline
 
 
 @final
@@ -127,14 +141,15 @@ class Engine:
         assert op is not None
         try:
             self.patience.begin(op, seconds, spins)
-            if self.patience.closing:
-                raise TransportClosed(f"{describe(op)}: this communicator was closed on this rank")
+            if self.patience.is_ending():
+                self.patience.check_open(describe(op))
             self._execute(op)
         except CommError as error:
-            work.error = error
+            work.error = blamed_on(self.patience.aborted, error)
         except Exception as error:  # noqa: BLE001 - a kernel may raise anything; whoever waits is told
-            work.error = CommError(f"{describe(op)}: {error}")
-            work.error.__cause__ = error
+            own = CommError(f"{describe(op)}: {error}")
+            own.__cause__ = error
+            work.error = blamed_on(self.patience.aborted, own)
         except BaseException as error:
             work.error = CommError(f"{describe(op)}: interrupted by {type(error).__name__}")
             raise

@@ -145,6 +145,16 @@ class HierarchicalTransport(Transport):
             self._children.add(child)
         return child
 
+    def abort(self, error: CommError) -> None:
+        if self._closed or self._engine.patience.aborted is not None:
+            return
+        self._engine.patience.aborted = error
+        for whole in (*self._children, self.beneath):
+            whole.abort(error)
+        for part in (self._links.local, self._links.leaders):
+            if part is not None:
+                part.abort(CommError(f"aborted: {error}"))  # its ranks are counted otherwise than those of `error`
+
     def close(self) -> None:
         if self._closed:
             return

@@ -11,7 +11,7 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
@@ -29,12 +29,17 @@ from lockstep.comm.handshake import Record, shake_hands
 from lockstep.comm.place import HINT, Place, place_on_machines, read_place
 from lockstep.comm.process_group import transport_of
 from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, ConfigError, EnvironmentProblems, PeerLost
 
 _TIMEOUT_S = 600.0
 _GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
 _FAREWELL_S = 10.0  # how long the process that holds the store stays for ranks that are still at work
 _HOST_KEY = "lockstep/host"
+
+# What is put over the transport of all ranks, made from it, the machine of each rank, and a store that all reach, which
+# is only there where ranks are on several machines. Collective.
+Layer = Callable[[Transport, Sequence[str], "dist.Store | None"], Transport]
 
 
 def init(
@@ -50,6 +55,8 @@ def init(
     timeout_s: float | None = None,
     start_timeout_s: float = 120.0,
     verbose: bool = True,
+    layer: Layer | None = None,
+    caller: str = "",
 ) -> Communicator:
     """The communicator of all ranks of this job: `with lockstep.init() as comm:`.
 
@@ -61,6 +68,7 @@ def init(
     threads: CPU threads of this rank. None shares the machine's cores among its ranks, unless OMP_NUM_THREADS is set; a
     1 under torchrun counts as not set, because torchrun itself puts it there.
     timeout_s: limit of every operation, also in sub-groups; 600 unless given. start_timeout_s: for all ranks to come.
+    layer: see `Layer`. caller: "train.py:12", where the user's code calls this.
 
     Where torch.distributed has a default group already, that group is used, and closing leaves it alone.
     Collective: every rank of the job, equally often; it blocks until all are there.
@@ -68,13 +76,15 @@ def init(
     where ranks contradict each other; CollectiveTimeout naming the ranks that never came; ConfigError while the
     communicator of an earlier call is open.
     """
-    caller = sys._getframe(1)
-    _refuse_second(f"{caller.f_code.co_filename}:{caller.f_lineno}")
+    if not caller:
+        frame = sys._getframe(1)
+        caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    _refuse_second(caller)
     _enable_faulthandler()
     if dist.is_initialized():
         given = {"address": address, "port": port, "file": file, "backend": backend, "device": device}
         comm = _adopt(
-            rank, world_size, [name for name, value in given.items() if value is not None], timeout_s, threads
+            rank, world_size, [name for name, value in given.items() if value is not None], timeout_s, threads, layer
         )
     else:
         path = None if file is None else os.fspath(file)
@@ -82,11 +92,11 @@ def init(
             os.environ, rank=rank, world_size=world_size, address=address, port=port, file=path
         )
         timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
-        settings = _Settings(place, device, backend, threads, timeout_s, start_timeout_s, verbose)
+        settings = _Settings(place, device, backend, threads, timeout_s, start_timeout_s, verbose, layer)
         comm = _found(settings, {p.field for p in problems}, [p.text for p in problems])
         group = dist.group.WORLD
         assert group is not None
-        _sessions[:] = [_Session(comm, weakref.ref(group), f"{caller.f_code.co_filename}:{caller.f_lineno}")]
+        _sessions[:] = [_Session(comm, weakref.ref(group), caller)]
     if verbose and comm.rank == 0:
         _say(_headline(comm))
     return comm
@@ -101,6 +111,7 @@ class _Settings:
     timeout_s: float
     start_timeout_s: float
     verbose: bool
+    layer: Layer | None
 
     def say(self, text: str) -> None:
         if self.verbose:
@@ -155,10 +166,13 @@ def _found(settings: _Settings, spoilt: set[str], problems: list[str]) -> Commun
     set_threads(settings.threads, mine, meeting.records)
     others = [record["address"] for record in meeting.records if record["machine"] != mine["machine"]]
     _set_gloo_interface(preflight.gloo_interface([meeting.address, *others], one_machine=not others))
-    return _make_group(settings, place, device, store)
+    machines = [record["machine"] for record in meeting.records]
+    return _make_group(settings, place, device, store, machines)
 
 
-def _make_group(settings: _Settings, place: Place, device: torch.device, store: dist.Store) -> Communicator:
+def _make_group(
+    settings: _Settings, place: Place, device: torch.device, store: dist.Store, machines: Sequence[str]
+) -> Communicator:
     backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         dist.init_process_group(
@@ -177,12 +191,19 @@ def _make_group(settings: _Settings, place: Place, device: torch.device, store: 
     plain = TorchTransport(group, device, settings.timeout_s, owned=True)
     try:
         Communicator(plain).barrier(label="init")  # after it no rank needs the store, so any rank may leave at once
-        comm = Communicator(plain if settings.backend else fastest(plain))
+        transport = plain if settings.backend else fastest(plain)
+        comm = Communicator(_under(settings.layer, transport, machines, store))
     except BaseException:
         plain.close()
         raise
     comm.place = place
     return comm
+
+
+def _under(layer: Layer | None, transport: Transport, machines: Sequence[str], store: dist.Store) -> Transport:
+    if layer is None:
+        return transport
+    return layer(transport, machines, store if len(set(machines)) > 1 else None)
 
 
 def _check_numbers(problems: list[str], threads: int | None, **seconds: float | None) -> None:
@@ -329,7 +350,12 @@ def _everywhere(place: Place, addresses: list[str]) -> bool:
 
 
 def _adopt(
-    rank: int | None, world_size: int | None, given: list[str], timeout_s: float | None, threads: int | None
+    rank: int | None,
+    world_size: int | None,
+    given: list[str],
+    timeout_s: float | None,
+    threads: int | None,
+    layer: Layer | None,
 ) -> Communicator:
     """The user's own default group, with this process's place in it."""
     here, size = dist.get_rank(), dist.get_world_size()
@@ -350,13 +376,14 @@ def _adopt(
         if timeout_s is not None:
             plain = TorchTransport(plain.process_group, plain.device, timeout_s)
         own = fastest(plain)
-    comm = Communicator(own)
+    machines: list[str] = Communicator(own).all_gather_object(preflight.machine_id(), label="init")
+    comm = Communicator(_under(layer, own, machines, distributed_c10d._get_default_store()))
     found, _ = read_place(os.environ, rank=here, world_size=size, file="-")
     source = "torch.distributed.init_process_group"
     sources = {**dict(found.sources), "rank": source, "world_size": source}
     del sources["file"]
     place = replace(found, file="", launcher="process group", sources=tuple(sorted(sources.items())), agent_store=False)
-    comm.place = place_on_machines(place, comm.all_gather_object(preflight.machine_id(), label="init"))
+    comm.place = place_on_machines(place, machines)
     return comm
 
 

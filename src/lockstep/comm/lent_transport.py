@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lockstep.comm.op import CommOp, Work
 from lockstep.comm.transport import Transport
-from lockstep.errors import TransportClosed
+from lockstep.errors import CommError, TransportClosed
 
 
 @final
@@ -56,6 +56,9 @@ class LentTransport(Transport):
 
     def release(self, tensor: Tensor) -> None:
         self._transport.release(tensor)
+
+    def abort(self, error: CommError) -> None:
+        self._transport.abort(error)
 
     def close(self) -> None:
         pass

@@ -17,7 +17,7 @@ from torch import Tensor
 from lockstep.comm.agreement import agree_on_tensor
 from lockstep.comm.local_exchange import copy_message, exchange, find_mismatch
 from lockstep.comm.op import AllWork, CommOp, Work, describe
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import Transport, blamed_on
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost, TransportClosed
 
 
@@ -67,6 +67,7 @@ class _Group:
         self.global_ranks = global_ranks
         self.timeout_s = timeout_s
         self.closed: set[int] = set()
+        self.aborted: dict[int, CommError] = {}  # rank -> what it was aborted with
         self.collectives: dict[int, _Entry] = {}  # number -> what some ranks have called and others not yet
         self.messages: list[tuple[int, CommOp, _Entry]] = []  # sends and receives without a partner yet, oldest first
         self.children: dict[tuple[int, int], _Group] = {}  # (number of the split, index of the group)
@@ -74,8 +75,27 @@ class _Group:
 
     def gone(self, rank: int) -> str | None:
         """How this rank ended or left; None while it is here."""
-        closed = "has closed this communicator" if rank in self.closed else None
-        return self.world.left.get(self.global_ranks[rank], closed)
+        away = "has closed this communicator" if rank in self.closed else None
+        away = "has aborted this communicator" if rank in self.aborted else away
+        return self.world.left.get(self.global_ranks[rank], away)
+
+    def abort(self, rank: int, error: CommError) -> None:
+        """End what `rank` is in, for all, and let it begin nothing more, here and in the parts of this group."""
+        if rank in self.closed or rank in self.aborted:
+            return
+        self.aborted[rank] = error
+        lost = PeerLost(f"rank {rank} has aborted this communicator, and will not come", rank)
+        for entry in tuple(self.collectives.values()):
+            if rank in entry.came and not entry.done:
+                entry.finish(lost)
+        for source, _, entry in self.messages:
+            if source == rank:
+                entry.finish(lost)
+        self.messages = [message for message in self.messages if message[0] != rank]
+        place = self.global_ranks[rank]
+        for child in self.children.values():
+            if place in child.global_ranks:
+                child.abort(child.global_ranks.index(place), error)
 
     def state(self, rank: int) -> str:
         """What this rank is at, for a message."""
@@ -151,7 +171,10 @@ class LocalTransport(Transport):
         with group.world.changed:
             if self.rank in group.closed:
                 raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
-            if op.kind in ("send", "recv"):
+            if self.rank in group.aborted:
+                entry = _Entry()
+                entry.finish(CommError(f"{describe(op)}: aborted on rank {self.rank}"))
+            elif op.kind in ("send", "recv"):
                 entry = group.post(self.rank, op)
             else:
                 entry = group.come(self.rank, self._collectives, op)
@@ -169,6 +192,9 @@ class LocalTransport(Transport):
                 with self._group.world.changed:
                     fresh = _Group(self._group.world, members, self.timeout_s)
                     child = self._group.children.setdefault((number, index), fresh)
+                    if self.rank in self._group.aborted:
+                        own = CommError(f"split {number}: aborted on rank {self.rank}")
+                        raise blamed_on(self._group.aborted[self.rank], own)
                 if child.global_ranks != members:
                     raise CollectiveMismatch(
                         f"split {number} on rank {self.rank}: this rank makes a group of {members}, another one of "
@@ -196,6 +222,11 @@ class LocalTransport(Transport):
             if not missing:
                 del waiting[number]
             return whole.data  # with a count of changes of its own, as on processes: autograd looks at that
+
+    def abort(self, error: CommError) -> None:
+        with self._group.world.changed:
+            self._group.abort(self.rank, error)
+            self._group.world.changed.notify_all()
 
     def close(self) -> None:
         with self._group.world.changed:
@@ -226,7 +257,8 @@ class _LocalWork(Work):
                     self._give_up(self._timeout(limit_s))
         if entry.error is not None:
             if self._error is None:
-                self._error = copy.copy(entry.error)  # each rank raises its own: a traceback belongs to one thread
+                own = copy.copy(entry.error)  # each rank raises its own: a traceback belongs to one thread
+                self._error = blamed_on(self._group.aborted.get(self._rank), own)
             raise self._error
 
     def is_done(self) -> bool:

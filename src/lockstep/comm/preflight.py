@@ -228,17 +228,21 @@ def local_address(towards: str) -> str:
         return str(probe.getsockname()[0])
 
 
+def interface_addresses() -> list[tuple[str, str]]:
+    """(name, IPv4 address) of each interface that has one; [] where the system cannot be asked."""
+    found: list[tuple[str, str]] = []
+    if sys.platform == "linux":
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            for _, name in socket.if_nameindex():
+                with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                    answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+                    found.append((name, socket.inet_ntoa(answer[20:24])))
+    return found
+
+
 def interface_of(address: str) -> str:
     """The interface that has this IPv4 address; "" where none has, or where the system cannot be asked."""
-    if sys.platform != "linux" or ":" in address:
-        return ""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == address:
-                    return name
-    return ""
+    return next((name for name, own in interface_addresses() if own == address), "")
 
 
 def gloo_interface(towards: Sequence[str], one_machine: bool) -> str:

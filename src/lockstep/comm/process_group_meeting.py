@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, final
@@ -123,6 +124,7 @@ class PlainTransport(Transport):
         self._member = member
         self._machines = machines
         self._splits = 0
+        self._children: weakref.WeakSet[PlainTransport] = weakref.WeakSet()
         self.process_group = _unlisted(member, _CPU, _BACKENDS.GLOO, self._gloo())
         ranks = distributed_c10d._world.pg_group_ranks  # where the transport looks up its global ranks, once
         ranks[self.process_group] = {global_rank: rank for rank, global_rank in enumerate(member.global_ranks)}
@@ -172,8 +174,15 @@ class PlainTransport(Transport):
                     timeout_s=self.timeout_s,
                     name=f"{self._member.name}/{name}",
                 )
-                return PlainTransport(part, [self._machines[rank] for rank in group])
+                child = PlainTransport(part, [self._machines[rank] for rank in group])
+                self._children.add(child)
+                return child
         return None
+
+    def abort(self, error: CommError) -> None:
+        self._torch.abort(error)
+        for child in tuple(self._children):
+            child.abort(error)
 
     def close(self) -> None:
         self._torch.close()

@@ -23,7 +23,7 @@ PULSE = "LOCKSTEP_PULSE"  # path of the file; the slot is LOCAL_RANK
 NONE = -1  # of steps: none yet
 _WORDS = 8
 _SLOT_BYTES = 8 * _WORDS
-_PID, _RANK, _STEP, _COMMITTED, _COUNT, _TIME_NS = range(6)
+_PID, _RANK, _STEP, _COMMITTED, _COUNT, _TIME_NS, _ASKED = range(7)
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class Beat:
     committed: int = NONE  # last step of which a checkpoint is durable
     count: int = 0  # things done so far: steps, commits, operations between ranks
     time_ns: int = 0  # of the last step or commit, by time.monotonic_ns
+    asked: int = 0  # number of the signal that has asked it to stop
 
 
 @final
@@ -62,6 +63,10 @@ class Pulse:
     def committed(self, number: int) -> None:
         """The checkpoint of step `number` is durable."""
         self._tell(_COMMITTED, number)
+
+    def asked(self, number: int) -> None:
+        """This signal has asked this rank to stop. Safe in a signal handler."""
+        self._slot[_ASKED] = number
 
     def _tell(self, word: int, number: int) -> None:
         slot = self._slot
@@ -130,7 +135,7 @@ def read_pulses(path: str | os.PathLike[str]) -> list[Beat]:
     with memory, memoryview(memory) as view, view.cast("q") as words:
         slots = [list(words[start : start + _WORDS]) for start in range(0, len(words), _WORDS)]
     return [
-        Beat(slot[_RANK], slot[_PID], slot[_STEP], slot[_COMMITTED], slot[_COUNT], slot[_TIME_NS])
+        Beat(slot[_RANK], slot[_PID], slot[_STEP], slot[_COMMITTED], slot[_COUNT], slot[_TIME_NS], slot[_ASKED])
         for slot in slots
         if slot[_PID]
     ]

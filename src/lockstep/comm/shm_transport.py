@@ -7,6 +7,7 @@ No socket, no copy in the kernel: a rank writes where the others read, and says 
 from __future__ import annotations
 
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -64,7 +65,7 @@ class ShmTransport(Transport):
         self.beneath: Transport | None = None  # closed with this one
         self._host = host
         self._members = tuple(members)
-        control = host.control_of(room, members)
+        self._control = control = host.control_of(room, members)
         control.put_slot(room.slot)
         name = f"lockstep-shm-{self.rank}"
         execute = Collectives(Staging(host.segment, control)).execute
@@ -73,6 +74,8 @@ class ShmTransport(Transport):
         self._mail = Mail(post, control, self.timeout_s, f"{name}-messages")
         parts = (host, control, self._engine, self._mail, post, room)
         self._end = weakref.finalize(self, _end, *parts, os.getpid())
+        self._children: weakref.WeakSet[ShmTransport] = weakref.WeakSet()
+        self._leaving = threading.RLock()  # an abort in another thread writes nothing after the group was left
 
     @classmethod
     def meet(
@@ -130,7 +133,7 @@ class ShmTransport(Transport):
         check_on_cpu(op)
         if op.kind in ("send", "recv"):
             return self._mail.submit(op, self)
-        if self.world_size == 1:
+        if self.world_size == 1 and self._engine.patience.aborted is None:
             exchange_alone([op])
             return DONE
         return self._engine.submit(op, self)
@@ -160,10 +163,12 @@ class ShmTransport(Transport):
         room = room._replace(control=int(places[mine[0]]))
         members = [self._members[rank] for rank in mine]
         try:
-            return ShmTransport(self._host, room, members, [self.global_ranks[rank] for rank in mine])
+            child = ShmTransport(self._host, room, members, [self.global_ranks[rank] for rank in mine])
         except BaseException:  # an interrupt: the others have the group and would wait in it
             self._host.control_of(room, members).leave()
             raise
+        self._children.add(child)
+        return child
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         if numel == 0:
@@ -201,11 +206,27 @@ class ShmTransport(Transport):
             text = f"rank {self.rank}: {error}. It goes on with ordinary memory, which costs copies"
             warnings.warn(text, RuntimeWarning, stacklevel=3)
 
+    def abort(self, error: CommError) -> None:
+        for child in tuple(self._children):
+            child.abort(error)
+        if self._leaving.acquire(blocking=False):  # else it is being closed, which ends everything too
+            try:
+                if self._end.alive and self._engine.patience.aborted is None:
+                    self._engine.patience.aborted = error
+                    control = self._control
+                    control.fail(CommError(f"aborted: {error}"))
+                    control.wake_own_threads()
+            finally:
+                self._leaving.release()
+        if self.beneath is not None:
+            self.beneath.abort(error)
+
     def close(self) -> None:
         if self._engine.is_mid_operation():  # a signal handler's: what is under way must end first, and the rest later
             self._engine.patience.closing = True
             return
-        self._end()
+        with self._leaving:
+            self._end()
         if self.beneath is not None:
             self.beneath.close()
 

@@ -27,8 +27,8 @@ from lockstep.comm.op import AllWork, CommOp, Reduction, Work, describe
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_by_blocks
 from lockstep.comm.torch_work import GlooMessage, GlooWork, NcclWork, Refused, failure
-from lockstep.comm.transport import Transport
-from lockstep.errors import ConfigError, TransportClosed
+from lockstep.comm.transport import Transport, blamed_on
+from lockstep.errors import CommError, ConfigError, TransportClosed
 
 # What both backends move and reduce. Everything else is moved as bytes, and refused where it would have to be reduced.
 _NATIVE = frozenset(
@@ -71,6 +71,7 @@ class TorchTransport(Transport):
         self._nccl = self.name == "nccl"
         self._owned = owned
         self._closed = False
+        self.aborted: CommError | None = None
         self.pending = 0  # operations started here and not yet waited for
         self._children: WeakSet[TorchTransport] = WeakSet()
         self._limit = timedelta(seconds=timeout_s)
@@ -136,16 +137,20 @@ class TorchTransport(Transport):
     def submit(self, op: CommOp) -> Work:
         if self._closed:
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
+        if self.aborted is not None:
+            return Refused(blamed_on(self.aborted, CommError(f"{describe(op)}: aborted on rank {self.rank}")))
         try:
             return _START[op.kind](self, op)
         except RuntimeError as error:  # Gloo refuses at once what needs a lost connection: that is for `wait` to say
             refusal = failure(self, op, error, self.timeout_s)
             refusal.__cause__ = error
-            return Refused(refusal)
+            return Refused(blamed_on(self.aborted, refusal))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
         if self._closed:
             raise TransportClosed(f"split: this communicator was closed on rank {self.rank}")
+        if self.aborted is not None:
+            raise blamed_on(self.aborted, CommError(f"split: aborted on rank {self.rank}"))
         number = _splits.get(self.process_group, 0)
         _splits[self.process_group] = number + 1
         for index, group in enumerate(groups):
@@ -153,6 +158,15 @@ class TorchTransport(Transport):
                 name = f"{self.process_group.group_name}/{number}.{index}"
                 return self._subgroup(name, [self.global_ranks[rank] for rank in group], list(group).index(self.rank))
         return None
+
+    def abort(self, error: CommError) -> None:
+        if self._closed or self.aborted is not None:
+            return
+        self.aborted = error
+        with contextlib.suppress(TransportClosed):  # the group was destroyed
+            self._disconnect()
+        for child in tuple(self._children):
+            child.abort(error)
 
     def close(self) -> None:
         if self._closed:
@@ -162,12 +176,12 @@ class TorchTransport(Transport):
             for child in tuple(self._children):
                 child.close()
             if self.pending and self.world_size > 1:
-                self._abort()
+                self._disconnect()
             if self.process_group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(self.process_group)
         self._strong = None
 
-    def _abort(self) -> None:
+    def _disconnect(self) -> None:
         """End what is still under way; else the group's end would wait for it, until the timeout."""
         if self._nccl:
             self.process_group.abort()

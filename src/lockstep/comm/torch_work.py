@@ -13,6 +13,7 @@ from typing import Protocol, final
 import torch
 
 from lockstep.comm.op import CommOp, Work, describe
+from lockstep.comm.transport import blamed_on
 from lockstep.errors import CollectiveTimeout, CommError, PeerLost
 
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, so that Ctrl-C and SIGTERM are heard
@@ -39,6 +40,7 @@ class Owner(Protocol):
     world_size: int
     timeout_s: float
     pending: int
+    aborted: CommError | None
 
 
 def failure(transport: Owner, op: CommOp, error: RuntimeError, limit_s: float) -> CommError:
@@ -106,8 +108,10 @@ class TorchWork(Work):
         except RuntimeError as error:
             self._work = None
             limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
-            self._error = failure(self._transport, self._op, error, limit_s)
-            raise self._error from error
+            own = failure(self._transport, self._op, error, limit_s)
+            own.__cause__ = error
+            self._error = blamed_on(self._transport.aborted, own)
+            raise self._error from self._error.__cause__
         self._work = None
         self._transport.pending -= 1
         if self._finish is not None:
@@ -151,7 +155,7 @@ class GlooWork(TorchWork):
                 return
             except RuntimeError as error:
                 left = deadline - time.monotonic()
-                if "Operation timed out!" not in str(error) or left <= 0:
+                if "Operation timed out!" not in str(error) or left <= 0 or self._transport.aborted is not None:
                     raise
                 slice_ = min(_SLICE, timedelta(seconds=max(left, 0.001)))
 

@@ -7,6 +7,7 @@ record, delay or refuse it, and passes it on. A stack of layers over one transpo
 from __future__ import annotations
 
 import abc
+import copy
 from collections.abc import Sequence
 from typing import final
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.op import CommOp, Work
+from lockstep.errors import CommError
 
 
 class Transport(abc.ABC):
@@ -60,12 +62,21 @@ class Transport(abc.ABC):
         return
 
     @abc.abstractmethod
+    def abort(self, error: CommError) -> None:
+        """End what is under way on this rank, and let every later operation fail: all raise `error`, each its own copy.
+
+        Sub-groups of this group share its fate; the other ranks see this one as failed. What had ended before stays
+        so. From any thread and at any time, also while another one is blocked in a wait; never blocks long. A second
+        call does nothing, nor does one after `close`. Not collective.
+        """
+
+    @abc.abstractmethod
     def close(self) -> None:
         """Give back threads, sockets and memory. A second call does nothing. Not collective."""
 
 
 class TransportLayer(Transport):
-    """A transport that holds a transport. Subclasses override `submit` and `over`, nothing else."""
+    """A transport that holds a transport. Subclasses override `submit`, `over`, and `close` if they hold more."""
 
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
@@ -101,5 +112,17 @@ class TransportLayer(Transport):
         return None if inner is None else self.over(inner)
 
     @final
+    def abort(self, error: CommError) -> None:
+        self.inner.abort(error)
+
     def close(self) -> None:
         self.inner.close()
+
+
+def blamed_on(abort: CommError | None, error: CommError) -> CommError:
+    """What to raise where an operation failed with `error`: once there was an abort, its error, from this one."""
+    if abort is None:
+        return error
+    told = copy.copy(abort)  # a traceback belongs to one raise
+    told.__cause__ = error
+    return told

@@ -105,6 +105,7 @@ class BatchPass:
         self._all, dealt.used = len(dealt.positions), 0
         if self._source.drop_last:
             self._all -= self._all % self._source.batch
+            dealt.fewest -= dealt.fewest % self._source.batch
         if dealt.start < dealt.length:  # else the epoch was complete before: all of it is in the state that was loaded
             self._source.coverage.restart(dealt.epoch, dealt.start)
             if self._all == 0:

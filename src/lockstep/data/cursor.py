@@ -27,6 +27,10 @@ class Pass:
     chunk: Iterator[int] = field(default_factory=lambda: iter(()))  # the chunk in use
     ended: bool = False
     used: int | None = None  # of those drawn, where a loader that draws ahead counts them
+    fewest: int = field(init=False)  # samples that any rank uses
+
+    def __post_init__(self) -> None:
+        self.fewest = (self.positions.stop - self.start) // self.world_size
 
     def taken(self) -> int:
         """Samples this rank has drawn."""
@@ -39,6 +43,13 @@ class Pass:
     def is_complete(self) -> bool:
         """True once this rank has used all of its samples."""
         return self.done() == len(self.positions)
+
+    def is_over(self) -> bool:
+        """True where a pass made now is not this one again; the same on ranks that are equally far.
+
+        A rank that has used its last sample does not know whether another one has one more to use.
+        """
+        return self.done() >= self.fewest
 
     def position(self, taken: int) -> int:
         """Positions of the epoch used up once every rank has drawn `taken`; all of them, with the tail, at the end."""
@@ -61,7 +72,7 @@ class EpochCursor:
 
     def seek(self, epoch: int) -> None:
         """Make the next pass `epoch`."""
-        if epoch != self.epoch or (self.current is not None and self.current.is_complete()):
+        if epoch != self.epoch or (self.current is not None and self.current.is_over()):
             self.start = 0
         self.epoch, self.current, self._is_set = epoch, None, True
         self.seeks += 1
@@ -76,7 +87,7 @@ class EpochCursor:
         if self.current is None:
             is_over = self.start >= length and not self._is_set
         else:
-            is_over = self.current.is_complete() or not self._is_set
+            is_over = self.current.is_over() or not self._is_set
         return (self.epoch + 1, 0) if is_over else (self.epoch, self.start)
 
     def begin(self, new: Pass) -> Pass | None:

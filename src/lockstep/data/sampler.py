@@ -35,7 +35,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
     Epochs: the first pass (a `for` loop over the sampler or its DataLoader) is epoch 0, every later one the next epoch.
     A pass counts from its first sample on, also when it is left early, so every rank must begin the same passes.
     `set_epoch(e)` makes the next pass epoch e; from then on a pass that was left early is repeated, as in torch, and a
-    complete one is followed by e + 1.
+    complete one is followed by e + 1. With pad="none" no rank knows whether others have a sample more than it, so a
+    pass counts as complete once some rank may have used all of its samples.
 
     Resume: `state_dict()` is a few numbers that hold for any number of ranks; save rank 0's and load it on every rank.
     `len()` stays that of a whole epoch.

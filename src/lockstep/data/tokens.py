@@ -26,6 +26,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.data.corpus import Corpus, Piece, read_corpus, split
 from lockstep.data.token_file import Tokens, read_tokens, write_tokens
 from lockstep.data.tokenizer import MIN_BPE_VOCAB, ByteTokenizer, Tokenizer, TokenKind, load_tokenizer, train_bpe
+from lockstep.durable import new_file, rename_durably, sync_folder
 from lockstep.errors import ConfigError, DataError, LockstepError
 
 _FORMAT = 1  # raise it when the same corpus and settings would make other tokens
@@ -162,10 +163,10 @@ def _make(entry: Path, corpus: Corpus, settings: dict[str, Any]) -> None:
             tokenizer = train_bpe(_texts(train), settings["vocab_size"])
         counts = {}
         for name, pieces in (("train", train), ("held_out", held_out)):
-            with _flushed(temporary / f"{name}.bin") as file:
+            with new_file(temporary / f"{name}.bin") as file:
                 counts[name] = write_tokens(file, _encoded(pieces, tokenizer), tokenizer.vocab_size)
         saved = tokenizer.to_json()
-        with _flushed(temporary / "tokenizer.json") as file:
+        with new_file(temporary / "tokenizer.json") as file:
             file.write(saved.encode())
         about = {
             "format": _FORMAT,
@@ -176,11 +177,10 @@ def _make(entry: Path, corpus: Corpus, settings: dict[str, Any]) -> None:
             "tokens": counts,
             "tokenizer": hashlib.sha256(saved.encode()).hexdigest(),
         }
-        with _flushed(temporary / "about.json") as file:
+        with new_file(temporary / "about.json") as file:
             file.write(json.dumps(about, indent=1).encode())
-        _flush_directory(temporary)
-        temporary.rename(entry)
-        _flush_directory(entry.parent)
+        sync_folder(temporary)
+        rename_durably(temporary, entry)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -218,23 +218,6 @@ def _encoded(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[npt.NDAr
     for piece in pieces:
         yield from (ids for text in _texts([piece]) for ids in tokenizer.encode([text]))
         yield end
-
-
-@contextlib.contextmanager
-def _flushed(path: Path) -> Iterator[Any]:
-    """A new file whose content is on disk afterwards."""
-    with path.open("wb") as file:
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _flush_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _file_digest(path: Path) -> str:

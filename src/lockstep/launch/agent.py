@@ -8,15 +8,16 @@ and the decision to restart are lockstep's.
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
-from typing import Any, final
+from typing import Any, NamedTuple, final
 
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
@@ -30,17 +31,20 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as maybe_bind
 
 from lockstep.comm.pulse import NONE, PULSE, Beat, create_pulses, read_pulses
-from lockstep.launch.ended import Ended, describe, first_failure
+from lockstep.launch.ended import Ended, describe, first_failure, signal_name
 from lockstep.launch.fork_server import Start
 from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.processes import WorkerProcess, reap_strangers
 from lockstep.launch.program import Program
-from lockstep.launch.recovery import Cause, Decision, Fault, RestartPolicy, decide, fault_of, report_of
+from lockstep.launch.recovery import Cause, Decision, Fault, RestartPolicy, decide, exit_code_of, fault_of, report_of
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StopSignals
 from lockstep.launch.watch import Watch, process_states
-from lockstep.launch.worker import ERROR_FILE, INTERRUPTED, REQUEUE
+from lockstep.launch.worker import ERROR_FILE, REQUEUE
 from lockstep.launch.workers import Workers, environment_of
+from lockstep.observe.post_mortem import post_mortem
+from lockstep.observe.process_guard import FLIGHT
+from lockstep.observe.settings import GUARD
 
 _LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
 _CONSEQUENCE_S = 2.0  # a rank that saw another one fail may be quicker than that one's own end
@@ -57,8 +61,19 @@ class Supervision:
     stopped_limit_s: float = 10.0
     hang_limit_s: float = 600.0
     tells_traces: bool = False  # workers leave it to the launcher to print what they raised
+    guard: str = ""  # its mode, for the workers; "": as the environment says
+    variables: Mapping[str, str] = field(default_factory=dict)  # more of the workers' environment
     again: str = ""  # command that goes on with the run
     fits: Callable[[int], bool] | None = None  # whether the run can be done by that many processes
+    # step of the checkpoint that a start goes on from before it has told of one; NONE: there is none, None: not known
+    newest: Callable[[], int | None] = lambda: None
+
+
+class _Request(NamedTuple):
+    """Somebody wants the run to stop."""
+
+    number: int  # of the signal
+    words: str  # that say so
 
 
 @dataclass
@@ -67,10 +82,13 @@ class _Life:
 
     workers: Workers
     pulses: Path
+    flights: Path
     watch: Watch
     started_s: float
     oom_kills: int
-    was_asked: bool = False  # the others, to end, after one failed
+    request: _Request | None = None  # to stop
+    shall_stop: bool = False  # the run, now that all have ended
+    are_asked_to_end: bool = False  # those that are left, after one failed
     look_s: float = 0.0  # when the watch looks next
     ask_s: float = 0.0  # when the other machines are asked next
 
@@ -99,8 +117,13 @@ class Agent(SimpleElasticAgent):
         self._generation = -1
         self._life: _Life | None = None
         self._history: list[Fault] = []
-        self.committed = NONE  # last step of which any start has left a checkpoint
+        self._committed = NONE  # last step of which any start has told that there is a checkpoint
         self.exit_code = 1
+
+    @property
+    def newest(self) -> int | None:
+        """Step of the checkpoint that another start goes on from; NONE: there is none, None: not known."""
+        return self._supervision.newest() if self._committed == NONE else self._committed
 
     # ------------------------------------------------------------------ the run
 
@@ -113,38 +136,59 @@ class Agent(SimpleElasticAgent):
                 continue
             life.workers.close(signal.SIGKILL)  # the last lines are printed before anything is said about them
             ended, beats = self._look_back(life)
-            decision = None if self._signals.count else self._decide(ended, beats, life)
-            if decision is not None and decision.restart:
-                self._worker_group.spec.local_world_size = decision.processes
-                self._start_anew()
-                continue
-            return self._end(ended, life, decision)
+            decision = self._decide(ended, beats, life)
+            if decision is None or not decision.restart or life.shall_stop:
+                return self._end(ended, life, decision)
+            self._worker_group.spec.local_world_size = decision.processes
+            self._start_anew()
 
     def _start_anew(self) -> None:
         self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] (torch's decorator has no types)
 
     def _attend(self, life: _Life) -> bool:
         """Wait until all workers have ended, whoever has to be ended for it; False where other machines are waiting."""
-        workers, signals, limits = life.workers, self._signals, self._supervision
-        deadline_s, passed_on = float("inf"), 0
+        workers, signals = life.workers, self._signals
+        deadline_s = float("inf")
         while workers.running():
             handles = [process.handle for process in workers.running().values() if process.handle >= 0]
             signals.wait(handles, max(0.0, min(_LOOK_S, deadline_s - time.monotonic())))
             workers.look()
             self._starter.look()
             reap_strangers([*workers.pids().values(), self._starter.server_pid])
-            now_s = time.monotonic()
+            now_s, beats, was_asked = time.monotonic(), read_pulses(life.pulses), life.request is not None
+            life.request = life.request or self._request(life, beats)
             if now_s >= deadline_s or signals.count > 1:
                 workers.kill()
-            elif signals.count > passed_on:
-                passed_on, deadline_s = signals.count, now_s + limits.grace_s
-                self._pass_on(workers, signals.arrived[0])
-            if not passed_on:  # or each has its time to save, whatever becomes of the others
+            elif life.request is None:
                 deadline_s = min(deadline_s, self._deadline_s(life, now_s))
-            self._look_at_states(life, now_s)
-            if not signals.count and self._others_wait(life, now_s):
+            elif not was_asked:  # from now on each has its time to save, whatever becomes of the others
+                deadline_s = min(deadline_s, now_s + self._supervision.grace_s)
+                self._pass_on(life.request, workers, beats)
+            self._look_at_states(life, now_s, beats)
+            if life.request is None and self._others_wait(life, now_s):
                 return False
         return True
+
+    def _request(self, life: _Life, beats: list[Beat]) -> _Request | None:
+        """Whether somebody has asked the run to stop: us, or one of the ranks, which has heard it or ended by it."""
+        if self._signals.count:
+            return _Request(self._signals.arrived[0], "stopping; once more ends all processes at once")
+        if life.are_asked_to_end:
+            return None
+        for beat in beats:
+            if beat.asked:
+                return _Request(beat.asked, f"rank {beat.rank} got {signal_name(beat.asked)}: stopping")
+        for local, code in life.workers.stopped().items():
+            if code != REQUEUE:  # or all ranks have agreed
+                number = -code if code < 0 else signal.SIGTERM
+                how = f"was ended by {signal_name(number)}" if code < 0 else f"ended with exit code {code}"
+                return _Request(number, f"rank {self._ranks()[local]} {how}: stopping")
+        return None
+
+    def _pass_on(self, request: _Request, workers: Workers, beats: list[Beat]) -> None:
+        bar = "\n" if sys.stderr.isatty() else ""  # rank 0's progress bar stands on the line of the cursor
+        say(request.words, bar)
+        workers.pass_on(request.number, but=[beat.pid for beat in beats if beat.asked])
 
     def _others_wait(self, life: _Life, now_s: float) -> bool:
         """True where machines have come that this start has no place for, or one of it has begun anew."""
@@ -158,76 +202,83 @@ class Agent(SimpleElasticAgent):
         """Until when the others may go on, now that some have ended."""
         workers, limits = life.workers, self._supervision
         if workers.failed():
-            if limits.asks_first and not life.was_asked:
-                life.was_asked = True
-                workers.send_signal(signal.SIGTERM)
+            if limits.asks_first and not life.are_asked_to_end:
+                life.are_asked_to_end = True
+                workers.ask_to_end()
             is_plain = limits.asks_first or workers.cause_is_known()
             return now_s + (limits.failure_grace_s if is_plain else max(_CONSEQUENCE_S, limits.failure_grace_s))
         return now_s + limits.grace_s if workers.stopped() else float("inf")
 
-    def _pass_on(self, workers: Workers, number: int) -> None:
-        bar = "\n" if sys.stderr.isatty() else ""  # rank 0's progress bar stands on the line of the cursor
-        say("stopping; once more ends all processes at once", bar)
-        workers.send_signal(number)
-
-    def _look_at_states(self, life: _Life, now_s: float) -> None:
+    def _look_at_states(self, life: _Life, now_s: float, beats: list[Beat]) -> None:
         ranks = self._ranks()
         pids = {ranks[local]: process.pid for local, process in life.workers.running().items()}
         if now_s < life.look_s or not pids:
             return
         life.look_s = now_s + _LOOK_S
-        stuck = life.watch.look(now_s, process_states(pids), read_pulses(life.pulses))
+        stuck = life.watch.look(now_s, process_states(pids), beats)
         if stuck is not None:
             what = f"{stuck.what} ({stuck.detail})" if stuck.detail else stuck.what
-            life.workers.kill({local: what for local, rank in ranks.items() if rank in stuck.ranks})
+            life.workers.kill_stuck({local: what for local, rank in ranks.items() if rank in stuck.ranks})
 
     def _look_back(self, life: _Life) -> tuple[list[Ended], list[Beat]]:
         beats = read_pulses(life.pulses)
         life.pulses.unlink()
-        self.committed = max([self.committed, *(beat.committed for beat in beats)])
-        return life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills), beats
+        found = post_mortem(life.flights)
+        if found:
+            sys.stderr.write(found + "\n")
+        shutil.rmtree(life.flights)
+        self._committed = max([self._committed, *(beat.committed for beat in beats)])
+        ended = life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills)
+        life.request = life.request or self._request(life, beats)
+        life.shall_stop = life.request is not None or any(e.was_stopped for e in ended)
+        return ended, beats
 
     def _decide(self, ended: list[Ended], beats: list[Beat], life: _Life) -> Decision | None:
         """What follows from how they ended, said to the user; None where none failed."""
         limits = self._supervision
         lived_s = max(e.at_s for e in ended) - life.started_s
-        fault = fault_of(ended, beats, self._worker_group.spec.local_world_size, lived_s)
-        if fault is None:
+        fault, first = fault_of(ended, beats, self._worker_group.spec.local_world_size, lived_s), first_failure(ended)
+        if fault is None or first is None:
             return None
-        first = first_failure(ended)
-        assert first is not None
-        if not self._is_alone and first.failure is not None and first.failure.is_consequence:
-            fault = replace(fault, cause=Cause("the failure of another machine"))  # which decides for itself
+        if first.failure is not None and first.failure.is_consequence:
+            if life.shall_stop:
+                return None
+            if not self._is_alone:
+                fault = replace(fault, cause=Cause("the failure of another machine"))  # which decides for itself
         self._history.append(fault)
         decision = decide(limits.policy, self._history, limits.fits)
+        told = decision
+        if decision.restart and life.shall_stop:
+            told = replace(decision, restart=False, why="no restart: the run was asked to stop")
+        self._report(ended, beats, first, told)
+        return decision
+
+    def _report(self, ended: list[Ended], beats: list[Beat], first: Ended, decision: Decision) -> None:
+        limits = self._supervision
         if limits.tells_traces and first.failure is not None and not first.failure.is_expected:
             sys.stderr.write(first.failure.trace)
         if not decision.restart and all(e.failure is not None and e.failure.is_expected for e in ended):
             say(describe(first))  # no rank's own trouble, and no more than its words
-            return decision
+            return
         host = "" if self._is_alone else socket.gethostname()
-        for line in report_of(ended, beats, decision, committed=self.committed, host=host, again=limits.again).split(
-            "\n"
-        ):
+        report = report_of(ended, beats, decision, newest=self.newest, host=host, again=limits.again)
+        for line in report.split("\n"):
             say(line)
-        return decision
 
     def _end(self, ended: list[Ended], life: _Life, decision: Decision | None) -> RunResult:
         """The run is over."""
-        codes = {e.exit_code for e in ended}
+        newest = self.newest
+        self.exit_code = exit_code_of(ended, decision, newest=newest, will_not_wait=self._signals.count > 1)
         failures = life.workers.failures(self._ranks())
-        first = first_failure(ended)
-        if codes <= {0, REQUEUE}:
-            self.exit_code, failures = max(codes), {}
-        elif self._signals.count or decision is None:
-            went_well = codes <= {0, REQUEUE, INTERRUPTED}
-            self.exit_code = REQUEUE if went_well and self.committed != NONE else INTERRUPTED
-            if any(e.was_ended for e in ended):
-                say("the processes were ended before they could save; earlier checkpoints are on disk")
-        else:
+        if {e.exit_code for e in ended} <= {0, REQUEUE}:
+            failures = {}
+        elif decision is not None and not decision.restart:
+            first = first_failure(ended)
             assert first is not None
-            self.exit_code = first.failure.exit_code if first.failure is not None else 1
             _tell_launcher_above(life.workers.error_files, first, self._ranks())
+        elif not any(e.exit_code == REQUEUE for e in ended):
+            how = "the processes were ended before they could save" if any(e.was_ended for e in ended) else "stopped"
+            say(how if newest in (None, NONE) else f"{how}; the newest checkpoint is that of step {newest}")
         state = WorkerState.FAILED if failures else WorkerState.SUCCEEDED
         self._worker_group.state = state
         if not failures and not self._is_alone:
@@ -247,17 +298,19 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """torch's, and then all machines agree on the number of this start: their next ones may differ."""
         worker_group.store = self._store = None  # the last start's, whose port may be asked for again
-        super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
-        store: Any
-        store, here, machines = worker_group.store, worker_group.group_rank, worker_group.group_world_size
-        store.set(f"lockstep/generation/{here}", str(self._generation + 1))
-        numbers = store.multi_get([f"lockstep/generation/{machine}" for machine in range(machines or 1)])
+        with self._signals.raising():  # other machines may never come
+            super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
+            store: Any
+            store, here, machines = worker_group.store, worker_group.group_rank, worker_group.group_world_size
+            store.set(f"lockstep/generation/{here}", str(self._generation + 1))
+            numbers = store.multi_get([f"lockstep/generation/{machine}" for machine in range(machines or 1)])
         self._generation = max(int(number) for number in numbers)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec, generation = worker_group.spec, self._generation
-        pulses = self._folder / f"pulse-{generation}"
+        pulses, flights = self._folder / f"pulse-{generation}", self._folder / f"flight-{generation}"
         create_pulses(pulses, spec.local_world_size)
+        flights.mkdir()
         envs = {}
         for worker in worker_group.workers:
             env = environment_of(
@@ -268,7 +321,12 @@ class Agent(SimpleElasticAgent):
                 run_id=spec.rdzv_handler.get_run_id(),
                 uses_agent_store=spec.rdzv_handler.use_agent_store,
             )
-            envs[worker.local_rank] = {**env, PULSE: "" if spec.virtual_local_rank else str(pulses)}
+            if not spec.virtual_local_rank:  # under which no worker knows its place on this machine
+                env |= {PULSE: str(pulses), FLIGHT: str(flights)}
+            env |= self._supervision.variables
+            if self._supervision.guard:
+                env[GUARD] = self._supervision.guard
+            envs[worker.local_rank] = env
         filters = {
             "duplicate_stdout_filters": spec.duplicate_stdout_filters,
             "duplicate_stderr_filters": spec.duplicate_stderr_filters,
@@ -276,7 +334,7 @@ class Agent(SimpleElasticAgent):
         workers = Workers(spec.role, self._program, envs, self._logs_specs, self._prefixes(worker_group), **filters)
         limits = self._supervision
         watch = Watch(limits.stopped_limit_s, limits.hang_limit_s)
-        self._life = _Life(workers, pulses, watch, time.monotonic(), out_of_memory_kills())
+        self._life = _Life(workers, pulses, flights, watch, time.monotonic(), out_of_memory_kills())
         workers.start_with(self._start_worker)
         return workers.pids()
 

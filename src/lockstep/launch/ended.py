@@ -6,7 +6,9 @@ import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from lockstep.launch.worker import INTERRUPTED, REQUEUE, Failure
+from lockstep.launch.worker import ASKING, INTERRUPTED, REQUEUE, Failure
+
+STOPPED = frozenset((REQUEUE, INTERRUPTED, *(-number for number in ASKING)))  # exit codes of who was asked to stop
 
 
 @dataclass(frozen=True)
@@ -22,15 +24,26 @@ class Ended:
     stuck: str = ""  # why its launcher had to end it: `what` of a `watch.Stuck`, and its `detail` in brackets
     out_of_memory: bool = False  # the kernel killed it for its memory
     at_s: float = 0.0  # when its launcher saw that it had ended, on any clock that all have in common
+    told: int = 0  # number of the signal that its launcher has passed on to it
+
+    @property
+    def was_stopped(self) -> bool:
+        """True where it ended as one does that somebody has asked to stop: somebody wants the run to end."""
+        return self._ended_as_asked and not self.stuck and not self.was_ended
 
     @property
     def failed(self) -> bool:
-        """True unless it ended well, was stopped by a signal, or only had to go because of another."""
+        """True unless it ended well, was asked to stop, or only had to go because of another."""
         if self.stuck:
             return True
         if self.was_ended and self.failure is None:
             return False
-        return self.exit_code not in (0, REQUEUE, INTERRUPTED)
+        return self.exit_code != 0 and not self._ended_as_asked
+
+    @property
+    def _ended_as_asked(self) -> bool:
+        answers = self.told > 0 and (self.exit_code == -self.told or (self.exit_code > 0 and self.failure is None))
+        return self.exit_code in STOPPED or answers
 
 
 def first_failure(ended: Sequence[Ended]) -> Ended | None:
@@ -67,7 +80,9 @@ def describe(ended: Ended) -> str:
     said = ended.failure
     if said is not None:
         at = f" at {said.where}" if said.where else ""
-        return said.message if said.is_expected else f"failed{at}: {said.kind}: {said.message}"
+        first, _, more = said.message.partition("\n")
+        message = f"{first} (all of it is above)" if said.is_consequence and more else said.message
+        return message if said.is_expected else f"failed{at}: {said.kind}: {message}"
     if ended.out_of_memory:
         return "was killed by the kernel: out of memory"
     if ended.exit_code < 0:

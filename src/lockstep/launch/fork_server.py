@@ -126,21 +126,21 @@ def _fork_orphan() -> int:
         os.close(reading)
         between = os.getpid()
         try:
-            is_between = os.fork() > 0
+            pid = os.fork()
         except OSError:
-            is_between = True
-        if is_between:
+            os._exit(1)
+        if pid:
+            os.write(writing, str(pid).encode())  # not the worker itself, which may be killed before it has said a word
             os._exit(0)
         while os.getppid() == between:  # it is ending: microseconds
             time.sleep(0.0005)
         os.setsid()  # Ctrl-C at the terminal is for the launcher, which passes it on
-        os.write(writing, str(os.getpid()).encode())
         os.close(writing)
         return 0
     os.close(writing)
     os.waitpid(child, 0)
     with os.fdopen(reading, "rb") as file:
-        return int(file.read() or b"-1")
+        return int(file.read() or b"-1")  # its end comes when the worker is ready for signals, or has ended
 
 
 def _become_worker(start: Start, go: int) -> Program:

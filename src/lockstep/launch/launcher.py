@@ -6,7 +6,7 @@ import gc
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,8 +62,8 @@ def local_config(processes: int, folder: Path) -> LaunchConfig:
     )
 
 
-def launch(job: Launch) -> int:
-    """Run `job`; return the exit code of the run.
+def launch(job: Launch, settle: Callable[[], None] = lambda: None) -> int:
+    """Run `job`; return the exit code of the run. settle: called when it is known, and signals are still caught.
 
     Blocks until every process has ended, whatever happens; none is left behind. Signals are passed on once and give the
     ranks time to save; a second one kills them.
@@ -93,6 +93,7 @@ def launch(job: Launch) -> int:
             return 1
         finally:
             starter.close()
+            settle()
 
 
 def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
@@ -142,9 +143,9 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         result = agent.run()
     except StoppedEarly:
         say("stopped while the processes were starting")
-        return INTERRUPTED if agent.committed == NONE else REQUEUE
+        return INTERRUPTED if agent.newest in (None, NONE) else REQUEUE
     finally:
-        if not signals.count:  # or no other machine could join later
+        if not signals.count and agent.exit_code not in (REQUEUE, INTERRUPTED):  # or no other machine could join later
             handler.shutdown()
     return 0 if result is None else agent.exit_code  # None: this machine was one too many
 

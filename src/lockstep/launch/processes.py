@@ -95,7 +95,7 @@ class WorkerProcess:
 
 def reap_strangers(known: Sequence[int]) -> None:
     """Wait for children that have ended and are not `known`: orphans that this process has adopted."""
-    for pid in _children():
+    for pid in children():
         if pid not in known:
             try:
                 os.waitpid(pid, os.WNOHANG)
@@ -103,7 +103,8 @@ def reap_strangers(known: Sequence[int]) -> None:
                 continue
 
 
-def _children() -> list[int]:
+def children() -> list[int]:
+    """Of this process, adopted ones too; none are seen where there is no /proc."""
     pids: list[int] = []
     for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         try:

@@ -10,7 +10,6 @@ import builtins
 import faulthandler
 import io
 import os
-import re
 import runpy
 import sys
 import types
@@ -21,14 +20,13 @@ from pathlib import Path
 from typing import Literal
 
 import lockstep
-from lockstep.errors import CommError, PeerFailed
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
-
-# what torch raises where another rank has gone
-_PEER_IS_GONE = re.compile(
-    r"[Cc]onnection (was )?(closed|reset|refused|aborted)|[Bb]roken pipe|NCCL.*(remote|peer)|Timed out waiting"
-)
-_TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "QueueEmptyError")
+from lockstep.observe.guard import Guard
+from lockstep.observe.last_words import sees_another
+from lockstep.observe.process_guard import begin
+from lockstep.observe.profile.session import follow_program
+from lockstep.observe.torch_training import attach_training
+from lockstep.observe.torch_watch import attach
 
 
 @dataclass(frozen=True)
@@ -97,6 +95,11 @@ def run_program(program: Program) -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             # `python -u` writes a line and its end apart, so that the lines of ranks mix; this way each is one write
             stream.reconfigure(line_buffering=True, write_through=False)
+    guard = begin(os.environ)
+    if guard is not None:
+        attach(guard)
+        follow_program(guard, os.environ)
+        attach_training(guard)
     here = types.ModuleType("__main__")
     here.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = here
@@ -112,7 +115,7 @@ def run_program(program: Program) -> None:
     except (SystemExit, KeyboardInterrupt):
         raise
     except BaseException as error:  # noqa: BLE001 (printed and reported, as the interpreter would print it)
-        _say(error)
+        _say(error, guard)
         raise SystemExit(1) from None
 
 
@@ -130,11 +133,13 @@ def _run_script(name: str, here: types.ModuleType) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), here.__dict__)
 
 
-def _say(error: BaseException) -> None:
+def _say(error: BaseException, guard: Guard | None) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
     error.__traceback__ = trace
+    if guard is not None:
+        error = guard.cause_of(error)
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     _leave_for_launcher(error, os.environ)
     sys.excepthook(type(error), error, trace)
@@ -146,13 +151,3 @@ def _leave_for_launcher(error: BaseException, environ: Mapping[str, str]) -> Non
         return
     rank = int(environ.get("RANK", "0"))
     report_failure(describe_failure(error, rank, 1, False, sees_another(error)), environ)
-
-
-def sees_another(error: BaseException) -> bool:
-    """True for what a rank raises because another one has gone."""
-    if isinstance(error, CommError | PeerFailed):
-        return True
-    names = {kind.__name__ for kind in type(error).__mro__}
-    is_torch = bool(names & set(_TORCH_NETWORK))
-    is_network = isinstance(error, RuntimeError | OSError) and _PEER_IS_GONE.search(str(error)) is not None
-    return is_torch or is_network

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from lockstep.comm.pulse import NONE, Beat
 from lockstep.launch.ended import Ended, describe, first_failure, signal_name
+from lockstep.launch.worker import INTERRUPTED, REQUEUE
 
 USER_ERROR = 2  # exit code of a run that was asked for the impossible
 OUT_OF_MEMORY = "out of memory"
@@ -63,6 +64,7 @@ class RestartPolicy:
     max_restarts: int = 3  # per cause, without progress; 0: never
     min_processes: int | None = None  # to which a run may shrink; None: it keeps its number
     shrink_after: int = 2  # failures of one rank for one cause in vain, where the program itself is not at fault
+    flag: str = "--max-restarts"  # by which a user allows restarts
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,7 @@ def decide(policy: RestartPolicy, history: Sequence[Fault], fits: Callable[[int]
     if fault.hopeless:
         return Decision(False, fault.processes, f"no restart: {fault.hopeless}")
     if policy.max_restarts < 1:
-        return Decision(False, fault.processes, "no restart: none is allowed (--max-restarts 0)")
+        return Decision(False, fault.processes, f"no restart: none is allowed ({policy.flag} 0)")
     if fault.cause.is_exception and any(_is_same(fault, past) for past in alike[:-1]):
         return Decision(False, fault.processes, f"no restart: {_twice(fault)}, so it would fail again")
     if len(_in_vain(history)) > _IN_VAIN * policy.max_restarts:
@@ -178,6 +180,23 @@ def _hopeless(ended: Ended, step: int) -> str:
     return _HOPELESS.get(said.kind, "")
 
 
+def exit_code_of(
+    ended: Sequence[Ended], decision: Decision | None, *, newest: int | None = NONE, will_not_wait: bool = False
+) -> int:
+    """Of a run that is over.
+
+    decision: after a failure, what would follow; None where no rank failed by itself. newest: step of the newest
+    checkpoint, NONE: there is none, None: not known. will_not_wait: whoever asked the run to stop did so twice.
+    """
+    codes = {e.exit_code for e in ended}
+    if codes <= {0, REQUEUE}:
+        return max(codes)
+    if decision is not None and not decision.restart:
+        first = first_failure(ended)
+        return first.failure.exit_code if first is not None and first.failure is not None else 1
+    return REQUEUE if not will_not_wait and (REQUEUE in codes or newest not in (None, NONE)) else INTERRUPTED
+
+
 # ------------------------------------------------------------------ what a person reads
 
 
@@ -186,32 +205,30 @@ def report_of(
     beats: Sequence[Beat],
     decision: Decision,
     *,
-    committed: int = NONE,
+    newest: int | None = None,
     host: str = "",
     again: str = "",
 ) -> str:
     """A few lines: which process failed and how, what was lost, what happens now. "" if none failed.
 
-    committed: last step with a checkpoint, where the ranks that `beats` are of did not write one. again: the command
-    that goes on from it.
+    newest: step of the newest checkpoint, NONE: there is none, None: not known. again: command that goes on from it.
     """
     first = first_failure(ended)
     if first is None:
         return ""
-    committed = max([committed, *(beat.committed for beat in beats)])
     steps = {beat.rank: beat.step for beat in beats}
     others = "; the other ranks were ended" if len(ended) > 1 else ""
     name = f"rank {first.rank} (pid {first.pid}{', ' + host if host else ''})"
-    lines = [f"{name} {describe(first)}{others}", *_lost(steps, committed)]
+    lines = [f"{name} {describe(first)}{others}", *_lost(steps, newest)]
     if decision.restart:
-        start = f"step {committed}" if committed != NONE else "the beginning"
-        lines.append(f"{decision.why}, from {start} with {_count(decision.processes, 'process')}")
+        start = "" if newest is None else ", from the beginning" if newest == NONE else f", from step {newest}"
+        lines.append(f"{decision.why}{start} with {_count(decision.processes, 'process')}")
     else:
         lines.append(decision.why + (f"; to go on: {again}" if again else ""))
     return "\n".join(lines)
 
 
-def _lost(steps: dict[int, int], committed: int) -> list[str]:
+def _lost(steps: dict[int, int], newest: int | None) -> list[str]:
     """How far the ranks had come, and what of that no checkpoint holds; nothing where they told no steps."""
     done = {rank: step for rank, step in sorted(steps.items()) if step != NONE}
     if not done:
@@ -219,10 +236,12 @@ def _lost(steps: dict[int, int], committed: int) -> list[str]:
     furthest = max(done.values())
     behind = [f"rank {rank}: {step}" for rank, step in done.items() if step < furthest]
     few = f" ({', '.join(behind[:_NAMED])}{', ...' if len(behind) > _NAMED else ''})" if behind else ""
-    if committed == NONE:
+    if newest is None:
+        lost = "what came after the last checkpoint"
+    elif newest == NONE:
         lost = "all of it, as there is no checkpoint" if furthest else "nothing"
     else:
-        lost = f"{_count(max(0, furthest - committed), 'step')} since the checkpoint of step {committed}"
+        lost = f"{_count(max(0, furthest - newest), 'step')} since the checkpoint of step {newest}"
     return [f"finished: step {furthest}{few}; lost: {lost}"]
 
 

@@ -69,18 +69,16 @@ class Starter:
 
         Blocks until the fork server has loaded. Raises: LaunchError where the machine has no room for it.
         """
-        for _ in range(_TRIES if self._is_warm else 0):
+        tries = 0
+        while self._is_warm and tries < _TRIES:
             self._server = self._server or self._new_server()
             worker = self._fork(self._server, start)
             if worker is not None:
                 return worker
-            self._server.close()
-            self._server = None
-            if not self._is_warm:
-                break
-        else:
-            if self._is_warm:
-                self._say(f"the fork server has ended {_TRIES} times: one worker is started as a fresh interpreter")
+            self.close()
+            tries += 1
+        if self._is_warm:
+            self._say(f"the fork server has ended {_TRIES} times: one worker is started as a fresh interpreter")
         return start_fresh(start, command([*python_command("program", *self._flags), *start.program.words()]))
 
     def look(self) -> None:

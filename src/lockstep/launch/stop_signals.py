@@ -6,27 +6,43 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import final
 
 from lockstep.launch.processes import wait_for
-from lockstep.launch.worker import INTERRUPTED
+from lockstep.launch.worker import INTERRUPTED, stop_signals
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Within, Ctrl-C ends this process without a word: for imports, in which an exception may meet C++ anywhere."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, or somebody's own
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda number, frame: os._exit(INTERRUPTED))
+def leaving_at_once() -> Iterator[Callable[[], None]]:
+    """Within, a signal that asks to stop ends this process without a word: imports meet C++, and no exception is safe.
+
+    Yields what is called when the exit code is known: from then on such signals change nothing, nor do they after it.
+    """
+    is_settled = False
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        if not is_settled:
+            os._exit(INTERRUPTED)
+
+    def settle() -> None:
+        nonlocal is_settled
+        is_settled = True
+
+    defaults = (signal.SIG_DFL, signal.default_int_handler)
+    before = {number: handler for number in stop_signals() if (handler := signal.getsignal(number)) in defaults}
+    for number in before:
+        signal.signal(number, leave)
     try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        yield settle
+    except BaseException:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        raise
+    for number in before:
+        signal.signal(number, signal.SIG_IGN)
 
 
 class StoppedEarly(Exception):
@@ -43,6 +59,7 @@ class StopSignals:
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
         self.arrived: list[int] = []
+        self._raises = False
 
     def __enter__(self) -> StopSignals:
         self._reading, self._writing = socket.socketpair()
@@ -67,26 +84,43 @@ class StopSignals:
         """How many have arrived."""
         return len(self.arrived)
 
-    def wait(self, descriptors: Sequence[int], timeout_s: float | None) -> None:
-        """Until one of `descriptors` can be read, a signal arrives, a child ends, or `timeout_s` is over."""
-        ready = wait_for([*descriptors, self._reading.fileno()], timeout_s)
-        if self._reading.fileno() in ready:
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Within, a signal raises StoppedEarly wherever it meets Python: for waits that look at nothing else."""
+        self._raises = True
+        try:
+            self._raise_if_arrived()
+            yield
+        finally:
+            self._raises = False
+
+    def wait(self, descriptors: Sequence[int], timeout_s: float | None) -> list[int]:
+        """Until one of `descriptors` can be read, a signal arrives, a child ends, or `timeout_s` is over; which."""
+        own = self._reading.fileno()
+        ready = wait_for([*descriptors, own], timeout_s)
+        if own in ready:
             self._reading.recv(4096)
+        return [descriptor for descriptor in ready if descriptor != own]
 
     def wait_for_one(self, descriptor: int, limit_s: float) -> bool:
         """True when `descriptor` can be read, False after `limit_s`. Raises: StoppedEarly when a signal has arrived."""
         deadline = time.monotonic() + limit_s
-        while not self.arrived:
+        while True:
+            self._raise_if_arrived()
             left_s = deadline - time.monotonic()
-            ready = wait_for([descriptor, self._reading.fileno()], max(0.0, left_s))
-            if self._reading.fileno() in ready:
-                self._reading.recv(4096)
-            if descriptor in ready or left_s <= 0:
-                return descriptor in ready
-        raise StoppedEarly
+            if self.wait([descriptor], max(0.0, left_s)):
+                return True
+            if left_s <= 0:
+                return False
+
+    def _raise_if_arrived(self) -> None:
+        if self.arrived:
+            raise StoppedEarly
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.arrived.append(number)
+        if self._raises:
+            raise StoppedEarly
 
     def _on_child(self, number: int, frame: FrameType | None) -> None:
         """Its number in the wakeup file is all that is wanted."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,8 @@ from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
+from lockstep.observe.profile.window import PROFILE, RUN, read_window
+from lockstep.observe.settings import GUARD, MODES, GuardSettings
 
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 _DESCRIPTION = """Start and supervise TRAINING_SCRIPT on every rank, with torchrun's flags and torchrun's environment.
@@ -27,8 +30,8 @@ _DESCRIPTION = """Start and supervise TRAINING_SCRIPT on every rank, with torchr
 Beyond torchrun: workers are forked from a process that has paid for the imports (Linux, no GPU), so a restart takes a
 fraction of a second; stopped and hung processes are found; --max-restarts counts per cause and is full again with every
 later checkpoint; --nproc-per-node may be a range A:B; on one machine nothing listens beyond the loopback interface;
-workers that end with code 75 asked to be started again later, and so does this command. A signal to this command is
-passed on to all workers once, and they have --grace-s to save."""
+workers that end with code 75 asked to be started again later, and so does this command. A signal that asks this command
+or a worker to stop is passed on to all workers once; they have --grace-s to save, and there is no restart."""
 
 
 def parser() -> ArgumentParser:
@@ -44,6 +47,26 @@ def parser() -> ArgumentParser:
         default="warm",
         help="warm: fork workers from a process that has imported torch and the script's installed packages, where "
         "that is possible; fresh: start an interpreter for each (default: warm)",
+    )
+    own.add_argument(
+        "--guard",
+        choices=MODES,
+        default=None,
+        help="on: name ranks that call different collectives, hang or fail, and raise at the end of the step; strict: "
+        f"raise at once; check: also compare every call of the first three steps; off (default: {GUARD}, or on)",
+    )
+    own.add_argument(
+        "--record",
+        default=os.environ.get(RUN, ""),
+        metavar="DIR",
+        help="folder for the record of where the time of each step goes, which `lockstep profile DIR` reads (default: "
+        "runs/<script>-<time>; off: none)",
+    )
+    own.add_argument(
+        "--profile",
+        default=os.environ.get(PROFILE, ""),
+        metavar="steps=A:B",
+        help="run torch.profiler over these steps on every rank, and merge what they saw into one trace",
     )
     seconds = (
         ("--grace-s", "after a signal: how long workers may save before they are killed", 60.0),
@@ -68,6 +91,8 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     """
     args = parser().parse_args(list(words))
     _refuse(args)
+    read_window(args.profile)
+    args.guard = GuardSettings.of(os.environ, args.guard).mode
     smallest = _smallest(args)
     port = _meet_on_loopback(args)
     if args.log_dir is None:
@@ -95,6 +120,13 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
         server=server,
         port=port,
     )
+
+
+def _record_of(args: Namespace) -> str:
+    if args.record == "off":
+        return ""
+    made = f"{Path(args.training_script).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return os.path.abspath(args.record or os.path.join("runs", made))
 
 
 def _refuse(args: Namespace) -> None:
@@ -179,4 +211,6 @@ def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Superv
         asks_first=asks_first,
         stopped_limit_s=args.stopped_limit_s,
         hang_limit_s=args.hang_limit_s,
+        guard=args.guard,
+        variables={RUN: _record_of(args), PROFILE: args.profile},
     )

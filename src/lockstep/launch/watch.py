@@ -15,7 +15,6 @@ from lockstep.comm.pulse import NONE, Beat
 
 STOPPED = "T"  # by SIGSTOP, or by Ctrl-Z
 TRACED = "t"  # at a debugger's breakpoint
-ENDED = "Z"
 _BLIND_S = 5.0  # between two looks: nobody knows what happened in more time than that
 
 

@@ -11,18 +11,18 @@ import os
 import re
 import signal
 import sys
-import sysconfig
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
-import lockstep
+from lockstep.comm.pulse import open_pulse
 from lockstep.errors import ConfigError
+from lockstep.observe.last_words import innermost, users_line
 
 if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
@@ -31,6 +31,8 @@ AGENT_PID = "LOCKSTEP_AGENT_PID"  # set by our agent only: it also prints what i
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by our agent and by torchrun; torchrun prints the message in it
 REQUEUE = 75  # exit code of a run that a signal stopped after its checkpoint: start it again, and it goes on
 INTERRUPTED = 130  # of one that a signal stopped before there was anything to keep, as a shell reports SIGINT
+# What asks a run to stop. SIGUSR1 is what batch systems send some time before the end, `#SBATCH --signal=USR1@60`.
+ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 
@@ -69,12 +71,8 @@ def _watch_parent(parent: int) -> None:
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop, without those that `nohup` or a shell has set to be ignored.
-
-    SIGUSR1 is what batch systems send some time before the end, `#SBATCH --signal=USR1@60`.
-    """
-    asking = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
+    """The signals that ask a run to stop, without those that `nohup` or a shell has set to be ignored."""
+    return [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @final
@@ -92,7 +90,8 @@ class StopRequest:
     batch script of Slurm's: `#SBATCH --signal=USR1@60`, and `[ $? -eq 75 ] && scontrol requeue $SLURM_JOB_ID` at the
     end. Processes that this one forks hear only SIGTERM, which ends them: the others are meant for the run.
 
-    Without `comm` there is no loop before `arm`: a signal raises KeyboardInterrupt until then.
+    Without `comm` there is no loop before `arm`. Until then a signal ends the process where it has a launcher, whatever
+    it is blocked in, and that one stops the others; elsewhere it raises KeyboardInterrupt.
     Raises: ConfigError outside the main thread, where Python allows no handlers.
     """
 
@@ -101,15 +100,19 @@ class StopRequest:
             raise ConfigError("StopRequest belongs into the main thread: signals arrive nowhere else")
         self._comm = comm
         self._has_launcher = has_launcher_of_ranks(os.environ) if has_launcher is None else has_launcher
-        self._is_armed = comm is not None
+        self._pulse = open_pulse(os.environ)
         self._pid = os.getpid()
         self._arrived = 0  # number of the first signal
         self._agreed = 0  # number of a signal that all ranks have heard of
-        self._before = {number: signal.signal(number, self._on_signal) for number in stop_signals()}
+        self._before = {number: signal.getsignal(number) for number in stop_signals()}
+        if comm is None:
+            self._handle(signal.SIG_DFL if self._has_launcher else self._interrupt)
+        else:
+            self.arm()
 
     def arm(self) -> None:
         """The loop has begun and looks at `is_set` at every step."""
-        self._is_armed = True
+        self._handle(self._on_signal)
 
     def is_set(self) -> bool:
         """True once a signal has asked this rank to stop; the others may not know."""
@@ -143,6 +146,20 @@ class StopRequest:
             signal.signal(number, handler)
         self._before = {}
 
+    def settle(self) -> None:
+        """How this process ends is decided: where a launcher waits for it, no signal changes that any more."""
+        if self._has_launcher:
+            self._handle(signal.SIG_IGN)
+
+    def _handle(self, action: Callable[[int, FrameType | None], None] | signal.Handlers) -> None:
+        for number in self._before:
+            signal.signal(number, action)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        self._on_signal(number, frame)
+        if self._arrived:
+            raise KeyboardInterrupt
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:  # a forked child, of a data loader for example
             if number == signal.SIGTERM:
@@ -154,8 +171,7 @@ class StopRequest:
                 os._exit(INTERRUPTED)
             return
         self._arrived = number
-        if not self._is_armed:
-            raise KeyboardInterrupt
+        self._pulse.asked(number)
 
 
 def has_launcher_of_ranks(environ: Mapping[str, str]) -> bool:
@@ -172,34 +188,6 @@ def describe_failure(
     kind = type(error).__name__
     where = users_line(error)
     return Failure(rank, kind, message, exit_code, is_expected, is_consequence, trace, time.time(), where)
-
-
-def users_line(error: BaseException) -> str:
-    """Where in the user's own code `error` came up, "train.py:31": not in an installed package, Python's or lockstep's.
-
-    "" where no frame is the user's.
-    """
-    if isinstance(error, SyntaxError) and error.filename:
-        places = [(error.filename, error.lineno or 0)]
-    else:
-        frames = traceback.extract_tb(error.__traceback__)
-        places = [(frame.filename, frame.lineno or 0) for frame in frames]
-    return _innermost(places)
-
-
-def _innermost(places: list[tuple[str, int]]) -> str:
-    here = os.getcwd() + os.sep
-    for file, line in reversed(places):
-        path = os.path.abspath(file)
-        if not file.startswith("<") and not path.startswith(_not_the_users()):
-            return f"{path.removeprefix(here)}:{line}"
-    return ""
-
-
-def _not_the_users() -> tuple[str, ...]:
-    installed = (sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    ours = os.path.dirname(os.path.abspath(str(lockstep.__file__)))
-    return tuple(folder + os.sep for folder in (ours, *installed))
 
 
 def report_failure(failure: Failure, environ: Mapping[str, str]) -> None:
@@ -239,4 +227,4 @@ def read_failure(path: Path, rank: int = 0) -> Failure | None:
     trace = str(extra.get("py_callstack", ""))
     places = [(file, int(line)) for file, line in re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)]
     time_s = float(extra.get("timestamp", 0))
-    return Failure(rank, kind, text or summary, 1, False, False, trace, time_s, _innermost(places))
+    return Failure(rank, kind, text or summary, 1, False, False, trace, time_s, innermost(places))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -15,11 +15,11 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.utils import macros
 
 from lockstep.errors import LaunchError
-from lockstep.launch.ended import Ended
+from lockstep.launch.ended import STOPPED, Ended
 from lockstep.launch.fork_server import Start
 from lockstep.launch.processes import WorkerProcess, wait_for
 from lockstep.launch.program import Program
-from lockstep.launch.worker import INTERRUPTED, REQUEUE, read_failure
+from lockstep.launch.worker import read_failure
 
 _KILL_S = 10.0  # a process that SIGKILL does not end by then hangs in the kernel
 _LAST_BYTES = 65536  # of standard error, in which the last line is looked for
@@ -44,7 +44,8 @@ class Workers(PContext):
         self.processes: dict[int, WorkerProcess] = {}
         self.stuck: dict[int, str] = {}  # local rank -> what the watch saw
         self._ended_s: dict[int, float] = {}
-        self._was_killed: set[int] = set()
+        self._was_ended: set[int] = set()  # by us, because of another
+        self._told: dict[int, int] = {}  # signals passed on
 
     def start_with(self, start: Callable[[int, Start], WorkerProcess]) -> None:
         """Start all of them, each by `start(local rank, what)`, and follow what they write."""
@@ -67,41 +68,59 @@ class Workers(PContext):
 
     def failed(self) -> bool:
         """True once one has ended that did not end well."""
-        return any(p.exit_code not in (None, 0, REQUEUE, INTERRUPTED) for p in self.processes.values())
+        return any(p.exit_code not in (None, 0, *STOPPED) for p in self.processes.values())
 
-    def stopped(self) -> bool:
-        """True once one has ended because it was asked to stop."""
-        return any(p.exit_code in (REQUEUE, INTERRUPTED) for p in self.processes.values())
+    def stopped(self) -> dict[int, int]:
+        """Exit codes of those that have ended because somebody asked them to stop, by local rank."""
+        ended = {rank: process.exit_code for rank, process in self.processes.items() if rank not in self._was_ended}
+        return {rank: code for rank, code in ended.items() if code in STOPPED}
 
     def cause_is_known(self) -> bool:
         """True once one has ended that cannot have failed only because another did."""
         for rank, process in self.processes.items():
             code = process.exit_code
-            if code is not None and (code < 0 or rank in self.stuck):
+            if code in (None, 0, *STOPPED):
+                continue
+            if code < 0 or rank in self.stuck:
                 return True
-            said = read_failure(Path(self.error_files[rank])) if code not in (None, 0, REQUEUE, INTERRUPTED) else None
+            said = read_failure(Path(self.error_files[rank]))
             if said is not None and not said.is_consequence:
                 return True
         return False
 
-    def send_signal(self, number: int) -> None:
-        """To each that runs."""
-        for process in self.running().values():
-            process.send_signal(number)
+    def pass_on(self, number: int, but: Container[int] = ()) -> None:
+        """Tell each that runs of a signal to stop, save for the pids that know."""
+        for rank, process in self.running().items():
+            if process.pid not in but:
+                self._told[rank] = number
+                process.send_signal(number)
 
-    def kill(self, ranks: Mapping[int, str] | None = None) -> None:
-        """Kill those that run at once, and wait for it; or only `ranks`, for what the watch saw of them.
+    def ask_to_end(self) -> None:
+        """SIGTERM to each that runs, because another has failed."""
+        for rank, process in self.running().items():
+            self._was_ended.add(rank)
+            process.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill those that run, because of another or of a user who will not wait, and wait until they are gone.
 
         Raises: LaunchError where one does not end.
         """
         self.look()
-        condemned = {rank: p for rank, p in self.running().items() if ranks is None or rank in ranks}
-        for rank, process in condemned.items():
+        running = self.running()
+        self._was_ended.update(running)
+        self._kill(running)
+
+    def kill_stuck(self, why: Mapping[int, str]) -> None:
+        """Kill those of `why` that run, for what the watch saw of them. Raises: LaunchError where one does not end."""
+        self.look()
+        running = {rank: process for rank, process in self.running().items() if rank in why}
+        self.stuck.update((rank, why[rank]) for rank in running)
+        self._kill(running)
+
+    def _kill(self, condemned: Mapping[int, WorkerProcess]) -> None:
+        for process in condemned.values():
             process.kill()
-            if ranks is None:
-                self._was_killed.add(rank)
-            else:
-                self.stuck[rank] = ranks[rank]
         deadline = time.monotonic() + _KILL_S
         for rank, process in condemned.items():
             while not process.reap():
@@ -127,17 +146,18 @@ class Workers(PContext):
         process = self.processes[local]
         code = process.exit_code
         assert code is not None
-        was_killed = local in self._was_killed
+        was_ended = local in self._was_ended
         return Ended(
             rank=rank,
             pid=process.pid,
             exit_code=code,
-            was_ended=was_killed,
+            was_ended=was_ended,
             failure=read_failure(Path(self.error_files[local]), rank) if code else None,
             last_line=_last_line(self.stderrs[local]),
             stuck=self.stuck.get(local, ""),
-            out_of_memory=out_of_memory and code == -signal.SIGKILL and not was_killed,
+            out_of_memory=out_of_memory and code == -signal.SIGKILL and not was_ended,
             at_s=self._ended_s[local],
+            told=self._told.get(local, 0),
         )
 
     # ------------------------------------------------------------------ what torch's class asks for

@@ -16,6 +16,8 @@ from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_names import Join, Joinable, JoinHook, TorchDistributedDataParallel
 from lockstep.errors import ConfigError, ModelMismatch, UnsupportedArgument
+from lockstep.observe.gradients import GradientWatch
+from lockstep.observe.model_match import describe_model
 from lockstep.parallel.buckets import MIB
 from lockstep.parallel.buffers import BufferHook, BufferSync
 from lockstep.parallel.comm_hooks import Fp16Mean, Mean, TorchHook
@@ -32,7 +34,7 @@ from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.join import JoinedDdp, notify_join
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
-from lockstep.parallel.replica import broadcast_coalesced, describe_model, verify_same_model
+from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
 
 
 class DistributedDataParallel(Module, Joinable):
@@ -170,6 +172,7 @@ class DistributedDataParallel(Module, Joinable):
             delayed=[i for i, (name, _) in enumerate(named) if name in self._delayed_names],
             skip_unused=self.skip_all_reduce_unused_params,
         )
+        self.reducer.watch = GradientWatch(os.environ.get("LOCKSTEP_GUARD", "on"))
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
 

@@ -30,12 +30,13 @@ from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
-from lockstep.errors import ConfigError, PeerFailed, ReplicaError, TransportClosed
+from lockstep.errors import ConfigError, ReplicaError, TransportClosed
+from lockstep.observe.gradients import GradientWatch
 from lockstep.parallel.backward import BackwardPass, Runs
 from lockstep.parallel.bucket import Bucket, Dense, Layout, no_entries
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
 from lockstep.parallel.comm_hooks import CommHook, Mean
-from lockstep.parallel.control import ControlMessage
+from lockstep.parallel.control import ControlMessage, LocalSteps, Report
 from lockstep.parallel.outputs import accumulates_gradients
 from lockstep.parallel.stats import ReducerStats, bucket_data
 
@@ -70,6 +71,8 @@ class GradReducer:
         self.divide_by = comm.world_size
         self.futures: list[torch.futures.Future[Any]] = []  # further work to end before backward returns
         self.stats = ReducerStats()
+        self.watch = GradientWatch()
+        self._local = LocalSteps(self.params)
         self.rebuilt = False
         self._caps_bytes = tuple(caps_bytes)
         self._sparse = frozenset(sparse)
@@ -129,6 +132,7 @@ class GradReducer:
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Let the first gradient of any of `outputs`, which require one, begin the backward pass."""
         self._refuse_moved()
+        self._local.forward_begins()
         forward_sync = self.forward_sync = self.sync
         if not any(param.requires_grad for param in self.params):
             return
@@ -214,6 +218,8 @@ class GradReducer:
         current.callback = weakref.ref(finish, lambda _: _run_died(reducer, current))
         self._runs.current = current
         self.stats.backward_began()
+        if sync:
+            self.watch.begin()
         Variable._execution_engine.queue_callback(finish)  # type: ignore[attr-defined]
 
     # ------------------------------------------------------------------ place
@@ -282,6 +288,7 @@ class GradReducer:
         if self._skip_unused and not any(self._used[member] for member in bucket.members):
             bucket.work = DONE
             return
+        self.watch.look(bucket.buffer(), (self.names[i] for i in bucket.members), bucket.gradients)
         try:
             bucket.work = self.hook.launch(self.comm, bucket)
         except BaseException:
@@ -299,6 +306,8 @@ class GradReducer:
         self.forward_sync = None
         if not shadow and not (current.sync and current.is_backward):
             self._runs.current = None  # a backward that reached no parameter of ours still owes the others zeros
+            if current.is_backward:
+                self._local.backward_ended()
             return
         self.stats.backward_computed()
         try:
@@ -320,12 +329,14 @@ class GradReducer:
         untouched = {i: self._fill(i, shadow) for i in absent}
         while current.launched < len(self.buckets):
             self._launch_next(current)
-        early = None if self.hook.chains else ControlMessage(self.comm, self._used, gave_up=False)
+        report = Report() if shadow else self._report(absent)
+        early = None if self.hook.chains else ControlMessage(self.comm, self._used, report)
         for bucket in self.buckets:
             bucket.finish()
-        control = early or ControlMessage(self.comm, self._used, gave_up=False)
+        control = early or ControlMessage(self.comm, self._used, report)
         control.work.wait()
-        self._check_peers(control.failed_ranks())
+        self._local.synchronised()
+        control.verify(self.names, self.watch)
         for future in self.futures:
             future.wait()
         used_by = control.used_by() if absent or self._expected is None else []
@@ -363,14 +374,9 @@ class GradReducer:
             elif kept is not None:
                 bucket.views[slot].copy_(kept)
 
-    def _check_peers(self, failed: list[int]) -> None:
-        if failed:
-            ranks = ", ".join(str(rank) for rank in failed)
-            raise PeerFailed(
-                f"rank {self.comm.rank}: rank {ranks} raised in the middle of this backward pass, see its own output "
-                "for the reason. The step has no gradients on any rank (.grad is None). If the program goes on, all "
-                "ranks must skip this step; the next one starts afresh."
-            )
+    def _report(self, absent: Sequence[int]) -> Report:
+        frozen = [i for i in absent if not self.params[i].requires_grad]
+        return Report(frozen=frozen, is_faulty=bool(self.watch.faults), local_steps=self._local.count)
 
     # ------------------------------------------------------------------ a backward that raised
 
@@ -400,7 +406,7 @@ class GradReducer:
             if bucket.sparse:
                 self._fill(bucket.members[0], shadow=True)
             self._launch_next(current)
-        self._told = None if self.hook.chains else ControlMessage(self.comm, self._used, gave_up=True)
+        self._told = None if self.hook.chains else ControlMessage(self.comm, self._used, Report(gave_up=True))
         self._unsettled = True
 
     def _settle(self) -> None:
@@ -410,7 +416,7 @@ class GradReducer:
             for bucket in self.buckets:
                 if bucket.work is not None:  # None where a hook raised
                     bucket.finish()
-            (self._told or ControlMessage(self.comm, self._used, gave_up=True)).work.wait()
+            (self._told or ControlMessage(self.comm, self._used, Report(gave_up=True))).work.wait()
             self._told = None
             self._reset()
 

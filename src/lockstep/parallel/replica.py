@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ModelMismatch
+from lockstep.observe.model_match import first_difference
 
 BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
-
-
-def describe_model(module: Module, ignore: Iterable[str] = ()) -> list[list[object]]:
-    """One row per parameter and buffer in registration order: kind, name, shape, dtype, requires_grad."""
-    skipped = set(ignore)
-    rows: list[list[object]] = []
-    for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        rows += [
-            [kind, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad]
-            for name, tensor in named
-            if name not in skipped
-        ]
-    return rows
-
-
-def first_difference(mine: Sequence[Sequence[object]], theirs: Sequence[Sequence[object]]) -> str | None:
-    """What differs first between two descriptions, in words; None where nothing does. `theirs` is rank 0's."""
-    for (kind, name, *facts), (kind0, name0, *facts0) in zip(mine, theirs, strict=False):
-        if (kind, name) != (kind0, name0):
-            return f"has {kind} {name!r} where rank 0 has {kind0} {name0!r}"
-        for label, fact, fact0 in zip(("shape", "dtype", "requires_grad"), facts, facts0, strict=True):
-            if fact != fact0:
-                return f"has {kind} {name!r} with {label} {fact}, rank 0 with {label} {fact0}"
-    if len(mine) != len(theirs):
-        verb, verb0, longer = ("has", "lacks", mine) if len(mine) > len(theirs) else ("lacks", "has", theirs)
-        kind, name, *_ = longer[min(len(mine), len(theirs))]
-        return f"{verb} {kind} {name!r}, which rank 0 {verb0}"
-    return None
 
 
 def verify_same_model(comm: Communicator, rows: Sequence[Sequence[object]]) -> None:

@@ -28,13 +28,14 @@ from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
 from lockstep.errors import ConfigError, UnsupportedArgument
+from lockstep.observe.model_match import describe_model
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.fsdp1.arguments import ShardingStrategy
 from lockstep.parallel.fsdp1.mesh import mesh_for
 from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.fully_shard import fully_shard
-from lockstep.parallel.replica import broadcast_coalesced, describe_model, verify_same_model
+from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.uneven_inputs import JoinedBatches, ReplicaParticipant

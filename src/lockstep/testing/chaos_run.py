@@ -186,6 +186,7 @@ class Run:
         self._alive_s = 0.0
         self._seen: object = None
         self._awaited: tuple[int, ...] = ()  # exit codes, beside 0, that are no failure now
+        self._shall_stop = False  # ranks that were at work have been asked to
 
     def go(self) -> None:
         """Until the run has ended by itself. Deals as many strikes of the plan, from its end, as come to pass.
@@ -212,13 +213,15 @@ class Run:
         self._base_s = self._alive_s = time.monotonic()
         self._struck_s = self._struck_s or self._base_s
         self._is_recovered, self._is_start, self._is_cold = False, True, True
-        self._awaited = ()
+        self._awaited, self._shall_stop = (), False
         self.starts += 1
         return process, Observer(process.pid)
 
     def _tick(self, observer: Observer) -> None:
         beats = observer.beats()
         self._notice_progress(beats)
+        if self._shall_stop and beats and observer.pulses != self._open_pulses:
+            raise ChaosFailed(f"it was asked to stop, and has started its ranks anew; {self._tail()}")
         if not self._is_recovered and self._goes_on(observer, beats):
             self._is_recovered = True
             seconds = max(beat.time_ns for beat in beats) / 1e9 - self._struck_s
@@ -254,8 +257,10 @@ class Run:
         role, number = chosen
         victim, phase = present[role][number], self._phase()
         number_of_signal = signal.Signals[planned.signal]
-        if role == "supervisor" or number_of_signal == signal.SIGTERM:
+        if role == "supervisor":
             self._awaited = (-number_of_signal, REQUEUE, INTERRUPTED)
+        elif number_of_signal == signal.SIGTERM:
+            self._awaited = (*self._awaited, REQUEUE, INTERRUPTED)
         if not strike(victim, number_of_signal):
             self._plan.append(planned)  # it had just ended
             return
@@ -264,7 +269,8 @@ class Run:
         self._open = Blow(planned.signal, f"rank {number}" if role == "rank" else role, phase, None, None)
         self._open_pid = victim.pid if role == "rank" else 0
         self._open_pulses = observer.pulses if beats else ""
-        self._open_step = max((beat.step for beat in beats), default=self._open_step)
+        self._open_step = max((beat.step for beat in beats if beat.step != NONE), default=self._open_step)
+        self._shall_stop = number_of_signal == signal.SIGTERM and self._is_recovered
         self._base_s = self._struck_s = self._alive_s = time.monotonic()
         self._is_recovered = self._is_start = self._is_cold = False
 
@@ -300,6 +306,9 @@ class Run:
                 raise ChaosFailed(f"it ended and left {[(p.pid, words_of(p.pid)[:100]) for p in left]}")
             time.sleep(_TICK_S)
         reap()
+        folders = [path.name for path in (self._command.folder / "tmp").glob("lockstep-*")]
+        if folders:
+            raise ChaosFailed(f"it ended and left {folders} of supervisors that were killed")
 
     def _tail(self) -> str:
         text = (self._command.folder / "output").read_text(errors="replace")

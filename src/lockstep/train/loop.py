@@ -25,6 +25,10 @@ from lockstep.data.coverage import Verdict
 from lockstep.data.loader import TokenLoader, validation_batches
 from lockstep.data.tokens import TokenizedText, prepare_tokens
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.process_guard import guard_of
+from lockstep.observe.profile.session import Profile, open_profile
+from lockstep.observe.profile.step_clock import DATA, OPTIMIZER, OTHER
+from lockstep.observe.replica import ReplicaCheck
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import is_cut
 from lockstep.parallel.strategy import parallelize
@@ -32,7 +36,7 @@ from lockstep.train.checkpoints import load, state_of
 from lockstep.train.config import RunConfig, microbatches_per_rank, to_json
 from lockstep.train.console import Console, open_console
 from lockstep.train.evaluate import evaluate, prove_equal, sample
-from lockstep.train.metrics import Meter, StepLog, StepMetrics
+from lockstep.train.metrics import Meter, StepLog, StepMetrics, flops_per_token
 from lockstep.train.model import build_model
 from lockstep.train.optim import build_optimizer, learning_rate
 from lockstep.train.run_dir import Launch, Start, checkpoints_of, find_start, goes_on, make_ready, news_of
@@ -92,9 +96,11 @@ class Job:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     replica: nn.Module  # the model, with its gradients averaged over ranks
+    equality: ReplicaCheck  # of the replicas, from time to time
     checkpointer: Checkpointer
     logs: Logs | None  # on rank 0
     pulse: Pulse
+    profile: Profile  # where the time of each step goes
     begin: Begin
 
 
@@ -125,6 +131,7 @@ def train(
             with job.checkpointer:
                 return run_steps(job, stop)
         finally:
+            job.profile.close()
             if job.logs:
                 job.logs.close()
     finally:
@@ -176,12 +183,36 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
     if comm.rank == 0:
         logs = Logs(*(StepLog(run.out / name, begin.step) for name in ("metrics.jsonl", "samples.jsonl")))
     pulse = open_pulse(os.environ)
-    return Job(run, comm, console, text, loader, model, optimizer, replica, checkpointer, logs, pulse, begin)
+    equality = ReplicaCheck(comm, replica, optimizer)
+    profile = open_profile(
+        run.out / "profile",
+        guard_of(comm.rank, comm.world_size),
+        rank=comm.rank,
+        world_size=comm.world_size,
+        device=str(comm.device),
+        flops_per_token=flops_per_token(model, run.model),
+    )
+    return Job(
+        run=run,
+        comm=comm,
+        console=console,
+        text=text,
+        loader=loader,
+        model=model,
+        optimizer=optimizer,
+        replica=replica,
+        equality=equality,
+        checkpointer=checkpointer,
+        logs=logs,
+        pulse=pulse,
+        profile=profile,
+        begin=begin,
+    )
 
 
 def run_steps(job: Job, stop: Stop) -> TrainResult:
     """The loop."""
-    run, comm, begin, logs, loader = job.run, job.comm, job.begin, job.logs, job.loader
+    run, comm, begin, logs, loader, clock = job.run, job.comm, job.begin, job.logs, job.loader, job.profile.clock
     introduce(job)
     step, tokens_done, was_stopped = begin.step, begin.tokens, False
     saved = begin.step if begin.saved else None  # the last step of which this run has a checkpoint
@@ -191,8 +222,11 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
     if begin.saved:
         job.pulse.committed(step)
     stop.arm()
+    clock.restart()
     while step < run.train.steps:
+        clock.switch(DATA)
         microbatches = loader.step_at(loader.consumed)
+        clock.switch(OTHER)
         tokens, was_stopped = agree(comm, microbatches, stop.is_set())
         if was_stopped:
             break
@@ -200,12 +234,15 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
         lr = learning_rate(step, run.train.steps, run.optim)
         for group in job.optimizer.param_groups:
             group["lr"] = lr
-        loss = accumulate_gradient(job.replica, microbatches, tokens, run.seed, step, comm)
+        loss = accumulate_gradient(job.replica, microbatches, tokens, run.seed, step, comm, clock)
+        clock.switch(OPTIMIZER)
         grad_norm = clip_gradient(job.replica, run.optim.clip_norm, step)
         job.optimizer.step()
         job.optimizer.zero_grad()
+        clock.switch(OTHER)
         step, tokens_done = step + 1, tokens_done + tokens
         job.pulse.step(step)
+        job.equality.after_step(step)
 
         meter.count(tokens)
         if logs:
@@ -223,6 +260,7 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
             if is_due(step, run.checkpoint.every, run.train.steps):
                 save_checkpoint(job, step, tokens_done, wait=not run.checkpoint.background)
                 saved = step
+        job.profile.step_done(step, tokens)
 
     if saved != step:
         save_checkpoint(job, step, tokens_done, wait=True)
@@ -292,10 +330,12 @@ def say_coverage(job: Job, verdict: Verdict) -> None:
 
 
 def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> None:
-    """Put everything that `step` has come to on disk.
+    """Put everything that `step` has come to on disk, once all ranks are seen to have come to the same.
 
     Collective: every rank; blocks, without `wait` until this rank's share is copied.
+    Raises: ReplicaDrift before anything is written; CheckpointError.
     """
+    job.equality.check(step)
     job.loader.coverage.combine(job.comm)
     state = {
         **state_of(job.replica, job.optimizer, job.loader),

@@ -11,7 +11,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.train.durable import write_whole
+from torch import nn
+
+from lockstep.durable import write_whole
+from lockstep.train.config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -97,6 +100,15 @@ def _step_of(line: str) -> float:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):  # a line cut off by a crash
         return float("inf")
+
+
+def flops_per_token(model: nn.Module, config: ModelConfig) -> float:
+    """Arithmetic of forward and backward per token.
+
+    Source: PaLM (arXiv 2204.02311), appendix B: 6 for each parameter, and 12 x layers x width x context of attention.
+    """
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return 6.0 * parameters + 12.0 * config.layers * config.width * config.context
 
 
 def duration(seconds: float) -> str:

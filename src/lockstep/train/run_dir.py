@@ -4,6 +4,7 @@ out/config.json      the options, resolved
 out/metrics.jsonl    one line per logged step
 out/samples.jsonl    one line per step: which windows of the text it was trained on
 out/sample.txt       what the model writes in the end
+out/profile/         where the time of each rank went: see `lockstep profile`
 out/checkpoints/     step-00000250-g1/, ...: see `checkpoint/generation.py`
 out/older-1/         the same of a run that was here before
 out/.launch          which launch of the run this is: the processes that it starts again find their own run
@@ -20,17 +21,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from lockstep.checkpoint.generation import names_in, sync_folder
+from lockstep.checkpoint.generation import names_in
 from lockstep.checkpoint.loading import Loaded
 from lockstep.checkpoint.state import State
 from lockstep.comm.communicator import Communicator
+from lockstep.durable import partial_of, rename_durably, sync_folder, write_whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
 from lockstep.train.checkpoints import Origin, find_origin, peek
 from lockstep.train.config import RunConfig, changes_on_resume, to_json
-from lockstep.train.durable import partial_of, write_whole
 
 # Checkpoints first: once they are gone, nobody takes what is left for a run that could go on.
-_OURS = ("checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt", ".launch")
+_OURS = ("checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt", "profile", ".launch")
 _MARK = ".launch"
 
 
@@ -151,8 +152,7 @@ def _move_aside(out: Path, begun: Path | None, older: Path) -> str:
         if (out / name).exists():
             (out / name).rename(begun / name)
     sync_folder(begun)
-    begun.rename(older)
-    sync_folder(out)
+    rename_durably(begun, older)
     return str(older)
 
 

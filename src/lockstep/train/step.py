@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import NonFiniteLoss, TrainingError
+from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, StepClock
 from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.strategy import microbatch
 from lockstep.train.evaluate import IGNORED, token_losses
@@ -41,6 +42,7 @@ def accumulate_gradient(
     seed: int,
     step: int,
     comm: Communicator,
+    clock: StepClock,
 ) -> float:
     """Leave in `.grad` the gradient of the mean loss over the `tokens` of all ranks' microbatches; return that loss.
 
@@ -55,9 +57,12 @@ def accumulate_gradient(
     for number, (inputs, targets) in enumerate(microbatches, 1):
         torch.manual_seed(microbatch_seed(seed, step, comm.rank * len(microbatches) + number))
         with microbatch(replica, is_last=number == len(microbatches)):
+            clock.switch(FORWARD)
             loss = token_losses(replica, inputs.to(comm.device), targets.to(comm.device))
+            clock.switch(BACKWARD)
             (loss * (comm.world_size / max(1, tokens))).backward()  # the replica divides by world_size again
         total += loss.detach()
+    clock.switch(OTHER)
     totals = torch.empty(comm.world_size, dtype=torch.float64, device=comm.device)
     comm.all_gather_into_tensor(totals, total, label="loss")
     losses = totals.tolist()

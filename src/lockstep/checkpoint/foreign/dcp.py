@@ -11,31 +11,28 @@ Source: the classes in that pickle, torch/distributed/checkpoint/metadata.py and
 from __future__ import annotations
 
 import math
-import os
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, final
 
 import torch
 from torch import Tensor
 
-from lockstep.checkpoint.foreign.inert_pickle import Call, read_inert
+from lockstep.checkpoint.foreign.inert_pickle import PICKLE_BYTES_MAX, Call, read_inert
 from lockstep.checkpoint.foreign.torch_files import read_torch_window
 from lockstep.checkpoint.foreign.torch_tensors import dtype_of, shape_of
-from lockstep.checkpoint.foreign.window import Window, open_window
+from lockstep.checkpoint.foreign.window import Folder, open_folder
 from lockstep.checkpoint.shares import is_tiled
 from lockstep.checkpoint.state import DEPTH_MAX
 from lockstep.comm.tensor_parts import Part
-from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
+from lockstep.errors import CheckpointDamaged, CheckpointError
 
 METADATA = ".metadata"
-_METADATA_BYTES_MAX = 128 << 20
 _HOME = "torch.distributed.checkpoint.metadata."
 _LIST_MAX = 1_000_000
 _SMALL_BYTES = 64 << 20  # archives around chunks and the like
 
 
-def place_key(name: str, start: tuple[int, ...] | None) -> str:
+def _place_key(name: str, start: tuple[int, ...] | None) -> str:
     """Where the chunk of item `name` at `start` is looked up. Text: equal hashes of numbers could be made."""
     return f"{start} {name}"
 
@@ -52,33 +49,31 @@ class _Sharded(NamedTuple):
     chunks: list[Part]
 
 
-def read_dcp_folder(folder: Path) -> dict[str, Any]:
-    """The state that `torch.distributed.checkpoint.save` has written to `folder`, its tensors whole, on the CPU.
+def read_dcp_folder(path: Path) -> dict[str, Any]:
+    """The state that `torch.distributed.checkpoint.save` has written to the folder, its tensors whole, on the CPU.
 
     Memory: the tensors, one chunk and the metadata.
     Raises: CheckpointDamaged where elements of a tensor are in no chunk or in several, and for what is not whole;
     CheckpointError for what would need code, by its name, and for paths that leave the folder.
     """
-    try:
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointMissing(f"cannot open the folder {folder}: {error}") from error
-    with ExitStack() as stack:
-        stack.callback(os.close, descriptor)
-        with open_window(folder / METADATA, folder=descriptor) as file:
-            if file.bytes > _METADATA_BYTES_MAX:
-                raise CheckpointError(f"{folder}/{METADATA} has {file.bytes} bytes, more than are read")
-            data = file.read(0, file.bytes)
-        metadata = _Metadata(folder, read_inert(data, f"{folder}/{METADATA}"))
-        return _Folder(folder, descriptor, metadata, stack).read()
+    with open_folder(path) as folder:
+        with folder.open(METADATA) as file:
+            data = file.read_all(PICKLE_BYTES_MAX)
+        metadata = _Metadata(file.name, read_inert(data, file.name))
+        _check_complete(folder, metadata)
+        nested = _Nested(file.name)
+        for name, item in metadata.items.items():
+            value = _stored(folder, metadata, name, None) if item is None else _tensor(folder, metadata, name, item)
+            nested.set(metadata.nesting.get(name, (name,)), value)
+    return nested.state()
 
 
 @final
 class _Metadata:
     """The symbols of `.metadata` as tables."""
 
-    def __init__(self, folder: Path, root: Any) -> None:
-        self._folder = folder
+    def __init__(self, source: str, root: Any) -> None:
+        self._source = source
         fields = self._fields(root, _HOME + "Metadata")
         self.items: dict[str, _Sharded | None] = {}  # None: bytes
         for name, item in self._table(fields.get("state_dict_metadata")):
@@ -123,21 +118,18 @@ class _Metadata:
         to = self._fields(info, "torch.distributed.checkpoint.filesystem._StorageInfo")
         name, offset, file = at.get("fqn"), at.get("offset"), to.get("relative_path")
         start = None if offset is None else shape_of(offset)
-        if name not in self.items or (offset is not None and start is None):
+        if not isinstance(name, str) or name not in self.items or (offset is not None and start is None):
             self._fail("a place belongs to no item")
         if to.get("transform_descriptors"):
-            raise CheckpointError(f"{self._folder} has compressed or otherwise transformed chunks: only plain are read")
-        if not isinstance(file, str) or file in ("", ".", "..") or set(file) & set("/\\\0"):
             raise CheckpointError(
-                f"{self._folder}/{METADATA} names the file {file!a:.200}: only names in its own folder are followed"
+                f"{self._source} tells of compressed or otherwise transformed chunks: only plain are read"
             )
         begin, length = to.get("offset"), to.get("length")
-        if not isinstance(begin, int) or not isinstance(length, int):
-            self._fail(f"the place of {name!a} has no offset or length")
-        place = _Place(file, begin, length)
-        if place_key(name, start) in self.places:
+        if not isinstance(file, str) or not isinstance(begin, int) or not isinstance(length, int):
+            self._fail(f"the place of {name!a} has no file, offset or length")
+        if _place_key(name, start) in self.places:
             self._fail(f"{name!a} is in two places")
-        self.places[place_key(name, start)] = place
+        self.places[_place_key(name, start)] = _Place(file, begin, length)
 
     def _fields(self, found: Any, name: str) -> dict[Any, Any]:
         states = found.states if isinstance(found, Call) and found.is_of(name) else []
@@ -151,69 +143,48 @@ class _Metadata:
         return list(found.items())
 
     def _fail(self, what: str) -> NoReturn:
-        raise CheckpointDamaged(f"{self._folder}/{METADATA} is damaged, or of a version that is not known here: {what}")
+        raise CheckpointDamaged(f"{self._source} is damaged, or of a version that is not known here: {what}")
 
 
-@final
-class _Folder:
-    """One folder while it is read. Files stay open, in `stack`."""
-
-    def __init__(self, folder: Path, descriptor: int, metadata: _Metadata, stack: ExitStack) -> None:
-        self._folder = folder
-        self._descriptor = descriptor
-        self._metadata = metadata
-        self._stack = stack
-        self._files: dict[str, Window] = {}
-
-    def read(self) -> dict[str, Any]:
-        metadata = self._metadata
-        self._check_complete()
-        nested = _Nested(f"{self._folder}/{METADATA}")
-        for name, item in metadata.items.items():
-            value = self._stored(name, None) if item is None else self._tensor(name, item)
-            nested.set(metadata.nesting.get(name, (name,)), value)
-        return nested.state()
-
-    def _check_complete(self) -> None:
-        """That every element is in exactly one chunk, and the files as large as all chunks. Before memory is taken."""
-        wanted: dict[str, str] = {}
-        total = 0
-        for name, item in self._metadata.items.items():
-            if item is None:
-                wanted[place_key(name, None)] = name
-                continue
+def _check_complete(folder: Folder, metadata: _Metadata) -> None:
+    """That every element is in exactly one chunk, and the files as large as all chunks. Before memory is taken."""
+    lost, total = [], 0
+    for name, item in metadata.items.items():
+        starts = [None] if item is None else [chunk.start for chunk in item.chunks]
+        lost += [ascii(name) for start in starts if _place_key(name, start) not in metadata.places]
+        if item is not None:
             total += math.prod(item.shape) * item.dtype.itemsize
-            wanted |= {place_key(name, chunk.start): name for chunk in item.chunks}
             if not is_tiled(item.shape, item.chunks):
-                self._fail(f"the chunks of {name!a} do not have every element once")
-        lost = sorted(ascii(name) for key, name in wanted.items() if key not in self._metadata.places)
-        if lost:
-            self._fail(f"it has no place for {', '.join(lost[:10])}")
-        files = {place.file for place in self._metadata.places.values()}
-        if total > sum(self._file(name).bytes for name in files) + _SMALL_BYTES:
-            self._fail(f"its tensors have {total} bytes, more than its files")
+                raise _damaged(folder, f"the chunks of {name!a} do not have every element once")
+    if lost:
+        raise _damaged(folder, f"it has no place for {', '.join(lost[:10])}")
+    room = _SMALL_BYTES
+    for name in {place.file for place in metadata.places.values()}:
+        with folder.open(name) as file:
+            room += file.bytes
+    if total > room:
+        raise _damaged(folder, f"its tensors have {total} bytes, more than its files")
 
-    def _tensor(self, name: str, item: _Sharded) -> Tensor:
-        whole = torch.empty(item.shape, dtype=item.dtype)
-        for chunk in item.chunks:
-            found = self._stored(name, chunk.start)
-            if not isinstance(found, Tensor) or found.dtype != item.dtype or tuple(found.shape) != chunk.shape:
-                self._fail(f"the chunk of {name!a} at {list(chunk.start)} is no {item.dtype} {list(chunk.shape)}")
-            whole[chunk.slices].copy_(found)
-        return whole
 
-    def _stored(self, name: str, start: tuple[int, ...] | None) -> Any:
-        place = self._metadata.places[place_key(name, start)]
-        what = f"{self._folder}/{place.file}, {ascii(name)[1:-1]}"
-        return read_torch_window(self._file(place.file).part(place.offset, place.length, what))
+def _tensor(folder: Folder, metadata: _Metadata, name: str, item: _Sharded) -> Tensor:
+    whole = torch.empty(item.shape, dtype=item.dtype)
+    for chunk in item.chunks:
+        found = _stored(folder, metadata, name, chunk.start)
+        if not isinstance(found, Tensor) or found.dtype != item.dtype or tuple(found.shape) != chunk.shape:
+            what = f"the chunk of {name!a} at {list(chunk.start)} is no {item.dtype} {list(chunk.shape)}"
+            raise _damaged(folder, what)
+        whole[chunk.slices].copy_(found)
+    return whole
 
-    def _file(self, name: str) -> Window:
-        if name not in self._files:
-            self._files[name] = self._stack.enter_context(open_window(self._folder / name, folder=self._descriptor))
-        return self._files[name]
 
-    def _fail(self, what: str) -> NoReturn:
-        raise CheckpointDamaged(f"{self._folder} is damaged: {what}")
+def _stored(folder: Folder, metadata: _Metadata, name: str, start: tuple[int, ...] | None) -> Any:
+    place = metadata.places[_place_key(name, start)]
+    with folder.open(place.file) as file:
+        return read_torch_window(file.part(place.offset, place.length, f"{file.name}, {ascii(name)[1:-1]}"))
+
+
+def _damaged(folder: Folder, what: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"{folder.path} is damaged: {what}")
 
 
 class _Branch(dict[Any, Any]):
@@ -232,11 +203,13 @@ class _Nested:
     def set(self, path: tuple[Any, ...], value: Any) -> None:
         """Put a leaf at `path`."""
         place = self._root
+        if not all(type(key) in (str, int) for key in path):
+            self._fail("a path has a key that is neither text nor an integer")
         for key in path[:-1]:
-            place = place.setdefault(self._key(key), _Branch())
+            place = place.setdefault(key, _Branch())
             if not isinstance(place, _Branch):
                 self._fail(f"{path!a} lies within another item")
-        if self._key(path[-1]) in place:
+        if path[-1] in place:
             self._fail(f"{path!a} is there twice, or has other items within it")
         place[path[-1]] = value
 
@@ -247,21 +220,14 @@ class _Nested:
     def _built(self, found: Any) -> Any:
         if not isinstance(found, _Branch):
             return found
-        indices = [key for key in found if isinstance(key, int)]
-        if not indices:
-            return {key: self._built(value) for key, value in found.items()}
-        self._room -= max(indices) + 1
-        if len(indices) < len(found) or min(indices) < 0 or self._room < 0:
+        built = {key: self._built(value) for key, value in found.items()}
+        if not any(isinstance(key, int) for key in built):
+            return built
+        if not all(isinstance(key, int) and 0 <= key < self._room for key in built):
             self._fail("a container has both names and indices, or far too many of them")
-        values: list[Any] = [None] * (max(indices) + 1)
-        for index in indices:
-            values[index] = self._built(found[index])
-        return values
-
-    def _key(self, key: Any) -> str | int:
-        if type(key) not in (str, int):
-            self._fail("a path has a key that is neither text nor an integer")
-        return key
+        size = max(built) + 1
+        self._room -= size
+        return [built.get(index) for index in range(size)]
 
     def _fail(self, what: str) -> NoReturn:
         raise CheckpointDamaged(f"{self._source} is damaged: {what}")

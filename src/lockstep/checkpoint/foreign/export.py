@@ -13,10 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.foreign.huggingface import Entry, write_bytes, write_huggingface_folder, write_safetensors
-from lockstep.checkpoint.generation import sync_folder
+from lockstep.checkpoint.foreign.huggingface import whole, write_huggingface_folder, write_safetensors
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state import FlatState, keys_of, unflatten
+from lockstep.durable import new_file, rename_durably, sync_folder
 from lockstep.errors import CheckpointError, ConfigError
 
 ExportFormat = Literal["hf", "safetensors", "torch"]
@@ -60,39 +60,41 @@ def export_checkpoint(
             return Exported(out, [out.name], _write_torch(reader, unfinished, prefix), [])
         names = _weights(reader, prefix)
         manifest = reader.manifest
-        entries = [Entry(name, *manifest.tensors[manifest.target(path)]) for name, path in names.items()]
+        tensors = [whole(name, *manifest.tensors[manifest.target(path)]) for name, path in names.items()]
         left_out = sorted(path for path in manifest.values if _is_under(path, prefix))
 
         def read(name: str) -> torch.Tensor:
             return reader.read(names[name])
 
         if form == "safetensors":
-            write_safetensors(unfinished, entries, read)
-            return Exported(out, [out.name], len(entries), left_out)
-        files = write_huggingface_folder(unfinished, entries, read, shard_bytes)
+            write_safetensors(unfinished, tensors, read)
+            return Exported(out, [out.name], len(tensors), left_out)
+        files = write_huggingface_folder(unfinished, tensors, read, shard_bytes)
         if config is not None:
-            write_bytes(unfinished / "config.json", _json_of(config))
+            with new_file(unfinished / "config.json") as file:
+                file.write(_json_of(config))
             files.append("config.json")
-        return Exported(out, files, len(entries), left_out)
+        return Exported(out, files, len(tensors), left_out)
 
 
 def _weights(reader: CheckpointReader, prefix: str) -> dict[str, str]:
     """Paths of the tensors to write, tied ones once, by the name they get: keys joined with dots."""
     manifest = reader.manifest
-    paths = [path for path in manifest.tensors if _is_under(path, prefix)]
-    seen = set(paths)
-    for path, target in manifest.aliases.items():
-        if _is_under(path, prefix) and target not in seen:
-            seen.add(target)
-            paths.append(path)
-    if not paths:
-        raise _nothing(reader, prefix)
     names: dict[str, str] = {}
-    for path in paths:
+    seen: set[str] = set()
+    for path in (*manifest.tensors, *manifest.aliases):
+        target = manifest.target(path)
+        if not _is_under(path, prefix) or target in seen:
+            continue
+        seen.add(target)
         name = ".".join(keys_of(path.removeprefix(f"{prefix}/") if prefix else path))
         if name in names:
             raise CheckpointError(f"{names[name]} and {path} would both be {name!r} in a file of weights")
+        if name == "__metadata__":
+            raise CheckpointError(f"{path} cannot be called {name} in a file of weights, whose format uses that name")
         names[name] = path
+    if not names:
+        raise _nothing(reader, prefix)
     return names
 
 
@@ -109,9 +111,8 @@ def _write_torch(reader: CheckpointReader, out: Path, prefix: str) -> int:
     state: Any = unflatten(FlatState(tensors, values, kinds, aliases))
     for name in keys_of(prefix):
         state = state[name]
-    torch.save(state, out)  # noqa: TID251 (its format is what is asked for; what others write is read without pickle)
-    with out.open("rb") as file:
-        os.fsync(file.fileno())
+    with new_file(out) as file:
+        torch.save(state, file)  # noqa: TID251 (it is what is asked for; what others write is read without pickle)
     return len(tensors)
 
 
@@ -156,8 +157,7 @@ def _new(out: Path, *, is_folder: bool) -> Iterator[Path]:
         yield unfinished
         if is_folder:
             sync_folder(unfinished)
-        unfinished.rename(out)
-        sync_folder(out.parent)
+        rename_durably(unfinished, out)
     except OSError as error:
         raise CheckpointError(f"cannot write {out}: {error}") from error
     finally:

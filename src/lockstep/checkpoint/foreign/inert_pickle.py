@@ -4,27 +4,22 @@ Plain values become Python's own. What pickle would do by running code (look up 
 a symbol that says so: `Name`, `Call`, `Persistent`. Readers of one format then know the few symbols that it needs and
 refuse all others by name. Protocols 2 to 5, as far as picklers write them; no hash of a container is ever taken.
 
-Source: opcodes and their effect on the stack, CPython's Lib/pickletools.py.
+Source: opcodes and their effect on the stack, CPython's Lib/pickletools.py, which also tells them apart here.
 """
 
 from __future__ import annotations
 
-import struct
+import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NoReturn, final
 
 from lockstep.errors import CheckpointDamaged, CheckpointError
 
-_INT_BYTES_MAX = 256  # more digits than Python converts to text, and than any counter has
+PICKLE_BYTES_MAX = 128 << 20
+_VALUES_MAX = 8_000_000  # a short pickle can describe a very large thing
+_INT_BITS_MAX = 2048  # more digits than Python converts to text, and than any counter has
 _KEY_MAX = 1 << 60  # equal hashes cannot be made of smaller integers
-
-
-class Limits(NamedTuple):
-    """How large a pickle may be: a short one can describe a very large thing."""
-
-    bytes: int = 128 << 20
-    values: int = 8_000_000
 
 
 @final
@@ -69,93 +64,68 @@ class Persistent:
 
 
 _MARK = object()
-_MISSING = object()
 _CALL_COST = 4  # its memory in that of other values
 
 
-def read_inert(data: bytes, source: str, limits: Limits | None = None) -> Any:
+def read_inert(data: bytes, source: str, values_max: int = _VALUES_MAX) -> Any:
     """The value of pickle `data`, with symbols in place of all that would need code. Containers may hold themselves.
 
-    Memory: at most some 100 bytes for each of `limits.values`. `source` is named in errors.
+    Memory: at most some 100 bytes for each of `values_max`. `source` is named in errors.
     Raises: CheckpointDamaged for what no pickler writes; CheckpointError for what is too large or too old.
     """
-    limits = limits or Limits()
-    if len(data) > limits.bytes:
-        raise CheckpointError(f"{source} has {len(data)} bytes, more than the {limits.bytes} that are read")
-    return _Machine(data, source, limits.values).run()
+    machine = _Machine(source, len(data), values_max)
+    try:
+        for opcode, argument, at in pickletools.genops(data):
+            machine.step(opcode.name, argument, at or 0)
+    except (ValueError, DeprecationWarning) as error:  # a warning, where it is an error: of a backslash in a name
+        machine.fail(f"is cut off or damaged: {ascii(str(error))[1:-1]:.200}")
+    return machine.result()
 
 
 @final
 class _Machine:
     """The stack machine that a pickle is a program for."""
 
-    def __init__(self, data: bytes, source: str, values_max: int) -> None:
-        self._data = data
+    def __init__(self, source: str, length: int, values_max: int) -> None:
         self._source = source
+        self._length = length
         self._at = 0
-        self._frame_end = 0  # 0: in no frame
+        self._frame_end = 0
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
         self._left = values_max
 
-    def run(self) -> Any:
-        if self._data[:1] != b"\x80":
-            self.fail("does not begin as pickles of protocol 2 to 5 do")
-        opcode = b""
-        while opcode != b".":
-            opcode = self.take(1)
-            action = _ACTIONS.get(opcode)
-            if action is None:
-                self.fail(f"has the operation {opcode!r}, which no pickler of protocol 2 to 5 writes")
-            action(self)
-            self._check_frame()
-        if self._at != len(self._data):
-            self.fail(f"goes on for {len(self._data) - self._at} bytes after its end")
-        if len(self._stack) != 1 or self._stack[0] is _MARK:
-            self.fail(f"ends with {len(self._stack)} values in place of one")
-        return self._stack[0]
+    def step(self, operation: str, argument: Any, at: int) -> None:
+        if (operation == "PROTO") != (at == 0):
+            self.fail("does not say first, and once, that it is of protocol 2 to 5")
+        if self._at < self._frame_end < at:
+            self.fail("has an operation that leaves its frame")
+        self._at = at
+        action = _ACTIONS.get(operation)
+        if action is None:
+            self.fail(f"has the operation {operation}, which no pickler of protocol 2 to 5 writes")
+        action(self, argument)
+
+    def result(self) -> Any:
+        if self._at + 1 != self._length:
+            self.fail(f"goes on for {self._length - self._at - 1} bytes after its end")
+        value = self.pop()
+        if self._stack:
+            self.fail(f"ends with {len(self._stack)} values too many")
+        return value
 
     def fail(self, what: str) -> NoReturn:
         raise CheckpointDamaged(f"{self._source} {what} (at byte {self._at})")
 
-    # -------------------------------------------------------------- bytes
+    def protocol(self, version: int) -> None:
+        if not 2 <= version <= 5:
+            self.fail(f"is of protocol {version}; 2 to 5 are read")
 
-    def take(self, count: int) -> bytes:
-        end = self._at + count
-        if count < 0 or end > len(self._data):
-            self.fail(f"is cut off: {count} bytes are announced, {len(self._data) - self._at} are left")
-        found = self._data[self._at : end]
-        self._at = end
-        return found
-
-    def number(self, count: int, *, signed: bool = False) -> int:
-        return int.from_bytes(self.take(count), "little", signed=signed)
-
-    def line(self) -> str:
-        end = self._data.find(b"\n", self._at)
-        if end < 0:
-            self.fail("is cut off in a name")
-        text = self.take(end - self._at)
-        self._at += 1
-        return self.text(text)
-
-    def text(self, encoded: bytes) -> str:
-        try:
-            return encoded.decode("utf-8")
-        except UnicodeDecodeError:
-            self.fail("has text that is not UTF-8")
-
-    def frame(self) -> None:
-        size = self.number(8)
-        if self._frame_end or size > len(self._data) - self._at:
+    def frame(self, size: int) -> None:
+        begin = self._at + 9
+        if self._at < self._frame_end or begin + size > self._length:
             self.fail(f"has a frame of {size} bytes that does not fit")
-        self._frame_end = self._at + size
-
-    def _check_frame(self) -> None:
-        if self._frame_end and self._at >= self._frame_end:
-            if self._at > self._frame_end:
-                self.fail("has an operation that leaves its frame")
-            self._frame_end = 0
+        self._frame_end = begin + size
 
     # -------------------------------------------------------------- stack
 
@@ -174,23 +144,18 @@ class _Machine:
         self.push(call)
         return call
 
-    def pop(self) -> Any:
-        if not self._stack or self._stack[-1] is _MARK:
-            self.fail("takes a value that is not there")
-        return self._stack.pop()
-
-    def drop(self) -> None:
-        if not self._stack:
-            self.fail("takes a value that is not there")
-        self._stack.pop()
-
-    def drop_to_mark(self) -> None:
-        self.since_mark()
-
     def top(self) -> Any:
         if not self._stack or self._stack[-1] is _MARK:
             self.fail("uses a value that is not there")
         return self._stack[-1]
+
+    def pop(self) -> Any:
+        value = self.top()
+        self._stack.pop()
+        return value
+
+    def last(self, count: int) -> list[Any]:
+        return [self.pop() for _ in range(count)][::-1]
 
     def since_mark(self) -> list[Any]:
         index = len(self._stack) - 1
@@ -202,51 +167,31 @@ class _Machine:
         del self._stack[index:]
         return values
 
-    def last(self, count: int) -> tuple[Any, ...]:
-        return tuple([self.pop() for _ in range(count)][::-1])
-
-    # -------------------------------------------------------------- memo
-
-    def remember(self, index: int) -> None:
+    def remember(self, index: int | None) -> None:
         self.spend(1)
-        self._memo[index] = self.top()
-
-    def memoize(self) -> None:
-        self.remember(len(self._memo))
+        self._memo[len(self._memo) if index is None else index] = self.top()
 
     def recall(self, index: int) -> None:
-        value = self._memo.get(index, _MISSING)
-        if value is _MISSING:
+        if index not in self._memo:
             self.fail(f"asks for value {index}, which it has not kept")
-        self.push(value)
+        self.push(self._memo[index])
 
     # -------------------------------------------------------------- values
 
-    def protocol(self) -> None:
-        version = self.number(1)
-        if self._at != 2 or not 2 <= version <= 5:
-            self.fail(f"is of protocol {version}, or says its protocol twice; 2 to 5 are read")
+    def integer(self, value: int) -> None:
+        if value.bit_length() > _INT_BITS_MAX:
+            self.fail(f"has an integer of {value.bit_length()} bits")
+        self.push(value)
 
-    def integer(self, width: int) -> None:
-        size = self.number(width, signed=width == 4)
-        if size > _INT_BYTES_MAX:
-            self.fail(f"has an integer of {size} bytes")
-        self.push(self.number(size, signed=True))
+    def text(self, value: str) -> None:
+        if not value.isascii():
+            value.encode()  # ValueError for half of a character, which Python's own pickles may have
+        self.push(value)
 
-    def global_name(self) -> None:
-        module = self.line()
-        self.push(Name(module, self.line()))
-
-    def stack_name(self) -> None:
-        module, name = self.last(2)
+    def name(self, module: Any, name: Any) -> None:
         if not isinstance(module, str) or not isinstance(name, str):
             self.fail(f"names a class by {type(module).__name__} and {type(name).__name__} in place of text")
         self.push(Name(module, name))
-
-    def new_set(self, kind: str, values: list[Any]) -> None:
-        self.push_call(Name("builtins", kind), ()).added += values
-
-    # -------------------------------------------------------------- what is done to values
 
     def append(self, values: list[Any]) -> None:
         target = self.top()
@@ -269,18 +214,13 @@ class _Machine:
             self.fail(f"sets items of a {type(target).__name__}")
         for key, value in pairs:
             if not is_key(key):
-                raise CheckpointError(
-                    f"{self._source} has a dict with a {type(key).__name__} as key, not text or integer"
-                )
+                kind = type(key).__name__
+                raise CheckpointError(f"{self._source} has a dict with a {kind} as key, not text or integer")
             if key in target:
                 self.fail("sets a key of a dict twice" + (f": {key[:80]!r}" if isinstance(key, str) else ""))
             target[key] = value
 
-    def reduce(self) -> None:
-        function, args = self.last(2)
-        self.push_call(function, args)
-
-    def reduce_with_keywords(self) -> None:
+    def new_with_keywords(self) -> None:
         function, args, keywords = self.last(3)
         if type(keywords) is not dict or keywords:
             self.fail("makes an object with keyword arguments")
@@ -293,9 +233,6 @@ class _Machine:
             self.fail(f"sets the state of a {type(target).__name__}")
         target.states.append(state)
 
-    def persistent(self) -> None:
-        self.push(Persistent(self.pop()))
-
 
 def is_key(value: Any) -> bool:
     """Whether dicts may be keyed by it: strings, whose hashes are secret, small integers, and calls (by identity)."""
@@ -304,57 +241,45 @@ def is_key(value: Any) -> bool:
     return isinstance(value, str | Call) or value is None
 
 
-_ACTIONS: dict[bytes, Callable[[_Machine], None]] = {
-    b"\x80": lambda m: m.protocol(),
-    b"\x95": lambda m: m.frame(),
-    b".": lambda m: None,
-    b"(": lambda m: m.push(_MARK),
-    b"0": lambda m: m.drop(),
-    b"1": lambda m: m.drop_to_mark(),
+_Action = Callable[[_Machine, Any], object]
+_ACTIONS: dict[str, _Action] = {
+    "PROTO": _Machine.protocol,
+    "FRAME": _Machine.frame,
+    "STOP": lambda m, _: None,
+    "MARK": lambda m, _: m.push(_MARK),
+    "POP": lambda m, _: m.pop(),
+    "POP_MARK": lambda m, _: m.since_mark(),
     # values
-    b"N": lambda m: m.push(None),
-    b"\x88": lambda m: m.push(True),
-    b"\x89": lambda m: m.push(False),
-    b"J": lambda m: m.push(m.number(4, signed=True)),
-    b"K": lambda m: m.push(m.number(1)),
-    b"M": lambda m: m.push(m.number(2)),
-    b"\x8a": lambda m: m.integer(1),
-    b"\x8b": lambda m: m.integer(4),
-    b"G": lambda m: m.push(struct.unpack(">d", m.take(8))[0]),
-    b"\x8c": lambda m: m.push(m.text(m.take(m.number(1)))),
-    b"X": lambda m: m.push(m.text(m.take(m.number(4)))),
-    b"\x8d": lambda m: m.push(m.text(m.take(m.number(8)))),
-    b"C": lambda m: m.push(m.take(m.number(1))),
-    b"B": lambda m: m.push(m.take(m.number(4))),
-    b"\x8e": lambda m: m.push(m.take(m.number(8))),
-    b"\x96": lambda m: m.push(bytearray(m.take(m.number(8)))),
+    "NONE": lambda m, _: m.push(None),
+    "NEWTRUE": lambda m, _: m.push(True),
+    "NEWFALSE": lambda m, _: m.push(False),
+    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "LONG4"), _Machine.integer),
+    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8"), _Machine.text),
+    **dict.fromkeys(("BINFLOAT", "SHORT_BINBYTES", "BINBYTES", "BINBYTES8", "BYTEARRAY8"), _Machine.push),
     # containers
-    b")": lambda m: m.push(()),
-    b"\x85": lambda m: m.push(m.last(1)),
-    b"\x86": lambda m: m.push(m.last(2)),
-    b"\x87": lambda m: m.push(m.last(3)),
-    b"t": lambda m: m.push(tuple(m.since_mark())),
-    b"]": lambda m: m.push([]),
-    b"a": lambda m: m.append(list(m.last(1))),
-    b"e": lambda m: m.append(m.since_mark()),
-    b"}": lambda m: m.push({}),
-    b"s": lambda m: m.set_items(list(m.last(2))),
-    b"u": lambda m: m.set_items(m.since_mark()),
-    b"\x8f": lambda m: m.new_set("set", []),
-    b"\x90": lambda m: m.append(m.since_mark()),
-    b"\x91": lambda m: m.new_set("frozenset", m.since_mark()),
+    "EMPTY_TUPLE": lambda m, _: m.push(()),
+    "TUPLE1": lambda m, _: m.push(tuple(m.last(1))),
+    "TUPLE2": lambda m, _: m.push(tuple(m.last(2))),
+    "TUPLE3": lambda m, _: m.push(tuple(m.last(3))),
+    "TUPLE": lambda m, _: m.push(tuple(m.since_mark())),
+    "EMPTY_LIST": lambda m, _: m.push([]),
+    "APPEND": lambda m, _: m.append(m.last(1)),
+    "APPENDS": lambda m, _: m.append(m.since_mark()),
+    "EMPTY_DICT": lambda m, _: m.push({}),
+    "SETITEM": lambda m, _: m.set_items(m.last(2)),
+    "SETITEMS": lambda m, _: m.set_items(m.since_mark()),
+    "EMPTY_SET": lambda m, _: m.push_call(Name("builtins", "set"), ()),
+    "ADDITEMS": lambda m, _: m.append(m.since_mark()),
+    "FROZENSET": lambda m, _: m.push_call(Name("builtins", "frozenset"), (m.since_mark(),)),
     # memo
-    b"h": lambda m: m.recall(m.number(1)),
-    b"j": lambda m: m.recall(m.number(4)),
-    b"q": lambda m: m.remember(m.number(1)),
-    b"r": lambda m: m.remember(m.number(4)),
-    b"\x94": lambda m: m.memoize(),
+    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.recall),
+    **dict.fromkeys(("BINPUT", "LONG_BINPUT", "MEMOIZE"), _Machine.remember),
     # symbols
-    b"c": lambda m: m.global_name(),
-    b"\x93": lambda m: m.stack_name(),
-    b"R": lambda m: m.reduce(),
-    b"\x81": lambda m: m.reduce(),
-    b"\x92": lambda m: m.reduce_with_keywords(),
-    b"b": lambda m: m.build(),
-    b"Q": lambda m: m.persistent(),
+    "GLOBAL": lambda m, names: m.name(*names.split(" ", 1)),
+    "STACK_GLOBAL": lambda m, _: m.name(*m.last(2)),
+    "REDUCE": lambda m, _: m.push_call(*m.last(2)),
+    "NEWOBJ": lambda m, _: m.push_call(*m.last(2)),
+    "NEWOBJ_EX": lambda m, _: m.new_with_keywords(),
+    "BUILD": lambda m, _: m.build(),
+    "BINPERSID": lambda m, _: m.push(Persistent(m.pop())),
 }

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.foreign.dcp import METADATA, read_dcp_folder
-from lockstep.checkpoint.foreign.huggingface import SINGLE_FILES, read_huggingface_folder, read_safetensors
+from lockstep.checkpoint.foreign.huggingface import (
+    INDEX_SUFFIX,
+    SINGLE_FILES,
+    read_huggingface_folder,
+    read_safetensors,
+)
 from lockstep.checkpoint.foreign.torch_files import read_torch_window
-from lockstep.checkpoint.foreign.window import open_window
+from lockstep.checkpoint.foreign.window import open_folder, open_window
 from lockstep.checkpoint.foreign.zip_records import MAGIC
 from lockstep.checkpoint.generation import names_in
 from lockstep.checkpoint.manifest import NAME as MANIFEST
-from lockstep.checkpoint.saving import SHARDS
-from lockstep.checkpoint.state import keys_of
+from lockstep.checkpoint.state import SHARDS, keys_of
 from lockstep.errors import CheckpointError
 
+_NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")  # of a shard
 _UNDERSTOOD = (
     "What is read: a file of torch.save (torch 1.6 and later), a .safetensors file, a Hugging Face folder "
     f"({' or '.join(SINGLE_FILES)}, or the index of several), a folder of torch.distributed.checkpoint ({METADATA})"
@@ -35,18 +41,19 @@ def read_foreign(path: Path | str) -> Any:
         return _read_folder(path)
     with open_window(path) as file:
         start = file.read(0, min(9, file.bytes))
+        if start[8:] == b"{":  # behind the header's length, which may be any bytes
+            return read_safetensors(file)
         if start.startswith((MAGIC, b"\x80")):
             return read_torch_window(file)
-        if start[8:] == b"{":
-            return read_safetensors(file)
         raise CheckpointError(f"{path} is of no format that is known here. {_UNDERSTOOD}")
 
 
 def _read_folder(folder: Path) -> Any:
-    names = {entry.name for entry in folder.iterdir()}
+    with open_folder(folder) as opened:
+        names = opened.names()
     if METADATA in names:
         return read_dcp_folder(folder)
-    if any(name in names or f"{name}.index.json" in names for name in SINGLE_FILES):
+    if any(name in names or name + INDEX_SUFFIX in names for name in SINGLE_FILES):
         return read_huggingface_folder(folder)
     if MANIFEST in names:
         raise CheckpointError(f"{folder} is a checkpoint of lockstep itself: Checkpointer({folder.parent}) loads it")
@@ -71,12 +78,9 @@ def import_checkpoint(source: Path | str, directory: Path | str, *, step: int | 
         step = own if type(own) is int and own >= 0 else 0
     for name in reversed(keys_of(key.strip("/"))):
         state = {name: state}
-    found = state.get(SHARDS) if isinstance(state, dict) else None
     shards = {}
-    if isinstance(found, dict) and all(
-        isinstance(number, str) and number.isascii() and number.isdecimal() for number in found
-    ):
-        shards = {int(number): shard for number, shard in found.items()}
-        state = {name: value for name, value in state.items() if name != SHARDS}
+    found = state.get(SHARDS) if isinstance(state, dict) else None
+    if isinstance(found, dict) and all(isinstance(n, str) and _NUMBER.fullmatch(n) for n in found):
+        shards = {int(number): shard for number, shard in state.pop(SHARDS).items()}
     with Checkpointer(directory, keep=None) as checkpointer:
         return checkpointer.save(step, state, shards=shards)

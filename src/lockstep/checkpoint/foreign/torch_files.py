@@ -10,56 +10,36 @@ Written so since torch 1.6. Other classes than the ones named here are refused b
 
 from __future__ import annotations
 
-import struct
+import re
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NoReturn, final
 
-from lockstep.checkpoint.foreign.inert_pickle import Call, Name, Persistent, read_inert
+import numpy as np
+
+from lockstep.checkpoint.foreign.inert_pickle import PICKLE_BYTES_MAX, Call, Name, Persistent, is_key, read_inert
 from lockstep.checkpoint.foreign.torch_tensors import StoredTensors, dtype_of, shape_of
-from lockstep.checkpoint.foreign.window import Window, open_window
+from lockstep.checkpoint.foreign.window import Window
 from lockstep.checkpoint.foreign.zip_records import MAGIC, ZipRecords
 from lockstep.checkpoint.state import DEPTH_MAX
 from lockstep.errors import CheckpointDamaged, CheckpointError
 
-_PICKLE_BYTES_MAX = 128 << 20
 _VALUES_PER_BYTE = 4  # of the pickle: it can use one value many times, as real ones do with few
 _VALUES_MIN = 10_000
 _VERSIONS = range(1, 11)
-_MAPPINGS = ("collections.OrderedDict", "collections.defaultdict")
 _NUMPY_SCALAR = ("numpy._core.multiarray.scalar", "numpy.core.multiarray.scalar")
 _NUMPY_ARRAY = ("numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct")
-_NUMPY_NUMBERS = {
-    "b1": "?",
-    "i1": "b",
-    "i2": "h",
-    "i4": "i",
-    "i8": "q",
-    "u1": "B",
-    "u2": "H",
-    "u4": "I",
-    "u8": "Q",
-    "f2": "e",
-    "f4": "f",
-    "f8": "d",
-}
+_NUMPY_NUMBER = re.compile(r"b1|[iu][1248]|f[248]")
 
 
-def read_torch_file(path: Path) -> Any:
-    """What `torch.save` has written to `path`, its tensors on the CPU.
+def read_torch_window(file: Window) -> Any:
+    """What `torch.save` has written to a range of an open file, its tensors on the CPU.
 
     Parameters become tensors, OrderedDicts dicts, torch.Size a tuple, dtypes and devices their names, numbers of numpy
     Python's. Tensors that shared memory share it again.
     Memory: the file's bytes, and the pickle's symbols.
     Raises: CheckpointDamaged for what is not whole; CheckpointError for what would need code, by its name.
     """
-    with open_window(path) as file:
-        return read_torch_window(file)
-
-
-def read_torch_window(file: Window) -> Any:
-    """The same from a range of an open file."""
     start = file.read(0, min(file.bytes, len(MAGIC)))
     if start[:1] == b"\x80":
         raise CheckpointError(
@@ -69,12 +49,11 @@ def read_torch_window(file: Window) -> Any:
     if start != MAGIC:
         raise CheckpointDamaged(f"{file.name} is no file of torch.save: it does not begin as a zip archive")
     records = ZipRecords(file)
-    roots = [name.removesuffix("/data.pkl") for name in records.names if name.count("/") == 1]
-    roots = [root for root in roots if "/" not in root]
+    roots = [name.partition("/")[0] for name in records.names if name.partition("/")[2] == "data.pkl"]
     if len(roots) != 1:
         raise CheckpointDamaged(f"{file.name} is no file of torch.save: its archive has no record data.pkl")
     _check_layout(records, roots[0])
-    data = records.read(f"{roots[0]}/data.pkl", _PICKLE_BYTES_MAX)
+    data = records.read(f"{roots[0]}/data.pkl", PICKLE_BYTES_MAX)
     values = _Values(file.name, StoredTensors(records, roots[0]), _VALUES_MIN + _VALUES_PER_BYTE * len(data))
     return values.value(read_inert(data, f"{file.name}: data.pkl"), ())
 
@@ -84,13 +63,14 @@ def _check_layout(records: ZipRecords, root: str) -> None:
         whole = f"{root}/{name}"
         return records.read(whole, 64) if whole in records.names else default
 
+    name = records.file.name
     if f"{root}/constants.pkl" in records.names:
-        raise CheckpointError(f"{records.file.name} is a TorchScript archive, which is code: save its state_dict()")
+        raise CheckpointError(f"{name} is a TorchScript archive, which is code: save its state_dict()")
     version, order = small("version", b"3").strip(), small("byteorder", b"little")
     if not version.isdigit() or int(version) not in _VERSIONS:
-        raise CheckpointError(f"{records.file.name} is of version {version[:20]!r}, which is not known here")
+        raise CheckpointError(f"{name} is of version {version[:20]!r}, which is not known here")
     if order != b"little":
-        raise CheckpointError(f"{records.file.name} has its numbers in byte order {order[:20]!r}; only little is read")
+        raise CheckpointError(f"{name} has its numbers in byte order {order[:20]!r}; only little is read")
 
 
 @final
@@ -120,40 +100,25 @@ class _Values:
     def _mapping(self, items: Iterable[tuple[Any, Any]], path: tuple[Any, ...]) -> dict[Any, Any]:
         whole: dict[Any, Any] = {}
         for key, value in items:
-            if not isinstance(key, str | int):
-                self._refuse("has a dict with a key that is neither text nor an integer", path)
+            if not isinstance(key, str | int) or not is_key(key):
+                self._refuse("has a dict with a key that is neither text nor a small integer", path)
             if key in whole:
                 self._refuse(f"has a dict with the key {key!r} twice", path)
             whole[key] = self.value(value, (*path, key))
         return whole
 
     def _called(self, call: Call, path: tuple[Any, ...]) -> Any:
-        if call.is_of(*_MAPPINGS) and not call.added:  # states: attributes, as `_metadata` of a state dict
+        is_mapping = call.is_of("collections.defaultdict") or (call.is_of("collections.OrderedDict") and not call.args)
+        if is_mapping and not call.added:  # states: attributes, as `_metadata` of a state dict
             return self._mapping(call.items, path)
         if call.is_of("collections.Counter") and call.is_plain() and len(call.args) == 1:
             counts = self.value(call.args[0], path)
             if isinstance(counts, dict):
                 return Counter(counts)
-        made = self._named(call)
+        made = _called_plainly(call) if call.is_plain() else None
         if made is None:
             made = self._tensors.tensor(call)
         return self._refuse_object(call, path) if made is None else made
-
-    def _named(self, call: Call) -> Any:
-        """What a call of a few known functions returns, None for others."""
-        if not call.is_plain():
-            return None
-        match call.args:
-            case (size,) if call.is_of("torch.Size"):
-                return shape_of(size)
-            case (str(kind),) if call.is_of("torch.device"):
-                return kind
-            case (str(kind), int(index)) if call.is_of("torch.device"):
-                return f"{kind}:{index}"
-            case (kind, encoded) if call.is_of(*_NUMPY_SCALAR):
-                return _numpy_number(kind, _latin1(encoded))
-            case _:
-                return _latin1(call)
 
     def _refuse_object(self, found: Any, path: tuple[Any, ...]) -> NoReturn:
         function = found.function if isinstance(found, Call) else found
@@ -171,6 +136,21 @@ class _Values:
         raise CheckpointError(f"{self._name} {what}" + (f" (at {where})" if where else ""))
 
 
+def _called_plainly(call: Call) -> Any:
+    """What a call of a few known functions returns, None for others."""
+    match call.args:
+        case (size,) if call.is_of("torch.Size"):
+            return shape_of(size)
+        case (str(kind),) if call.is_of("torch.device"):
+            return kind
+        case (str(kind), int(index)) if call.is_of("torch.device"):
+            return f"{kind}:{index}"
+        case (kind, encoded) if call.is_of(*_NUMPY_SCALAR):
+            return _numpy_number(kind, _latin1(encoded))
+        case _:
+            return _latin1(call)
+
+
 def _latin1(found: Any) -> bytes | None:
     """The bytes that protocol 2 writes as text, or bytes themselves."""
     if isinstance(found, bytes):
@@ -185,7 +165,6 @@ def _numpy_number(dtype: Any, data: bytes | None) -> Any:
     """The number that numpy's pickle of a scalar holds, None where it is none."""
     match dtype:
         case Call(args=(str(code), *_), states=[(_, "<" | "|", *_)]) if dtype.is_of("numpy.dtype"):
-            layout = "<" + _NUMPY_NUMBERS.get(code, "")
-            if data and layout != "<" and len(data) == struct.calcsize(layout):
-                return struct.unpack(layout, data)[0]
+            if data and _NUMPY_NUMBER.fullmatch(code) and len(data) == int(code[1]):
+                return np.frombuffer(data, f"<{code}").item()
     return None

@@ -44,6 +44,7 @@ _DTYPES = {
     **{f"torch.{name}": getattr(torch, name) for name in _LATER},
 }
 _DENSE = ("torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor_v3")
+_MARKED = (torch.complex64, torch.complex128, torch.float32, torch.float64)  # numbers and their imaginary parts
 _PARAMETER = ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state")
 _WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 _PLAIN_TYPES = ("torch.Tensor", "torch.nn.parameter.Parameter")
@@ -100,7 +101,13 @@ class StoredTensors:
         if not (isinstance(hooks, Call) and hooks.is_of("collections.OrderedDict") and hooks.is_plain()):
             raise CheckpointError(f"{self._records.file.name} holds a tensor with hooks, which are code")
         elements = self._elements(storage, dtype_of(rest.pop(0)) if has_dtype else None)
-        return self._resolved(self._view(elements, storage.id[2], offset, shape_of(size), _numbers(stride)), rest)
+        marks = rest[0] if rest and rest[0] is not None else {}
+        if type(marks) is not dict or not marks.keys() <= {"conj", "neg"}:
+            self._fail("a tensor has marks other than conj and neg")
+        marked = [name for name in ("conj", "neg") if marks.get(name) is True]
+        if marked and elements.dtype not in _MARKED:
+            self._fail(f"a tensor of {elements.dtype} is marked as conjugate or negative")
+        return self._view(elements, storage.id[2], offset, shape_of(size), _numbers(stride), marked)
 
     def _elements(self, storage: Any, dtype: torch.dtype | None) -> Tensor:
         """The storage as a flat tensor, of `dtype` where that is not told by the storage."""
@@ -120,10 +127,11 @@ class StoredTensors:
         dtype = dtype or own_dtype
         return self._storages[key][: size // dtype.itemsize * dtype.itemsize].view(dtype)
 
-    def _view(self, elements: Tensor, key: str, offset: Any, shape: Any, strides: Any) -> Tensor:
+    def _view(self, elements: Tensor, key: str, offset: Any, shape: Any, strides: Any, marked: list[str]) -> Tensor:
+        """The tensor itself where the file has its conjugate or negative."""
         if shape is None or strides is None or len(shape) != len(strides) or type(offset) is not int or offset < 0:
             self._fail(f"a tensor of storage {_shown(key)} has no right shape, strides or offset")
-        place = f"{elements.dtype} {offset} {shape} {strides} {key}"  # text: equal hashes of numbers could be made
+        place = f"{elements.dtype} {offset} {shape} {strides} {marked} {key}"  # text: equal hashes could be made
         if place in self._made:
             return self._made[place]
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -133,17 +141,11 @@ class StoredTensors:
         self._bytes_left -= count * elements.dtype.itemsize
         if self._bytes_left < 0:
             raise CheckpointError(f"{self._records.file.name} describes tensors that are far larger than the file")
-        self._made[place] = elements.as_strided(shape, strides, offset)
-        return self._made[place]
-
-    def _resolved(self, tensor: Tensor, rest: list[Any]) -> Tensor:
-        """The tensor itself where the file has its conjugate or negative."""
-        marks = rest[0] if rest else None
-        if marks is not None and (type(marks) is not dict or not marks.keys() <= {"conj", "neg"}):
-            self._fail("a tensor has marks other than conj and neg")
-        if marks and marks.get("conj") is True and tensor.is_complex():
+        tensor = elements.as_strided(shape, strides, offset)
+        if "conj" in marked and tensor.is_complex():
             tensor = tensor.conj_physical()
-        return tensor.neg() if marks and marks.get("neg") is True else tensor
+        self._made[place] = tensor.neg() if "neg" in marked else tensor
+        return self._made[place]
 
     def _fail(self, what: str) -> NoReturn:
         raise CheckpointDamaged(f"{self._records.file.name} is damaged: {what}")

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,11 +34,21 @@ class Window(NamedTuple):
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from `start` of this window. Raises: CheckpointDamaged where they are not there."""
         out = bytearray(self.part(start, count, self.name).bytes)
-        for _ in self.read_blocks(start, memoryview(out)):
-            pass
+        self.read_into(memoryview(out), start)
         return bytes(out)
 
-    def read_blocks(self, start: int, out: memoryview) -> Iterator[memoryview]:
+    def read_all(self, most: int) -> bytes:
+        """All of it. Raises: CheckpointError for more than `most` bytes."""
+        if self.bytes > most:
+            raise CheckpointError(f"{self.name} has {self.bytes} bytes, more than the {most} that are read")
+        return self.read(0, self.bytes)
+
+    def read_into(self, out: memoryview, start: int) -> None:
+        """Fill `out` from `start` on. Raises: as `read_blocks`."""
+        for _ in self.read_blocks(out, start):
+            pass
+
+    def read_blocks(self, out: memoryview, start: int) -> Iterator[memoryview]:
         """Fill `out` from `start` on, block by block; gives each block when it is there.
 
         Raises: CheckpointDamaged where the file ends before, CheckpointError where it cannot be read.
@@ -57,17 +67,48 @@ class Window(NamedTuple):
             done += count
 
 
+class Folder(NamedTuple):
+    """An open folder, whose files are opened by their names alone."""
+
+    path: Path
+    descriptor: int
+
+    def names(self) -> list[str]:
+        """What is in it. Raises: OSError."""
+        return os.listdir(self.descriptor)
+
+    def open(self, name: str) -> AbstractContextManager[Window]:
+        """All of its file `name`. Raises: as `open_window`; CheckpointError for a link, and for what is not in it."""
+        if name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise CheckpointError(f"{self.path}: the file {name!a:.200} is asked for, only names in there are followed")
+        return open_window(self.path / name, self.descriptor)
+
+
 @contextmanager
-def open_window(path: Path, *, folder: int | None = None) -> Iterator[Window]:
-    """All of the file `path`; with the descriptor of its `folder`, the file of this name in it, and no link.
+def open_folder(path: Path) -> Iterator[Folder]:
+    """The folder `path`, for a `with` block. Raises: CheckpointMissing."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CheckpointMissing(f"cannot open the folder {path}: {error}") from error
+    try:
+        yield Folder(path, descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def open_window(path: Path, folder: int | None = None) -> Iterator[Window]:
+    """All of the file `path`, for a `with` block; with the descriptor of its `folder` the file there, and no link.
 
     Raises: CheckpointMissing where there is none, CheckpointError where it is no ordinary file.
     """
-    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | (0 if folder is None else os.O_NOFOLLOW)
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK  # O_NONBLOCK: a pipe is refused below, not waited for
     try:
-        descriptor = os.open(
-            path if folder is None else path.name, flags, dir_fd=folder
-        )  # O_NONBLOCK: a pipe is refused below, not waited for
+        if folder is None:
+            descriptor = os.open(path, flags)
+        else:
+            descriptor = os.open(path.name, flags | os.O_NOFOLLOW, dir_fd=folder)
     except FileNotFoundError as error:
         raise CheckpointMissing(f"{path} does not exist") from error
     except (OSError, ValueError) as error:  # ValueError: a NUL in the name

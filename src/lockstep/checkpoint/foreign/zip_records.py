@@ -69,7 +69,7 @@ class ZipRecords:
         record = self._record(name)
         assert len(out) == record.bytes, f"{name} has {record.bytes} bytes, not {len(out)}"
         crc = 0
-        for block in self.file.read_blocks(self._data_start(name, record), out):
+        for block in self.file.read_blocks(out, self._data_start(name, record)):
             crc = zlib.crc32(block, crc)
         if crc != record.crc32:
             self._fail(f"{name} is not what was written: its CRC does not fit")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import final
 
@@ -28,6 +29,8 @@ class Attendance:
         self._peers = peers
         self._failure: CommError | None = None
         self._pinned: list[CommOp] = []
+        self._writing = threading.RLock()  # an abort comes from any thread
+        self._is_gone = False
 
     # ------------------------------------------------------------------ the others
 
@@ -69,12 +72,14 @@ class Attendance:
         """The operation and its rank, for a message."""
         return f"{describe(op)} on rank {self._rank} of {len(self._members)} (shm)"
 
-    def fail(self, error: BaseException, op: CommOp) -> bool:
+    def fail(self, error: BaseException, op: CommOp | None) -> bool:
         """Nothing can be agreed on any more. True the first time: then the others must be woken.
 
-        `op`: what failed. Its tensors are kept until all have left: a slow rank may still write into them.
+        `op`: what failed, where something is under way. Its tensors are kept until all have left: a slow rank may still
+        write into them.
         """
-        self._pinned.append(op)
+        if op is not None:
+            self._pinned.append(op)
         if self._failure is not None:
             return False
         culprit = error.rank if isinstance(error, PeerLost) else None
@@ -106,5 +111,8 @@ class Attendance:
         self._set(SWEPT)
 
     def _set(self, bits: int) -> None:
-        fence()
-        self._words[self._rank][0] |= bits
+        with self._writing:
+            if not self._is_gone or bits == SWEPT:
+                self._is_gone = bits == GONE
+                fence()
+                self._words[self._rank][0] |= bits

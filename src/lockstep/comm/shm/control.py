@@ -22,7 +22,7 @@ from lockstep.comm.shm.attendance import Attendance
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.waiting import ORDERED, Parking, fence, yield_core
-from lockstep.errors import CollectiveMismatch, CollectiveTimeout, TransportClosed
+from lockstep.errors import CollectiveMismatch, CollectiveTimeout
 
 # Words of 8 bytes. A rank's first cache line is what the others look at while they wait for it.
 _TICK, _ASLEEP, _ANNOUNCED = 0, 1, (2, 5)
@@ -223,7 +223,7 @@ class Control:
                 yield peer
 
     def _look_around(self, op: CommOp) -> None:
-        """Raises: PeerLost, CollectiveTimeout, TransportClosed where waiting on makes no sense."""
+        """Raises: PeerLost, or what `check_patience` does, where waiting on makes no sense."""
         gone = [(peer, self.attendance.end_of(peer)) for peer in self._behind()]
         still = set(self._behind())  # whoever ticked first and left afterwards has done its part
         for peer, end in sorted(gone, key=lambda pair: pair[1] != "ended"):  # the dead first: others follow from them
@@ -232,10 +232,9 @@ class Control:
         self.check_patience(op, sorted(still))
 
     def check_patience(self, op: CommOp, missing: Sequence[int]) -> None:
-        """Raises: TransportClosed where this rank closed meanwhile, CollectiveTimeout after the deadline."""
+        """Raises: CommError where this rank closed or aborted meanwhile, CollectiveTimeout after the deadline."""
         where = self.attendance.where(op)
-        if self.patience.closing:
-            raise TransportClosed(f"{where}: this communicator was closed on this rank")
+        self.patience.check_open(where)
         if missing and self.patience.is_over():
             late = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
             raise CollectiveTimeout(
@@ -247,8 +246,8 @@ class Control:
 
     # ------------------------------------------------------------------ leaving
 
-    def fail(self, error: BaseException, op: CommOp) -> None:
-        """Tell the others that this rank has given up in `op`, and whose fault it is where that is known."""
+    def fail(self, error: BaseException, op: CommOp | None = None) -> None:
+        """Tell the others that this rank has given up (in `op`), and whose fault it is where that is known."""
         if self.attendance.fail(error, op):
             self._wake_others()
 

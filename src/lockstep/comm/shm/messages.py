@@ -16,6 +16,7 @@ from lockstep.comm.op import CommOp, Work
 from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.post import Delivery, Post
 from lockstep.comm.shm.waiting import yield_core
+from lockstep.comm.transport import blamed_on
 from lockstep.comm.turn import Turn
 from lockstep.errors import CollectiveTimeout, CommError, TransportClosed
 
@@ -65,7 +66,7 @@ class Mail:
         message = Delivery(op, owner)
         refusal = self._control.attendance.refusal(op)
         if refusal is not None:
-            message.end(refusal)
+            message.end(blamed_on(self._control.patience.aborted, refusal))
             return Message(self, message)
         self._pending.append(message)
         if op.async_op:
@@ -133,6 +134,9 @@ class Mail:
     def _is_unneeded(self) -> bool:
         return self._waiters > 0 or self._closing or not self._pending
 
+    def _is_aborted(self) -> bool:
+        return self._control.patience.aborted is not None
+
     # ------------------------------------------------------------------ with the turn
 
     def _advance(self, enough: Callable[[], bool], spins: int) -> None:
@@ -144,7 +148,7 @@ class Mail:
         else:
             now = time.monotonic()
             longest_s = min([_SLICE_S, *(message.deadline - now for message in tuple(self._pending))])
-            if not self._control.sleep_until_rung(self._pass, enough, longest_s):
+            if not self._control.sleep_until_rung(self._pass, lambda: enough() or self._is_aborted(), longest_s):
                 self._look_around()
         self._give_up_the_late()
 
@@ -162,6 +166,9 @@ class Mail:
         for message in tuple(self._pending):
             if self._closing:
                 self._abandon(message, self._closed(message.op))
+            elif self._is_aborted():
+                where = self._control.attendance.where(message.op)
+                self._abandon(message, CommError(f"{where}: aborted on this rank"))
             elif now > message.deadline:
                 self._abandon(message, self._late(message))
         self._forget_ended()
@@ -184,7 +191,7 @@ class Mail:
         """End a message that will not arrive. The tensor is the caller's again, so nobody may touch it after this."""
         if not self._post.withdraw(message):
             self._control.fail(error, message.op)  # the other side is in the middle of it
-        message.end(error)
+        message.end(blamed_on(self._control.patience.aborted, error))
 
     def _late(self, message: Delivery) -> CollectiveTimeout:
         op = message.op

@@ -1,0 +1,136 @@
+"""`lockstep demo`: small programs with one fault each, run with stock torch and then with lockstep."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from argparse import ArgumentParser
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.cli.demo_side import Line, Side, Who
+from lockstep.cli.words import nearest
+from lockstep.demos.catalog import DEMOS, Demo
+from lockstep.errors import ConfigError
+
+_SHOWN = 30  # lines of one side
+_WIDTH = 150
+_PATIENCE_S = 20.0  # for lockstep, should it have nothing to say
+_AFTERMATH_S = 1.0  # once it has said all
+_NAMES: dict[Who, str] = {"torch": "stock torch", "lockstep": "lockstep"}
+_ERROR = re.compile(r"(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*|terminate called .*|.*fail at.*)")
+_PREFIXED = re.compile(r"((?:\[rank\d+\]: ?)?)(.*)")
+_OURS = re.compile(r"(?:\[rank\d+\]: )?(?:lockstep: |lockstep\.errors\.)(.*)|.*?\bWarning: (.*)")
+
+
+class Word(NamedTuple):
+    """What one side had to say."""
+
+    at_s: float | None  # when the first sentence came that helps; None: never
+    text: str
+
+
+def demo(words: Sequence[str]) -> int:
+    """`lockstep demo [NAME]`; 0 where it could be shown. Raises: ConfigError for a name that there is not."""
+    parser = ArgumentParser(prog="lockstep demo", description=__doc__)
+    parser.add_argument("name", nargs="?", help="which one; without a name, all are listed")
+    parser.add_argument("--seconds", type=float, default=6.0, help="how long stock torch is waited for (default: 6)")
+    parser.add_argument("--source", action="store_true", help="show the program, run nothing")
+    args = parser.parse_args(list(words))
+    if args.name is None:
+        _list()
+        return 0
+    if args.name not in DEMOS:
+        near = nearest(args.name, DEMOS)
+        raise ConfigError(
+            f"no demo is called {args.name!r}: did you mean `lockstep demo {near}`? `lockstep demo` lists all"
+        )
+    if not 0 < args.seconds < 1e6:
+        raise ConfigError(f"--seconds {args.seconds:g}: it is a number above 0")
+    one = DEMOS[args.name]
+    if args.source:
+        print(f"# {one.script}\n{one.script.read_text()}", end="")
+        return 0
+    _show(one, args.seconds)
+    return 0
+
+
+def _list() -> None:
+    width = max(map(len, DEMOS))
+    for one in DEMOS.values():
+        print(f"{one.name:{width}}  {one.title}\n{'':{width}}  stock torch {one.stock}")
+    print(f"\n`lockstep demo {next(iter(DEMOS))}` runs one with stock torch, then with lockstep; --source shows it.")
+
+
+def _show(one: Demo, seconds: float) -> None:
+    print(f"{one.name}: {one.title}\n{one.script}", flush=True)
+    with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as folder:
+        said: dict[Who, Word] = {}
+        for who in _NAMES:
+            print(f"\n--- {_command(one, who)}", flush=True)
+            place = Path(folder) / who
+            place.mkdir()
+            said[who] = _run(one, who, place, seconds)
+    print("\n" + "; ".join(_sentence(who, word) for who, word in said.items()), flush=True)
+
+
+def _command(one: Demo, who: Who) -> str:
+    if one.places:
+        script = (one.script if who == "lockstep" else one.stock_script).name
+        return f"{_NAMES[who]}: python {script}, {len(one.places)} times, with a faulty environment"
+    return f"{'lockstep run' if who == 'lockstep' else 'torchrun'} --nproc-per-node {one.ranks} {one.script.name}"
+
+
+def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
+    """Show one side as it happens; what it said first that helps."""
+    pattern = _OURS if who == "lockstep" else _ERROR
+    variables = {"LOCKSTEP_HANG_S": "2", "LOCKSTEP_EVIDENCE": ""}
+    first: Word | None = None
+    lines: list[str] = []
+    limit_s = seconds if who == "torch" else _PATIENCE_S
+    with Side(one, who, folder, variables) as side:
+        for line in _without_frames(side.lines(limit_s)):
+            lines.append(line.text)
+            _print(line, len(lines))
+            found = pattern.match(line.text)
+            if first is None and found is not None:
+                first = Word(line.at_s, next(filter(None, found.groups()), ""))
+            if who == "lockstep" and one.says and says_all(one, "\n".join(lines)):
+                for more in _without_frames(side.lines(line.at_s + _AFTERMATH_S)):
+                    lines.append(more.text)
+                    _print(more, len(lines))
+                break
+        code = side.exit_code
+    if len(lines) > _SHOWN:
+        print(f"         ... {len(lines) - _SHOWN} more lines", flush=True)
+    if first is not None:
+        return first
+    return Word(None, f"still silent after {limit_s:g} s" if code is None else f"no complaint, exit code {code}")
+
+
+def says_all(one: Demo, output: str) -> bool:
+    """Whether `output` has all that lockstep has to say of this demo."""
+    return all(re.search(pattern, output) for pattern in one.says)
+
+
+def _without_frames(lines: Iterable[Line]) -> Iterator[Line]:
+    """Of tracebacks only the first line and the error."""
+    within: dict[str, bool] = {}  # by the prefix of a rank
+    for line in lines:
+        found = _PREFIXED.fullmatch(line.text)
+        prefix, rest = found.groups() if found is not None else ("", line.text)
+        if not (within.get(prefix) and (not rest or rest.startswith("  "))):
+            within[prefix] = rest.startswith("Traceback (most recent call last)")
+            yield line
+
+
+def _print(line: Line, number: int) -> None:
+    if number <= _SHOWN:
+        text = line.text if len(line.text) <= _WIDTH else line.text[: _WIDTH - 3] + "..."
+        print(f"{line.at_s:6.1f} s  {text}", flush=True)
+
+
+def _sentence(who: Who, word: Word) -> str:
+    text = word.text if len(word.text) <= _WIDTH else word.text[: _WIDTH - 3] + "..."
+    return f"{_NAMES[who]}: {text}" if word.at_s is None else f"{_NAMES[who]}, after {word.at_s:.1f} s: {text}"

@@ -1,0 +1,151 @@
+"""One demo, started with stock torch or with lockstep: its processes, and what they say when."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Literal, NamedTuple, final
+
+from lockstep.demos.catalog import Demo, Place
+from lockstep.launch.processes import adopting_orphans, children
+
+Who = Literal["torch", "lockstep"]
+
+_BEGIN = str(Path(__file__).with_name("demo_begin.py"))
+_MARK = "lockstep demo began at"
+_PLACES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_END_S = 5.0  # for a launcher to end its ranks
+
+
+class Line(NamedTuple):
+    """What somebody said."""
+
+    at_s: float  # since the ranks have begun; 0 before
+    text: str
+
+
+@final
+class Side:
+    """`with Side(demo, "torch", folder) as side: for line in side.lines(8.0)`. What it started is ended after it."""
+
+    def __init__(self, demo: Demo, who: Who, folder: Path, variables: Mapping[str, str] | None = None) -> None:
+        self.demo, self.who = demo, who
+        self._folder, self._variables = folder, dict(variables or {})
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._stack = ExitStack()
+        self._begun_s = 0.0
+        self._output = -1
+
+    def __enter__(self) -> Side:
+        self._own = set(children())
+        self._stack.enter_context(adopting_orphans())
+        self._output, end = os.pipe()
+        self._stack.callback(os.close, self._output)
+        self._stack.callback(self._end)
+        with ExitStack() as stack:
+            stack.callback(os.close, end)
+            for words, environ in self._commands():
+                process = subprocess.Popen(
+                    words, stdin=subprocess.DEVNULL, stdout=end, stderr=end, env=environ, cwd=self._folder,
+                    start_new_session=True,
+                )  # fmt: skip
+                self._processes.append(process)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+
+    @property
+    def exit_code(self) -> int | None:
+        """The first that is not 0, None while one runs."""
+        codes = [process.poll() for process in self._processes]
+        return None if None in codes else next((code for code in codes if code), 0)
+
+    def lines(self, seconds: float) -> Iterator[Line]:
+        """What is said until `seconds` after the ranks have begun, or until all have ended."""
+        rest = b""
+        until_s = float("inf")
+        while time.time() < until_s:
+            if not select.select([self._output], [], [], 0.05)[0]:
+                continue
+            data = os.read(self._output, 1 << 16)
+            if not data:
+                break
+            *whole, rest = (rest + data).split(b"\n")
+            for text in (one.decode(errors="replace").rstrip() for one in whole):
+                if _MARK in text:
+                    self._begun_s = self._begun_s or float(text.rpartition(" ")[2])
+                    until_s = self._begun_s + seconds
+                else:
+                    yield Line(max(0.0, time.time() - self._begun_s) if self._begun_s else 0.0, text)
+        for process in self._processes if time.time() < until_s else ():  # all have closed their output
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_S)
+
+    # ------------------------------------------------------------------ what is started
+
+    def _commands(self) -> list[tuple[list[str], dict[str, str]]]:
+        script = self.demo.script if self.who == "lockstep" else self.demo.stock_script
+        program = [_BEGIN, _MARK, str(script)]
+        common = {name: value for name, value in os.environ.items() if name not in _PLACES}
+        common |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.demo.variables, **self._variables}
+        if self.demo.places:
+            ports = self._ports()
+            return [([sys.executable, *program], common | environment(place, ports)) for place in self.demo.places]
+        module = ["lockstep", "run"] if self.who == "lockstep" else ["torch.distributed.run", "--standalone"]
+        flags = ["--nproc-per-node", str(self.demo.ranks), "--log-dir", str(self._folder / f"logs-{self.who}")]
+        return [([sys.executable, "-m", *module, *flags, *program], common)]
+
+    def _ports(self) -> dict[str, str]:
+        foreign = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+        with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as other:
+            servers = {"own": own, "other": other, "foreign": foreign}
+            return {name: str(server.getsockname()[1]) for name, server in servers.items()}
+
+    # ------------------------------------------------------------------ the end
+
+    def _end(self) -> None:
+        """First as a user would, so that launchers tidy up; then whatever is left."""
+        if self.who == "lockstep" and not self.demo.places:
+            for _ in range(2):  # the second time, nobody is waited for
+                for process in self._processes:
+                    process.send_signal(signal.SIGTERM)
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(0.3)
+            for process in self._processes:
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_END_S)
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        while left := set(children()) - self._own:  # ranks whose launcher has ended are children of this process
+            _kill(sorted(left))
+
+
+def environment(place: Place, ports: Mapping[str, str]) -> dict[str, str]:
+    """What a launcher would have set, as far as `place` says it."""
+    said = {
+        "RANK": place.rank,
+        "LOCAL_RANK": place.rank,
+        "WORLD_SIZE": place.world_size,
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": ports[place.port],
+    }
+    return {name: value for name, value in said.items() if value is not None}
+
+
+def _kill(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(pid, 0)

@@ -1,0 +1,162 @@
+"""`lockstep profile RUN`: where the time of a run went, per rank, and what would make it faster."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.chrome_trace import merge_files
+from lockstep.observe.profile.run_record import Run, read_run
+from lockstep.observe.profile.step_clock import PHASES
+from lockstep.observe.profile.verdict import Verdict, judge
+from lockstep.observe.profile.window import PROFILE, RUN, read_window
+
+_MATMUL, _MATMUL_S = 1024, 0.3
+_PAIRS_MAX = 5
+
+
+@dataclass(frozen=True)
+class ProfileCommand:
+    """Say where the time of a run went, and what would make it faster."""
+
+    run: Annotated[Path, tyro.conf.Positional]
+    """The folder that `lockstep run` or `lockstep train` has named."""
+    flops_per_token: float = 0.0
+    """Arithmetic of forward and backward; by default as the run has it, which `lockstep train` knows."""
+    peak_tflops: float = 0.0
+    """What the device of one rank can do; by default as a short matrix product has it here."""
+
+
+def profile(words: Sequence[str]) -> int:
+    """`lockstep profile ...`; the exit code. Raises: ConfigError for a folder without a record."""
+    command = tyro.cli(ProfileCommand, args=list(words), prog="lockstep profile", use_underscores=True)
+    try:
+        sys.stdout.write("".join(line + "\n" for line in describe(command)))
+        sys.stdout.flush()
+    except BrokenPipeError:  # `lockstep profile ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def describe(command: ProfileCommand) -> Iterator[str]:
+    """What is printed, line by line."""
+    run = read_run(command.run)
+    per_token = command.flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
+    peak, how = _peak(command, run) if per_token else (0.0, "")
+    verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
+    if not verdict.shares:
+        raise ConfigError(f"{command.run} has no step that has ended")
+    yield from _summary(run, verdict, how)
+    yield ""
+    yield from _table(verdict)
+    yield from _waiting(verdict)
+    yield from _what_if(verdict)
+    if (run.folder / "trace.json").is_file():
+        yield f"\ntrace    {run.folder / 'trace.json'}: open it in chrome://tracing or ui.perfetto.dev"
+
+
+def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
+    share = verdict.shares[0]
+    rates = [f"{verdict.step_ms:.1f} ms per step"]
+    rates += [f"{share.tokens_per_s:,.0f} tokens/s"] if share.tokens_per_s else []
+    samples = sum(each.samples_per_s for each in verdict.shares)
+    rates += [f"{samples:,.0f} samples/s"] if samples else []
+    rates += [f"MFU {verdict.mfu:.1%} ({how})"] if verdict.mfu is not None else []
+    yield f"run      {run.folder}: {len(run.ranks)} of {run.world_size} ranks, {share.steps} steps, {', '.join(rates)}"
+    overlap = "" if verdict.overlap is None else f", {verdict.overlap:.0%} of communication is hidden"
+    yield f"balance  the slowest rank works {verdict.imbalance:.2f} x the mean{overlap}"
+    for advice in verdict.advice:
+        yield f"verdict  {advice.kind}: {advice.text}"
+        yield f"         to change that: {advice.lever}"
+    if not verdict.advice:
+        yield "verdict  nothing stands out"
+
+
+def _table(verdict: Verdict) -> Iterator[str]:
+    names = ("rank", "step", *PHASES, "waiting", "hidden", "longest", "RSS MiB")
+    rows = [
+        (
+            str(share.rank),
+            *(f"{ms:.2f}" for ms in (share.step_ms, *share.phases_ms.values())),
+            *(f"{ms:.2f}" for ms in (share.waited_ms, share.hidden_ms, share.longest_ms)),
+            str(share.rss_mib),
+        )
+        for share in verdict.shares
+    ]
+    widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    yield "milliseconds per step; `exposed` is communication that the rank stands in, of it `waiting` for another rank"
+    for row in (names, *rows):
+        yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))
+
+
+def _waiting(verdict: Verdict) -> Iterator[str]:
+    pairs = [pair for pair in verdict.waits.pairs if pair.waited_s >= 0.001][:_PAIRS_MAX]
+    if pairs:
+        yield "\nwho waited for whom"
+    for pair in pairs:
+        place = pair.label if pair.site.startswith("<") else pair.site  # a program without a file has no lines
+        where = f"mostly at {place} ({pair.text})"
+        yield f"  rank {pair.rank} waited {pair.waited_s:.2f} s for rank {pair.last}, {where}"
+
+
+def _what_if(verdict: Verdict) -> Iterator[str]:
+    if verdict.what_ifs:
+        yield "\nwhat if (estimates: recorded steps, played again)"
+    for answer in verdict.what_ifs:
+        yield f"  {answer.name:<32} {answer.step_ms:8.2f} ms  {answer.speed_up:5.2f} x"
+
+
+def _peak(command: ProfileCommand, run: Run) -> tuple[float, str]:
+    """(arithmetic per second of one rank's device, how that is known)."""
+    if command.peak_tflops:
+        return command.peak_tflops * 1e12, f"of {command.peak_tflops:g} TFLOP/s per rank, as given"
+    start = run.ranks[min(run.ranks)].starts[-1]
+    if start.device != "cpu":
+        return 0.0, ""
+    peak = measured_peak(start.threads)
+    return peak, f"of {peak / 1e12:.2f} TFLOP/s per rank, as a float32 matrix product has it here"
+
+
+def measured_peak(threads: int) -> float:
+    """Arithmetic per second of `threads` threads of this machine, by a float32 matrix product; takes half a second."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        matrix, best = torch.ones(_MATMUL, _MATMUL), float("inf")
+        until = time.perf_counter() + _MATMUL_S
+        while time.perf_counter() < until:
+            begin = time.perf_counter()
+            torch.mm(matrix, matrix)
+            best = min(best, time.perf_counter() - begin)
+    finally:
+        torch.set_num_threads(before)
+    return 2 * _MATMUL**3 / best
+
+
+def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
+    """Merge the windows of torch.profiler that the ranks have left, and say where the record of the run lies.
+
+    is_quiet: say nothing, because the run has failed and that is the last word.
+    """
+    place = environ.get(RUN, "")
+    if not place or not any(Path(place).glob("rank-*.jsonl")):
+        return
+    steps = read_window(environ.get(PROFILE, ""))
+    found = merge_files(read_run(Path(place)), steps) if steps else None
+    if is_quiet:
+        return
+    if found is not None:
+        path, ranks, residual_us = found
+        ends = f"collectives end within {residual_us:.0f} us"
+        print(f"lockstep: trace of {ranks} ranks in {path}, {ends}", file=sys.stderr)
+    print(f"lockstep: where the time went: lockstep profile {os.path.relpath(place)}", file=sys.stderr)

@@ -1,0 +1,106 @@
+"""Where machines and ranks leave what they found: a store of its own, beside the ways that are examined."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, TypeVar, final
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+
+from lockstep.comm import preflight
+from lockstep.errors import LaunchError
+
+T = TypeVar("T")
+
+_GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
+_ANSWER_S = 60.0
+_SIGN = "sign"
+
+
+@final
+class Channel:
+    """JSON values under keys, seen by all. Only `read` blocks, and not for ever.
+
+    Raises: LaunchError, from every method, where the process that holds the store has gone.
+    """
+
+    def __init__(self, store: Any, address: str, port: int, prefix: str, is_holder: bool) -> None:
+        self._store = PrefixStore(prefix, store)
+        self.address, self.port, self.prefix, self.is_holder = address, port, prefix, is_holder
+
+    @classmethod
+    def on_loopback(cls) -> Channel:
+        """One that only processes of this machine can reach."""
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        limit = timedelta(seconds=_ANSWER_S)
+        store = TCPStore("127.0.0.1", port, None, True, limit, False, master_listen_fd=listener.detach())
+        return cls(store, "127.0.0.1", port, "doctor", True)
+
+    @classmethod
+    def host(cls, address: str, port: int, prefix: str) -> Channel:
+        """One at the meeting point, in the store that torch's rendezvous will then use too. Raises: LaunchError."""
+        limit = timedelta(seconds=_ANSWER_S)
+        try:
+            store = TCPStore(address, port, None, True, limit, False, multi_tenant=True)
+        except DistError as error:
+            raise LaunchError(f"port {port} cannot be opened: {str(error).splitlines()[0]}") from error
+        made = cls(store, address, port, prefix, True)
+        made.put(_SIGN, 1)
+        return made
+
+    @classmethod
+    def join(cls, address: str, port: int, prefix: str, limit_s: float, is_ours: bool = False) -> Channel:
+        """One that another process holds. is_ours: no need to see whose it is.
+
+        Raises: LaunchError, where it is none after `limit_s` or somewhat later.
+        """
+        limit_s = min(limit_s, _GREETING_S)
+        limit = timedelta(seconds=_ANSWER_S)
+        try:
+            store = preflight.within(limit_s, lambda: TCPStore(address, port, None, False, limit, False))
+        except preflight.Deadline as error:
+            raise LaunchError(f"no torch store replied in {limit_s:g} s") from error
+        except DistError as error:
+            raise LaunchError(str(error).splitlines()[0]) from error
+        made = cls(store, address, port, prefix, False)
+        if not is_ours and made.missing([_SIGN], limit_s):
+            raise LaunchError("a torch store of another program, without a `lockstep doctor`")
+        return made
+
+    def put(self, key: str, value: Any) -> None:
+        """Write."""
+        self._ask(lambda: self._store.set(key, json.dumps(value)))
+
+    def read(self, key: str) -> Any:
+        """What is there; waits up to a minute for it."""
+        return json.loads(self._ask(lambda: self._store.get(key)))
+
+    def add(self, key: str, amount: int = 1) -> int:
+        """Count; how many there are now."""
+        return self._ask(lambda: self._store.add(key, amount))
+
+    def missing(self, keys: Sequence[str], limit_s: float) -> list[str]:
+        """Those of `keys` without a value; [] as soon as all have one."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            left = [key for key in keys if not self._ask(lambda key=key: self._store.check([key]))]
+            if not left or time.monotonic() >= deadline:
+                return left
+            time.sleep(0.02)
+
+    def read_all(self, kind: str, count: int) -> list[Any]:
+        """The values of `kind/0` ... `kind/<count - 1>` that are there."""
+        keys = [f"{kind}/{number}" for number in range(count)]
+        return [self.read(key) for key in keys if not self.missing([key], 0)]
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except DistError as error:
+            where = f"{self.address}:{self.port}"
+            raise LaunchError(f"no answer from the store at {where}: {str(error).splitlines()[0]}") from error

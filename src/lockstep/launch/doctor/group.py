@@ -1,0 +1,318 @@
+"""Checks of all ranks together. Pure: each is a function of what the ranks have reported. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TypedDict
+
+from lockstep.comm.preflight import is_loopback
+from lockstep.launch.doctor.check import Check, size
+
+SLOWER = 3.0  # than the median of its like: the pair is named
+_SHOWN = 4
+_CLOCK_S = 0.1
+_LEAST_LOCAL = 0.2e9  # bytes/s between two ranks of one machine
+_LEAST_REMOTE = 0.1e9  # of a network of 1 Gbit/s
+
+
+class Facts(TypedDict):
+    """What a rank says about itself."""
+
+    rank: int
+    host: str
+    machine: str  # equal for ranks that share a kernel and its network
+    pid: int
+    versions: dict[str, str]
+    devices: int  # files /dev/nvidiaN
+    gpus: int  # that torch can use
+    addresses: list[str]  # at which other machines may reach it, the likeliest first
+    port: int
+    meets_at: str  # MASTER_ADDR, as the launcher gave it
+    leads_to: list[str]  # addresses of `meets_at` from here; [] where the name is not known
+
+
+class Came(TypedDict):
+    """A machine that has come."""
+
+    host: str
+    pid: int
+    node_rank: int | None
+
+
+class Link(TypedDict):
+    """One attempt to connect from a rank to another."""
+
+    src: int
+    dst: int
+    result: str  # as Knock.result
+    detail: str
+
+
+class Clock(TypedDict):
+    """How far the clock of a rank's machine is ahead of rank 0's, in seconds, and how sure that is."""
+
+    rank: int
+    offset_s: float
+    error_s: float
+
+
+class Pair(TypedDict):
+    """An exchange of `nbytes` in both directions at once."""
+
+    first: int
+    second: int
+    nbytes: int
+    seconds: float
+
+
+class Reduced(TypedDict):
+    """One all-reduce over all ranks."""
+
+    nbytes: int
+    seconds: float
+    is_right: bool
+    transport: str
+    warning: str  # why it is not the best transport; "" where it is
+
+
+def stages(world_size: int, alone_up_to: int = 16) -> list[list[tuple[int, int]]]:
+    """Every pair of ranks once, in lists of those that measure at the same time: one in small worlds, else all."""
+    if world_size <= alone_up_to:
+        return [[pair] for pair in itertools.combinations(range(world_size), 2)]
+    seats: list[int | None] = [*range(world_size)] + [None] * (world_size % 2)
+    found: list[list[tuple[int, int]]] = []
+    for _ in range(len(seats) - 1):  # a round-robin tournament: one keeps its seat, the others move on
+        halves = zip(seats[: len(seats) // 2], reversed(seats[len(seats) // 2 :]), strict=True)
+        found.append([(min(a, b), max(a, b)) for a, b in halves if a is not None and b is not None])
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+# ---------------------------------------------------------------------- who is there
+
+
+def check_machines(came: Sequence[Came], wanted: int, waited_s: float, is_static: bool) -> Check:
+    """Whether as many machines have come as the run needs."""
+    named = ", ".join(
+        machine["host"] + ("" if machine["node_rank"] is None else f" (node rank {machine['node_rank']})")
+        for machine in came[: 2 * _SHOWN]
+    )
+    numbers = [machine["node_rank"] for machine in came]
+    twice = next((number for number in numbers if is_static and numbers.count(number) > 1), None)
+    if twice is not None:
+        who = " and ".join(f"{m['host']} (pid {m['pid']})" for m in came if m["node_rank"] == twice)
+        return Check("FAIL", "machines", f"node rank {twice} was given twice: {who}", "give each its own --node-rank")
+    if len(came) >= wanted:
+        return Check("ok", "machines", f"{len(came)} came: {named}")
+    missing = [number for number in range(wanted) if number not in numbers] if is_static else []
+    late = f"; node rank {', '.join(map(str, missing[: 2 * _SHOWN]))} did not" if missing else ""
+    return Check(
+        "FAIL", "machines", f"{len(came)} of {wanted} came in {waited_s:.0f} s: {named}{late}",
+        "run the same command on the others within that time (--wait-s), and read what they say",
+    )  # fmt: skip
+
+
+def check_ranks(facts: Sequence[Facts], world_size: int, exit_code: int) -> Check:
+    """Whether every rank has reported. world_size: 0 where none has. exit_code: of the launcher here."""
+    if world_size == 0:
+        return Check(
+            "FAIL", "ranks", f"none has reported (exit code of the launcher: {exit_code})", "read the lines above"
+        )
+    there = {fact["rank"] for fact in facts}
+    missing = [rank for rank in range(world_size) if rank not in there]
+    machines = len({fact["machine"] for fact in facts})
+    if missing:
+        return Check(
+            "FAIL", "ranks", f"{len(there)} of {world_size} ranks came; missing: {', '.join(map(str, missing[:8]))}",
+            "read the lines above, here and on the other machines",
+        )  # fmt: skip
+    return Check("ok", "ranks", f"{world_size} on {machines} machine{'s' * (machines > 1)}")
+
+
+def check_same_versions(facts: Sequence[Facts]) -> list[Check]:
+    """Whether all ranks run the same software."""
+    checks: list[Check] = []
+    names = dict.fromkeys(name for fact in facts for name in fact["versions"])
+    for name in names:
+        ranks: dict[str, list[Facts]] = {}
+        for fact in facts:
+            ranks.setdefault(fact["versions"].get(name, "") or "none", []).append(fact)
+        if len(ranks) > 1:
+            odd = [f"{version} on {_who(group)}" for version, group in sorted(ranks.items(), key=lambda i: -len(i[1]))]
+            usual = max(ranks, key=lambda version: len(ranks[version]))
+            fix = f"pip install {name}=={usual}, on every machine" if name not in ("python", "cuda", "nccl") else ""
+            checks.append(Check("FAIL", "versions", f"{name} differs: {'; '.join(odd)}", fix))
+    return checks or [Check("ok", "versions", "the same on all ranks" + _accelerator(facts))]
+
+
+def _accelerator(facts: Sequence[Facts]) -> str:
+    versions = facts[0]["versions"] if facts else {}
+    return "".join(f", {name.upper()} {versions[name]}" for name in ("cuda", "nccl") if versions.get(name))
+
+
+def _who(group: Sequence[Facts]) -> str:
+    ranks = ", ".join(str(fact["rank"]) for fact in group[: 2 * _SHOWN])
+    more = f" and {len(group) - 2 * _SHOWN} more" if len(group) > 2 * _SHOWN else ""
+    hosts = ", ".join(dict.fromkeys(fact["host"] for fact in group[: 2 * _SHOWN]))
+    return f"rank{'s' * (len(group) > 1)} {ranks}{more} ({hosts})"
+
+
+def check_torch_gpus(facts: Sequence[Facts]) -> list[Check]:
+    """GPUs that are there, but not for torch."""
+    blind = [fact for fact in facts if fact["devices"] and not fact["gpus"]]
+    if not blind:
+        return []
+    built = blind[0]["versions"].get("cuda")
+    why = (
+        f"torch is built for CUDA {built}: the driver is too old, or none is visible" if built else "torch has no CUDA"
+    )
+    fix = "compare nvidia-smi's CUDA version with torch.version.cuda" if built else "pip install a CUDA build of torch"
+    return [
+        Check("FAIL", "gpus", f"{_who(blind)}: {blind[0]['devices']} GPUs, of which torch can use none: {why}", fix)
+    ]
+
+
+# ---------------------------------------------------------------------- the ways between them
+
+
+def check_links(links: Sequence[Link], facts: Mapping[int, Facts]) -> list[Check]:
+    """Whether machines reach each other at ports of their own, as Gloo and NCCL need it."""
+    broken = [link for link in links if link["result"] not in ("open", "stranger")]
+    if not links:
+        return []
+    if not broken:
+        return [Check("ok", "links", f"{len(links)} ways between machines are open")]
+    checks: list[Check] = []
+    for link in broken[:_SHOWN]:
+        src, dst = facts[link["src"]], facts[link["dst"]]
+        way = f"{src['host']} (rank {link['src']}) cannot reach {dst['host']} (rank {link['dst']})"
+        where = f"{dst['addresses'][0] if dst['addresses'] else 'no address'}:{dst['port']}"
+        checks.append(Check("FAIL", "links", f"{way} at {where}: {link['detail']}", _remedy(link["result"], dst)))
+    if len(broken) > _SHOWN:
+        checks.append(Check("FAIL", "links", f"and {len(broken) - _SHOWN} more of {len(links)} ways"))
+    return checks
+
+
+def _remedy(result: str, dst: Facts) -> str:
+    if result == "refused":
+        return f"{dst['host']} rejects it: allow TCP ports 1024-65535 from the other machines (iptables, ufw)"
+    interface = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network that joins the machines"
+    return f"a firewall drops it, or the address is of another network: {interface}"
+
+
+def check_meeting(facts: Sequence[Facts]) -> list[Check]:
+    """Whether the name that torch's rendezvous made up for rank 0's machine leads there from the others."""
+    first = next((fact for fact in facts if fact["rank"] == 0), None)
+    if first is None:
+        return []
+    lost = [fact for fact in facts if fact["machine"] != first["machine"] and all(map(is_loopback, fact["leads_to"]))]
+    if not lost:
+        return []
+    there = "leads to that machine itself" if lost[0]["leads_to"] else "is not known"
+    text = f"rank 0's machine is announced as {first['meets_at']!r}, which on {_who(lost)} {there}"
+    address = first["addresses"][0] if first["addresses"] else "<its address>"
+    return [Check("FAIL", "way", text, f"on {first['host']}, the machine of rank 0, add: --local-addr {address}")]
+
+
+def check_joined(errors: Mapping[int, str], facts: Mapping[int, Facts]) -> list[Check]:
+    """What ranks said that could not form a group or not work in it; equal sentences once."""
+    said: dict[str, list[int]] = {}
+    for rank, text in sorted(errors.items()):
+        said.setdefault(text, []).append(rank)
+    found = []
+    for text, ranks in said.items():
+        who = _who([facts[rank] for rank in ranks if rank in facts])
+        found.append(Check("FAIL", "group", f"{who}: {text}", "correct what this says, then run the doctor again"))
+    return found
+
+
+def check_clocks(clocks: Sequence[Clock], facts: Mapping[int, Facts]) -> list[Check]:
+    """Clocks of the machines beside rank 0's."""
+    checks: list[Check] = []
+    for clock in clocks:
+        off_s, error_s = clock["offset_s"], clock["error_s"]
+        if abs(off_s) - error_s > _CLOCK_S:
+            way = "ahead of" if off_s > 0 else "behind"
+            host = facts[clock["rank"]]["host"]
+            text = f"{host} is {abs(off_s):.3g} s {way} rank 0's machine (+-{error_s * 1e3:.1f} ms)"
+            checks.append(Check("warn", "clock", f"{text}: logs cannot be compared", "timedatectl set-ntp true"))
+    if clocks and not checks:
+        worst = max(clocks, key=lambda clock: abs(clock["offset_s"]))
+        text = f"machines agree within {abs(worst['offset_s']) * 1e3:.1f} ms (+-{worst['error_s'] * 1e3:.1f} ms)"
+        checks.append(Check("ok", "clock", text))
+    return checks
+
+
+# ---------------------------------------------------------------------- speed
+
+
+def check_all_reduce(reduced: Sequence[Reduced]) -> list[Check]:
+    """The all-reduce over all ranks, as each has seen it."""
+    if not reduced:
+        return []
+    if not all(one["is_right"] for one in reduced):
+        return [Check("FAIL", "all-reduce", "the sum is wrong on some rank: a defect of memory, network or software")]
+    slowest = max(reduced, key=lambda one: one["seconds"])
+    text = f"{size(slowest['nbytes'])} in {_ms(slowest['seconds'])} over {slowest['transport']}, right on every rank"
+    warning = next((one["warning"] for one in reduced if one["warning"]), "")
+    return [Check("ok", "all-reduce", text), *([Check("warn", "all-reduce", warning)] if warning else [])]
+
+
+def check_pairs(pairs: Sequence[Pair], facts: Mapping[int, Facts]) -> list[Check]:
+    """Bandwidth of each pair against the others of its kind: inside a machine, or between machines."""
+    checks: list[Check] = []
+    for is_local, kind, least in ((True, "inside a machine", _LEAST_LOCAL), (False, "between machines", _LEAST_REMOTE)):
+        alike = [p for p in pairs if (facts[p["first"]]["machine"] == facts[p["second"]]["machine"]) == is_local]
+        if alike:
+            checks += _check_alike(alike, kind, least, facts)
+    return checks
+
+
+def _check_alike(pairs: Sequence[Pair], kind: str, least: float, facts: Mapping[int, Facts]) -> list[Check]:
+    median = statistics.median(pair["seconds"] for pair in pairs)
+    slow = sorted((p for p in pairs if p["seconds"] > SLOWER * median), key=lambda p: -p["seconds"])
+    checks = [
+        Check(
+            "warn", "pairs", f"{_name(pair['first'], facts)} and {_name(pair['second'], facts)}: {_rate(pair)}, "
+            f"{pair['seconds'] / median:.1f} times slower than the median {kind}", _cause(pair, slow),
+        )
+        for pair in slow[:_SHOWN]
+    ]  # fmt: skip
+    if len(slow) > _SHOWN:
+        checks.append(Check("warn", "pairs", f"and {len(slow) - _SHOWN} more"))
+    typical = min(pairs, key=lambda pair: abs(pair["seconds"] - median))
+    text = f"1 {kind}: {_rate(typical)} each way"
+    if len(pairs) > 1:
+        text = f"{len(pairs)} {kind}: median {_rate(typical)} each way, slowest {_rate(max(pairs, key=_seconds))}"
+    if typical["nbytes"] / median < least:
+        fix = (
+            "another interface (GLOO_SOCKET_IFNAME)?" if kind.startswith("between") else "other programs on it? see top"
+        )
+        return [*checks, Check("warn", "pairs", f"{text}: expected {least / 1e9:g} GB/s", fix)]
+    return checks or [Check("ok", "pairs", text)]
+
+
+def _seconds(pair: Pair) -> float:
+    return pair["seconds"]
+
+
+def _cause(pair: Pair, slow: Sequence[Pair]) -> str:
+    """Which rank to look at, where one is in all slow pairs."""
+    common = set.intersection(*({p["first"], p["second"]} for p in slow))
+    if len(slow) > 1 and len(common) == 1:
+        return f"rank {common.pop()} is in all slow pairs: look at its machine, cable and interface"
+    return f"look at the way between rank {pair['first']} and rank {pair['second']}: interface, cable, other traffic"
+
+
+def _name(rank: int, facts: Mapping[int, Facts]) -> str:
+    return f"rank {rank} ({facts[rank]['host']})"
+
+
+def _rate(pair: Pair) -> str:
+    return f"{pair['nbytes'] / pair['seconds'] / 1e9:.3g} GB/s"
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g} ms"

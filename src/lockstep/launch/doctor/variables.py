@@ -1,0 +1,159 @@
+"""Environment variables that are misspelt, contradict each other, or do harm. Pure, no torch."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Mapping, Sequence
+
+from lockstep.comm.place import read_place
+from lockstep.launch.doctor.asked import Asked
+from lockstep.launch.doctor.check import Check
+
+# what a person sets; a name close to one of these that is not itself here was meant to be it
+_NAMES = """
+RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK GROUP_RANK MASTER_ADDR MASTER_PORT OMP_NUM_THREADS
+CUDA_VISIBLE_DEVICES CUDA_LAUNCH_BLOCKING CUDA_DEVICE_MAX_CONNECTIONS GLOO_SOCKET_IFNAME TORCH_DISTRIBUTED_DEBUG
+TORCH_NCCL_ASYNC_ERROR_HANDLING TORCH_NCCL_BLOCKING_WAIT TORCH_NCCL_TRACE_BUFFER_SIZE TORCH_NCCL_DUMP_ON_TIMEOUT
+TORCH_NCCL_DESYNC_DEBUG TORCH_NCCL_ENABLE_MONITORING TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC TORCH_NCCL_AVOID_RECORD_STREAMS
+NCCL_ASYNC_ERROR_HANDLING NCCL_BLOCKING_WAIT NCCL_DEBUG NCCL_DEBUG_FILE NCCL_DEBUG_SUBSYS NCCL_SOCKET_IFNAME
+NCCL_SOCKET_FAMILY NCCL_SOCKET_NTHREADS NCCL_NSOCKS_PERTHREAD NCCL_NET NCCL_NET_PLUGIN NCCL_NET_GDR_LEVEL
+NCCL_NET_GDR_READ NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT NCCL_IB_GID_INDEX NCCL_IB_TC
+NCCL_IB_QPS_PER_CONNECTION NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_P2P_DIRECT_DISABLE NCCL_PXN_DISABLE NCCL_SHM_DISABLE
+NCCL_BUFFSIZE NCCL_NTHREADS NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_P2P_NCHANNELS NCCL_MAX_P2P_NCHANNELS
+NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_ALGO NCCL_PROTO NCCL_NVLS_ENABLE NCCL_MNNVL_ENABLE NCCL_TOPO_FILE NCCL_CROSS_NIC
+NCCL_CUMEM_ENABLE NCCL_NVB_DISABLE LOCKSTEP_ENV LOCKSTEP_SHM LOCKSTEP_GUARD LOCKSTEP_HANG_S LOCKSTEP_AGENT_PID
+"""
+_KNOWN = frozenset(_NAMES.split())
+_MISTAKES = {  # too far from what was meant to be found by likeness
+    "MASTER_ADDRESS": "MASTER_ADDR",
+    "MASTER_HOST": "MASTER_ADDR",
+    "MASTER_IP": "MASTER_ADDR",
+    "NPROCS": "WORLD_SIZE",
+    "GLOO_IFNAME": "GLOO_SOCKET_IFNAME",
+    "GLOO_SOCKET_IFACE": "GLOO_SOCKET_IFNAME",
+    "NCCL_IFNAME": "NCCL_SOCKET_IFNAME",
+    "NCCL_SOCKET_IFACE": "NCCL_SOCKET_IFNAME",
+    "GPU_VISIBLE_DEVICES": "CUDA_VISIBLE_DEVICES",
+    "TORCH_DISTRIBUTED_DETAIL": "TORCH_DISTRIBUTED_DEBUG",
+}
+_PREFIXES = (
+    "NCCL",
+    "GLOO",
+    "TORCH_NCCL",
+    "TORCH_DIST",
+    "MASTER",
+    "WORLD",
+    "LOCAL",
+    "LOCKSTEP",
+    "CUDA_V",
+    "OMP_",
+    "CUDA_L",
+)
+_LIKENESS = 0.9
+_SLOW = {
+    "NCCL_P2P_DISABLE": "GPUs of one machine do not talk directly",
+    "NCCL_SHM_DISABLE": "GPUs of one machine talk through the network",
+    "NCCL_IB_DISABLE": "InfiniBand is not used",
+    "CUDA_LAUNCH_BLOCKING": "nothing overlaps: it is for debugging",
+}
+
+
+def check_variables(environ: Mapping[str, str], asked: Asked, cores: int) -> list[Check]:
+    """Everything that is wrong with the variables, or one check that says that nothing is."""
+    found = [*_misspelt(environ), *_place(environ), *_against_flags(environ, asked), *_harmful(environ, asked, cores)]
+    shown = [name for name in sorted(environ) if name in _KNOWN]
+    return found or [
+        Check("ok", "variables", ", ".join(shown) if shown else "none of torch's, NCCL's or Gloo's is set")
+    ]
+
+
+def _misspelt(environ: Mapping[str, str]) -> Iterator[Check]:
+    for name in sorted(environ):
+        meant = meant_by(name)
+        if meant:
+            yield Check(
+                "warn", "variables", f"{name} means nothing: was {meant} meant?",
+                f"unset {name}; export {meant}={environ[name]}",
+            )  # fmt: skip
+
+
+def meant_by(name: str) -> str:
+    """The variable that somebody meant who set `name`; "" where nothing is wrong with it."""
+    upper = name.upper()
+    if name in _KNOWN or not upper.startswith((*_PREFIXES, *_MISTAKES)):
+        return ""
+    if upper in _MISTAKES:
+        return _MISTAKES[upper]
+    bare = {known.replace("_", ""): known for known in _KNOWN}
+    if upper.replace("_", "") in bare:
+        return bare[upper.replace("_", "")]
+    return next(iter(difflib.get_close_matches(upper, sorted(_KNOWN), 1, _LIKENESS)), "")
+
+
+def _place(environ: Mapping[str, str]) -> Iterator[Check]:
+    """RANK and WORLD_SIZE in a shell: what a process started here would make of them."""
+    place, problems = read_place(environ)
+    fix = "unset RANK WORLD_SIZE LOCAL_RANK, and let `lockstep run` or torchrun set them"
+    if place.launcher == "environment":
+        for problem in problems:
+            yield Check("FAIL", "variables", problem.text, fix)
+    elif place.launcher == "slurm":
+        for problem in problems:
+            yield Check(
+                "FAIL", "variables", problem.text, "start the ranks with srun, or set MASTER_ADDR and MASTER_PORT"
+            )
+    elif "SLURM" in place.note:
+        yield Check("warn", "variables", place.note, "srun lockstep doctor")
+
+
+def _against_flags(environ: Mapping[str, str], asked: Asked) -> Iterator[Check]:
+    several = asked.machines > 1
+    address = environ.get("MASTER_ADDR", "")
+    if several and address and address != asked.host:
+        yield Check(
+            "warn", "variables", f"MASTER_ADDR={address}, but {asked.source or 'the default'} says {asked.host}: the "
+            "flag counts", "unset MASTER_ADDR",
+        )  # fmt: skip
+    if several and (asked.host == "localhost" or asked.host.startswith("127.") or asked.host == "::1"):
+        yield Check(
+            "warn", "variables", f"{asked.machines} machines are to meet at {asked.host}: each asks itself, unless "
+            "all are one",
+            "give all of them the name or address of one: --master-addr HOST, or --rdzv-endpoint HOST:PORT",
+        )  # fmt: skip
+    nodes = environ.get("SLURM_NNODES", "")
+    if nodes.isdigit() and int(nodes) > 1 and asked.machines == 1:
+        yield Check(
+            "warn", "variables", f"SLURM_NNODES={nodes}, but only this machine is examined",
+            f"srun --ntasks-per-node=1 lockstep doctor --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500",
+        )  # fmt: skip
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        if several and environ.get(name, "").lstrip("=") == "lo":
+            yield Check("FAIL", "variables", f"{name}=lo: no other machine can be reached through it", f"unset {name}")
+
+
+def _harmful(environ: Mapping[str, str], asked: Asked, cores: int) -> Iterator[Check]:
+    for name, why in _SLOW.items():
+        if environ.get(name, "0") not in ("", "0"):
+            yield Check("warn", "variables", f"{name}={environ[name]}: {why}", f"unset {name}")
+    if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
+        yield Check(
+            "warn", "variables", "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes while DDP is made on Gloo, and "
+            "other steps take 2-3 times as long", "unset TORCH_DISTRIBUTED_DEBUG",
+        )  # fmt: skip
+    if "NCCL_ASYNC_ERROR_HANDLING" in environ or "NCCL_BLOCKING_WAIT" in environ:
+        old = _first(environ, ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"))
+        yield Check(
+            "warn", "variables", f"{old} has another name now", f"unset {old}; export TORCH_{old}={environ[old]}"
+        )
+    if environ.get("LOCKSTEP_SHM", "on").lower() in ("off", "0"):
+        yield Check("warn", "variables", "LOCKSTEP_SHM=off: ranks of this machine use sockets", "unset LOCKSTEP_SHM")
+    threads = environ.get("OMP_NUM_THREADS", "")
+    if threads.isdigit() and int(threads) * asked.processes > cores and int(threads) > 1:
+        yield Check(
+            "warn", "variables", f"OMP_NUM_THREADS={threads} for {asked.processes} ranks on {cores} cores: they get in "
+            "each other's way", f"export OMP_NUM_THREADS={max(1, cores // asked.processes)}",
+        )  # fmt: skip
+
+
+def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
+    return next(name for name in names if name in environ)

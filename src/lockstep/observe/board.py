@@ -1,0 +1,219 @@
+"""Where the ranks' guards see each other: the flight records of one machine, and a store between machines."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, final
+
+from lockstep.comm.shm.peers import Peers
+from lockstep.errors import ConfigError
+from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
+from lockstep.observe.status import Folding, Sight, Status, Waiting
+
+FLIGHTS = "flight-*"  # names of the records' files
+_ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
+_OPEN = 8  # operations under way that are shown
+_SHOWN = 128  # records that travel between machines
+_PERIOD_S = 0.5  # between two statuses through the store
+_SILENT_S = 1.0  # what a rank said longer ago is completed from its record
+
+
+class Store(Protocol):
+    """What is used of a torch store."""
+
+    def set(self, key: str, value: str, /) -> None: ...
+
+    def get(self, key: str, /) -> bytes: ...
+
+    def check(self, keys: list[str], /) -> bool: ...
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
+
+
+def flight_path(folder: str | os.PathLike[str], rank: int) -> Path:
+    """Where the flight record of `rank` lies."""
+    return Path(folder) / FLIGHTS.replace("*", str(rank))
+
+
+@final
+class Board:
+    """What one rank's guard tells the others, and sees of them. One thread uses it.
+
+    The ranks in `here` are on this machine: their records are read from memory, also when they are dead. The others'
+    statuses come through `store`, where there is one; without it they are not seen.
+    """
+
+    def __init__(
+        self, folder: str | os.PathLike[str], recorder: FlightRecorder, here: Sequence[int], store: Store | None = None
+    ) -> None:
+        self._folder = Path(folder)
+        self._recorder = recorder
+        self._here = tuple(rank for rank in here if rank != recorder.rank)
+        self._away = tuple(rank for rank in range(recorder.world_size) if rank not in here)
+        self._store = store if self._away else None
+        self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
+        self._first = min(here)  # whose record holds what was found on this machine
+        self._peers: dict[int, Peers] = {}
+        self._heard: dict[int, tuple[bytes, float]] = {}  # of ranks of other machines: what they said last, and when
+        self._told_s = 0.0
+        self._answered = ""
+
+    def open_all(self) -> None:
+        """Open the records of this machine's ranks now; after that their files need no names any more."""
+        for rank in self._here:
+            self._record_of(rank)
+
+    def tell(self, status: Status) -> None:
+        """Show the others how this rank is."""
+        text = status.to_json()
+        self._recorder.tell(text)
+        now_s = time.monotonic()
+        if self._store is not None and now_s - self._told_s >= _PERIOD_S:
+            self._told_s = now_s
+            with contextlib.suppress(RuntimeError):  # whoever held the store has ended: nobody is left to be told
+                self._store.set(f"guard/status/{self._recorder.rank}", text.decode())
+                self._answer(self._store)
+
+    def sights(self, *, is_urgent: bool = False) -> dict[int, Sight]:
+        """All ranks that have said something, as they are now; this one too.
+
+        is_urgent: what the ranks of this machine have done since they said so counts too.
+        """
+        seen: dict[int, Sight] = {}
+        now_ns, now_s = time.monotonic_ns(), time.monotonic()
+        for rank in (self._recorder.rank, *self._here):
+            record = self._record_of(rank)
+            if record is not None:
+                age_s = max(0.0, (now_ns - record.header().alive_ns) / 1e9)
+                is_gone = self._has_ended(rank, record)
+                status = status_of(record.status())
+                if is_urgent or is_gone or age_s > _SILENT_S:
+                    status = from_record(record, status)
+                if status is not None:
+                    seen[rank] = Sight(status, age_s, is_gone)
+        for rank in self._away if self._store is not None else ():
+            said = self._ask(f"guard/status/{rank}")
+            if said is not None and self._heard.get(rank, (b"", 0.0))[0] != said:
+                self._heard[rank] = (said, now_s)
+            if rank in self._heard:
+                text, heard_s = self._heard[rank]
+                status = status_of(text)
+                if status is not None:
+                    seen[rank] = Sight(status, now_s - heard_s, False)
+        return seen
+
+    def records_of(self, rank: int) -> list[Record]:
+        """What `rank` did last, oldest first; [] where that cannot be had. May block for a second or two."""
+        record = self._record_of(rank)
+        if record is not None:
+            return record.records()
+        if self._store is None:
+            return []
+        key = f"guard/records/{rank}/{self._recorder.rank}-{time.monotonic_ns()}"
+        try:
+            self._store.set(f"guard/wanted/{rank}", key)
+        except RuntimeError:
+            return []
+        deadline = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline:
+            said = self._ask(key)
+            if said is not None:
+                return [Record(*fields) for fields in json.loads(said)]
+            time.sleep(0.05)
+        return []
+
+    def _answer(self, store: Store) -> None:
+        """Show this rank's records to a rank of another machine that wants them."""
+        wanted = self._ask(f"guard/wanted/{self._recorder.rank}")
+        if wanted is not None and wanted.decode() != self._answered:
+            self._answered = wanted.decode()
+            store.set(self._answered, json.dumps(self._records[self._recorder.rank].records()[-_SHOWN:]))
+
+    def announce(self, finding: str) -> str:
+        """Put `finding` up for all to see, unless there is one; the one that is up."""
+        record = self._record_of(self._first)
+        up = finding if record is None else record.put_up(finding.encode()).decode()
+        if up == finding and self._store is not None:
+            up = self._compare_set("guard/finding", finding)
+        return up
+
+    def announced(self) -> str:
+        """The finding that is up; "" where there is none."""
+        record = self._record_of(self._first)
+        up = "" if record is None else record.notice().decode()
+        if not up and self._store is not None:
+            up = (self._ask("guard/finding") or b"").decode()
+        return up
+
+    def _record_of(self, rank: int) -> FlightRecord | None:
+        if rank not in self._records and rank in self._here:
+            with contextlib.suppress(OSError, ConfigError):  # it has not begun
+                record = FlightRecord(flight_path(self._folder, rank))
+                self._records[rank] = record
+                self._peers[rank] = Peers([record.header().pid])
+        return self._records.get(rank)
+
+    def _has_ended(self, rank: int, record: FlightRecord) -> bool:
+        return rank in self._peers and record.header().pid != os.getpid() and self._peers[rank].has_ended(0)
+
+    def _ask(self, key: str) -> bytes | None:
+        assert self._store is not None
+        try:
+            return self._store.get(key) if self._store.check([key]) else None
+        except RuntimeError:  # whoever held the store has ended: what was heard stays
+            return None
+
+    def _compare_set(self, key: str, text: str) -> str:
+        assert self._store is not None
+        try:
+            return self._store.compare_set(key, "", text).decode()
+        except RuntimeError:
+            return text
+
+    def close(self) -> None:
+        """Give back the memory."""
+        for record in self._records.values():
+            record.close()
+        self._records.clear()
+        self._peers.clear()
+
+
+def from_record(record: FlightRecord, said: Status | None) -> Status:
+    """The status of a rank that does not speak any more: what it `said` last, with what its record shows."""
+    header, records = record.header(), record.records()
+    if said is None:
+        said = Status(header.rank, header.world_size, header.pid, socket.gethostname())
+    members: dict[str, tuple[int, ...]] = {name: progress.ranks for name, progress in said.groups.items()}
+    folds: dict[str, Folding] = {}
+    for one in records:
+        if not one.is_message:
+            fold = folds.setdefault(one.group, Folding(members.get(one.group, ())))
+            fold.add(Mark(one.seq, one.step, one.digest))
+    waiting = waits_of([one for one in records if not one.left_ns])
+    groups = {**said.groups, **{name: fold.progress() for name, fold in folds.items()}}
+    last = records[-1] if records else None
+    return replace(said, step=header.step, groups=groups, waiting=waiting, last=last)
+
+
+def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:
+    """Those of a rank's operations that are under way, oldest first, which others are shown: one of them blocks it."""
+    now_ns = time.monotonic_ns()
+    shown = under_way if len(under_way) <= _OPEN else [*under_way[: _OPEN - 1], under_way[-1]]
+    return tuple(Waiting(one, (now_ns - one.entered_ns) / 1e9) for one in shown)
+
+
+def status_of(text: bytes) -> Status | None:
+    """What a rank has said; None where that is not a whole status."""
+    if not text:
+        return None
+    try:
+        return Status.from_json(text)
+    except (ValueError, KeyError, TypeError):  # cut short, or of another version of lockstep
+        return None

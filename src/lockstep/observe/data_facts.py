@@ -1,0 +1,85 @@
+"""Whether ranks that train together are fed as they should be, from what each says of its loader: in words.
+
+Pure, and without torch: guards compare what other processes say.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class PassFacts(NamedTuple):
+    """What one rank says at the beginning of a pass over its loader."""
+
+    batches: int | None  # None where that is not known
+    first: str  # digest of the first batch; "" where it says nothing: no tensors, or all samples equal
+    order: str  # what the order of the samples follows from; "" where that is not known or not to change
+
+
+# ------------------------------------------------------------------ what ranks say, compared
+
+
+def equal_data(first: Mapping[int, str]) -> str | None:
+    """Ranks whose first batches have the same digest, in words."""
+    same: dict[str, list[int]] = {}
+    for rank, digest in first.items():
+        if digest:
+            same.setdefault(digest, []).append(rank)
+    groups = [ranks for ranks in same.values() if len(ranks) > 1]
+    if not groups:
+        return None
+    return (
+        f"{' and '.join(_list(ranks) for ranks in groups)} got the very same first batch: every sample counts "
+        f"{max(map(len, groups))} times and others are missed. No DistributedSampler? Give the loader "
+        "sampler=lockstep.DistributedSampler(dataset, comm=comm) and no shuffle"
+    )
+
+
+def different_lengths(batches: Mapping[int, int | None]) -> str | None:
+    """Ranks that have other numbers of batches, in words."""
+    known: dict[int, list[int]] = {}
+    for rank, count in batches.items():
+        if count is not None:
+            known.setdefault(count, []).append(rank)
+    if len(known) < 2:
+        return None
+    counts = ", ".join(f"{_list(ranks)} {count}" for count, ranks in sorted(known.items()))
+    return (
+        f"the ranks have different numbers of batches in this epoch: {counts}. Those with more will wait for the "
+        "others for ever: use a DistributedSampler (its drop_last=True, or its padding, makes them equal), or "
+        "`with model.join():`"
+    )
+
+
+def same_order(before: PassFacts | None, now: PassFacts) -> str | None:
+    """Whether a shuffled pass has the order of the complete one before it, in words."""
+    if before is None or not now.order or before.order != now.order:
+        return None
+    return (
+        "this epoch has the samples in the order of the last one: call sampler.set_epoch(epoch) before each epoch, or "
+        "use lockstep.DistributedSampler, which counts epochs by itself"
+    )
+
+
+def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str | None:
+    """Files that more than one rank writes, in words. `by_rank`: of one checkpoint, ranks that see one file system."""
+    writers: dict[str, list[int]] = {}
+    for rank, paths in by_rank.items():
+        for path in {os.path.realpath(path) for path in paths}:
+            writers.setdefault(path, []).append(rank)
+    shared = [(path, ranks) for path, ranks in writers.items() if len(ranks) > 1]
+    if not shared:
+        return None
+    path, ranks = shared[0]
+    more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
+    return (
+        f"{_list(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on rank 0 only, "
+        "put the rank into the name, or use lockstep.Checkpointer, which does both"
+    )
+
+
+def _list(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return ("rank " if len(ranks) == 1 else "ranks ") + shown

@@ -1,0 +1,41 @@
+"""From what all ranks say of themselves to one sentence: what is wrong, and whose fault it is.
+
+Pure: statuses in, a finding out. Each case is a function from a scene to a finding; what is certain comes first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from lockstep.observe.divergence import find_mismatch
+from lockstep.observe.endings import find_finished, find_gone, find_raised
+from lockstep.observe.hang import find_cycle, find_hang, find_stopped, find_waiting
+from lockstep.observe.scene import Limits, Records, Scene, message_text
+from lockstep.observe.status import Sight
+from lockstep.observe.training_findings import find_training
+from lockstep.observe.wording import Finding
+
+__all__ = ["Finding", "Limits", "diagnose", "message_text"]
+
+_CASES = (
+    find_training,
+    find_mismatch,
+    find_raised,
+    find_gone,
+    find_finished,
+    find_cycle,
+    find_stopped,
+    find_hang,
+    find_waiting,
+)
+
+
+def diagnose(me: int, sights: Mapping[int, Sight], records_of: Records, limits: Limits) -> Finding | None:
+    """What is wrong with the job, as rank `me` sees it; None where nothing is.
+
+    sights: of all ranks that have been heard of, also of `me`.
+    records_of: the records of a rank that can still be read, oldest first; empty where it is on another host. Only
+        called once something differs, so it may be slow.
+    """
+    scene = Scene(me, sights, records_of, limits)
+    return next((finding for case in _CASES if (finding := case(scene)) is not None), None)

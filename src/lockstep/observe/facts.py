@@ -1,0 +1,121 @@
+"""What a rank tells the others of its training, in its status: no message of our own is sent for it.
+
+A fact has a topic, a key within it, mostly a step, and a small value. Ranks that tell the same key can be compared at
+that key, whenever each of them came by. What explains a value may be large: it is shown once another rank has told
+another value, and every rank that sees the difference shows its own.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from lockstep.observe.replica_diff import agree
+from lockstep.observe.status import Sight, Status
+
+DETAILS = "details"
+_NEWEST, _OLDER, _EVERY = 8, 16, 16  # keys of one topic that are kept: all of the newest, some of the older ones
+_ROOM = 24_000  # characters of details in a status
+
+Rows = Sequence[Any]
+
+
+def pack(rows: Rows, room: int = _ROOM) -> str:
+    """`rows` in as many characters as fit; of more rows, the first ones."""
+    while True:
+        text = base64.b85encode(zlib.compress(json.dumps(rows, separators=(",", ":")).encode())).decode()
+        if len(text) <= room or not rows:
+            return text
+        rows = rows[: len(rows) // 2]
+
+
+def details_of(status: Status, topic: str, key: str) -> list[Any] | None:
+    """What explains a fact of that rank; None where it does not show it."""
+    packed = status.facts.get(DETAILS, {}).get(f"{topic}|{key}")
+    return None if packed is None else json.loads(zlib.decompress(base64.b85decode(packed)))
+
+
+def differ(topic: str, mine: Any, theirs: Any) -> bool:
+    """Whether two values of one key contradict each other."""
+    if topic.startswith("replica"):
+        return not agree([mine[0], theirs[0]])
+    return mine != theirs
+
+
+@final
+class Facts:
+    """One rank's. `tell` is for the rank's own thread, the rest for its guard's."""
+
+    def __init__(self) -> None:
+        self.sights: Mapping[int, Sight] = {}  # of the last comparison
+        self._lock = threading.Lock()
+        self._told: dict[str, dict[str, Any]] = {}
+        self._details: dict[tuple[str, str], Callable[[], Rows]] = {}
+        self._shown: dict[tuple[str, str], str] = {}  # what is disputed
+
+    @property
+    def is_disputed(self) -> bool:
+        """Whether another rank has told something else than this one."""
+        return bool(self._shown)
+
+    def tell(self, topic: str, key: str | int, value: Any, details: Callable[[], Rows] | None = None) -> None:
+        """A fact, in the place of an older one of that key."""
+        key = str(key)
+        with self._lock:
+            told = self._told.setdefault(topic, {})
+            told.pop(key, None)
+            told[key] = value
+            if details is not None:
+                self._details[topic, key] = details
+            if len(told) > _NEWEST + _OLDER:
+                self._forget(topic, told)
+
+    def show(self, topic: str, key: str | int) -> None:
+        """Show the details of a fact without being asked, for who may end before that."""
+        self._show(topic, str(key))
+
+    def hide(self, topic: str) -> None:
+        """The opposite of `show`."""
+        with self._lock:
+            for pair in [pair for pair in self._shown if pair[0] == topic]:
+                del self._shown[pair]
+
+    def _forget(self, topic: str, told: dict[str, Any]) -> None:
+        older = list(told)[:-_NEWEST]
+        kept = [key for key in older if key.isdecimal() and int(key) % _EVERY == 0][-_OLDER:]
+        for key in older:
+            if key not in kept and (topic, key) not in self._shown:
+                del told[key]
+                self._details.pop((topic, key), None)
+
+    def compare(self, sights: Mapping[int, Sight], me: int) -> None:
+        """See what the others tell: what differs is explained from now on."""
+        self.sights = sights
+        with self._lock:
+            mine = [(topic, key, value) for topic, told in self._told.items() for key, value in told.items()]
+        others = [sight.status.facts for rank, sight in sights.items() if rank != me and sight.status.facts]
+        for topic, key, value in mine:
+            if (topic, key) in self._details and not any(shown == topic for shown, _ in self._shown):
+                theirs = [facts[topic][key] for facts in others if key in facts.get(topic, {})]
+                if any(differ(topic, value, other) for other in theirs):
+                    self._show(topic, key)
+
+    def _show(self, topic: str, key: str) -> None:
+        details = self._details.get((topic, key))
+        if details is not None:
+            room = _ROOM - sum(map(len, self._shown.values()))
+            packed = pack(details(), max(room, 100))
+            with self._lock:
+                self._shown[topic, key] = packed
+
+    def said(self) -> dict[str, dict[str, Any]]:
+        """As a status has it."""
+        with self._lock:
+            facts = {topic: dict(told) for topic, told in self._told.items()}
+            if self._shown:
+                facts[DETAILS] = {f"{topic}|{key}": packed for (topic, key), packed in self._shown.items()}
+        return facts

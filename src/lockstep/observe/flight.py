@@ -1,0 +1,258 @@
+"""The flight record: what a rank did last, in memory that others see, also after a SIGKILL.
+
+One file per rank, of fixed size, in a file system that lies in memory:
+
+    header    64 words of 8 bytes: who this is, how far it has come, when it was last alive
+    status    what the rank's guard says of it, as JSON, behind a version word that is odd while it is written
+    notice    what a rank of this machine has found to be wrong, once; that of the machine's first rank counts
+    ring      the last operations, 256 bytes each; record n lies in slot n % RECORDS
+
+Only the rank writes (but for the notice, behind a lock), one store per word, so a reader sees old or new and never
+waits. No torch here: a launcher reads it too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import mmap
+import os
+import struct
+import threading
+import time
+import zlib
+from pathlib import Path
+from typing import NamedTuple, final
+
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.step_clock import StepClock
+
+RECORDS = 1024
+_MAGIC = int.from_bytes(b"lkstpfl1", "little")
+_WORDS = 64
+_STATUS_AT, _RING_AT = 8 * _WORDS, 64 << 10
+_NOTICE_AT = 56 << 10
+_STATUS_BYTES, _NOTICE_BYTES = _NOTICE_AT - _STATUS_AT, _RING_AT - _NOTICE_AT
+_RECORD = struct.Struct("<qqqqqqBB198s")  # number, seq, step, entered, left, digest, is_message, spare, words
+_NUMBER = _LEFT = struct.Struct("<q")
+_LEFT_AT = 32
+_PRIME, _STEP_PRIME, _MASK = 0x100000001B3, 0x9E3779B97F4A7C15, (1 << 62) - 1
+_RECORD_BYTES = _RECORD.size
+_FILE_BYTES = _RING_AT + RECORDS * _RECORD_BYTES
+_TEXT_BYTES = (24, 96, 56, 18)  # of group, text, site, label; what is longer is cut
+
+# words of the header
+_IS, _RANK, _WORLD, _PID, _STEP, _ALIVE_NS, _COUNT, _VERSION, _LENGTH, _NOTICE = range(10)
+
+
+class Record(NamedTuple):
+    """One operation of one rank."""
+
+    number: int  # among all operations of this rank
+    seq: int  # among those of its group; messages have a count of their own
+    step: int  # in which it was started; 0 where that was in a thread of its own, which knows no steps
+    entered_ns: int  # by time.monotonic_ns, which is one clock for all processes of a machine
+    left_ns: int  # when its result could be read; 0 while it is under way
+    digest: int  # of all collectives of its group up to this one, and of the steps they were in; 0 for messages
+    is_message: bool  # between two ranks; else it is a collective, and `seq` matches it with the other ranks'
+    group: str
+    text: str  # "all_reduce float32 [262144] sum": equal on all ranks, or the collective makes no sense
+    site: str  # "train.py:88 train_step": where in the user's code
+    label: str  # what it is for, in the caller's words
+
+
+class Mark(NamedTuple):
+    """The digest of all collectives of a group up to number `seq`: equal on all ranks, or they differ before it."""
+
+    seq: int
+    step: int  # in which number `seq` was started
+    digest: int
+
+
+class Words(NamedTuple):
+    """What a record says of its operation, ready to be stored. Worth keeping: operations repeat."""
+
+    stored: bytes
+    group: str
+    code: int  # of the text
+
+
+class Header(NamedTuple):
+    """How far a rank has come."""
+
+    rank: int
+    world_size: int
+    pid: int
+    step: int
+    alive_ns: int  # when its guard last said so, by time.monotonic_ns
+    started: int  # operations so far
+
+
+def pack_words(group: str, text: str, site: str, label: str = "") -> Words:
+    """What `FlightRecorder.enter` takes."""
+    parts = (group, text, site, label)
+    stored = b"\0".join(_cut(part, limit) for part, limit in zip(parts, _TEXT_BYTES, strict=True))
+    return Words(stored, group, zlib.crc32(text.encode()))
+
+
+def _cut(text: str, limit: int) -> bytes:
+    raw = text.replace("\0", " ").encode()
+    return raw if len(raw) <= limit else raw[: limit - 2] + b".."
+
+
+class _Caller(threading.local):
+    """Whether the steps of the rank are those of the thread that calls: not of one that the program has started."""
+
+    def __init__(self, owner: int) -> None:
+        mine = threading.get_ident()
+        started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
+        self.has_steps = mine == owner or mine not in started  # autograd runs hooks in threads that Python did not make
+
+
+@final
+class FlightRecorder:
+    """Writes one rank's record. `enter` and `leave` cost about a microsecond together, never block and never raise."""
+
+    def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
+        """Make the file `path`, which must not exist."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, _FILE_BYTES) if hasattr(os, "posix_fallocate") else os.truncate(fd, _FILE_BYTES)
+            self._memory = mmap.mmap(fd, _FILE_BYTES)
+        finally:
+            os.close(fd)
+        self.path = Path(path)
+        self.rank = rank
+        self.world_size = world_size
+        self.step = 0
+        self.clock = StepClock()  # where the time of the thread that makes this goes
+        self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
+        self._numbers = itertools.count()
+        self._digests: dict[str, int] = {}  # group -> of its collectives so far
+        self._thread = _Caller(threading.get_ident())
+        self._words[_RANK], self._words[_WORLD], self._words[_PID] = rank, world_size, os.getpid()
+        self._words[_ALIVE_NS] = time.monotonic_ns()
+        self._words[_IS] = _MAGIC
+
+    @property
+    def started(self) -> int:
+        """Operations so far."""
+        return self._words[_COUNT]
+
+    def enter(self, seq: int, words: Words, is_message: bool = False) -> int:
+        """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible."""
+        number, step = next(self._numbers), self.step if self._thread.has_steps else 0
+        if is_message:
+            digest = 0
+        else:
+            before = self._digests.get(words.group, 0)
+            digest = self._digests[words.group] = (before * _PRIME + words.code + step * _STEP_PRIME) & _MASK
+        at = _RING_AT + number % RECORDS * _RECORD_BYTES
+        now_ns = time.monotonic_ns()
+        _RECORD.pack_into(self._memory, at, number, seq, step, now_ns, 0, digest, is_message, 0, words.stored)
+        if number >= self._words[_COUNT]:  # another thread may be ahead
+            self._words[_COUNT] = number + 1
+        return number
+
+    def leave(self, number: int) -> None:
+        """Operation `number` has ended."""
+        if number >= self._words[_COUNT] - RECORDS:
+            at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
+            _LEFT.pack_into(self._memory, at, time.monotonic_ns())
+
+    def count_this_thread(self) -> None:
+        """What the calling thread enters belongs to the rank's steps, though the program has started the thread."""
+        self._thread.has_steps = True
+
+    def set_step(self, step: int) -> None:
+        """Operations from now on belong to `step`."""
+        self.step = self._words[_STEP] = step
+
+    def tell(self, status: bytes) -> None:
+        """Replace the status, and say that this rank is alive. One thread only."""
+        status = status[:_STATUS_BYTES]
+        words = self._words
+        words[_VERSION] += 1
+        self._memory[_STATUS_AT : _STATUS_AT + len(status)] = status
+        words[_LENGTH] = len(status)
+        words[_VERSION] += 1
+        words[_ALIVE_NS] = time.monotonic_ns()
+
+    def close(self) -> None:
+        """Give back the memory; the file stays for whoever has it open. What is recorded from now on goes nowhere."""
+        words, memory = self._words, self._memory
+        self._memory = mmap.mmap(-1, _FILE_BYTES)
+        self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
+        words.release()
+        memory.close()
+
+
+@final
+class FlightRecord:
+    """Reads a rank's record, while it is written or afterwards. Its file needs no name once it is open."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises: ConfigError where the file is no flight record, OSError where it cannot be opened."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(self._fd).st_size
+            if size != _FILE_BYTES:
+                raise ConfigError(f"{os.fspath(path)!r} is no flight record: it has {size} bytes, not {_FILE_BYTES}")
+            self._memory = mmap.mmap(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
+        if self._words[_IS] != _MAGIC:
+            self.close()
+            raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
+
+    def header(self) -> Header:
+        """Who this is and how far it has come."""
+        words = self._words
+        return Header(words[_RANK], words[_WORLD], words[_PID], words[_STEP], words[_ALIVE_NS], words[_COUNT])
+
+    def status(self) -> bytes:
+        """What the guard of the rank last said; empty where it has said nothing, or died in the middle."""
+        for _ in range(100):
+            before = self._words[_VERSION]
+            status = bytes(self._memory[_STATUS_AT : _STATUS_AT + self._words[_LENGTH]])
+            if before % 2 == 0 and self._words[_VERSION] == before:
+                return status
+        return b""
+
+    def records(self, since: int = 0, until: int | None = None) -> list[Record]:
+        """Those with number `since` and later, below `until`, that are still there, oldest first."""
+        count = self._words[_COUNT]
+        found = [self._record(number) for number in range(max(since, count - RECORDS, 0), min(count, until or count))]
+        return [record for record in found if record is not None]
+
+    def notice(self) -> bytes:
+        """What was put up in this record; empty where nothing was."""
+        return bytes(self._memory[_NOTICE_AT : _NOTICE_AT + self._words[_NOTICE]])
+
+    def put_up(self, notice: bytes) -> bytes:
+        """Make `notice` the one of this record, unless it has one; the one it has."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            if not self._words[_NOTICE]:
+                notice = notice[:_NOTICE_BYTES]
+                self._memory[_NOTICE_AT : _NOTICE_AT + len(notice)] = notice
+                self._words[_NOTICE] = len(notice)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return self.notice()
+
+    def _record(self, number: int) -> Record | None:
+        at = _RING_AT + number % RECORDS * _RECORD_BYTES
+        stored, seq, step, entered_ns, left_ns, digest, is_message, _, words = _RECORD.unpack_from(self._memory, at)
+        if stored != number or _NUMBER.unpack_from(self._memory, at)[0] != number:
+            return None  # overwritten before or while it was read: a writer begins with the number
+        group, text, site, label = (words.rstrip(b"\0").decode(errors="replace").split("\0") + [""] * 4)[:4]
+        return Record(number, seq, step, entered_ns, left_ns, digest, bool(is_message), group, text, site, label)
+
+    def close(self) -> None:
+        """Give back the memory."""
+        self._words.release()
+        self._memory.close()
+        os.close(self._fd)

@@ -1,0 +1,398 @@
+"""The guard of one rank: keeps its flight record, watches the others, and speaks up when the ranks are out of step.
+
+Its thread looks a few times a second. What it sees is compared by `diagnosis`, which is pure; what it finds is put up
+on the board for all ranks, said once, and raised: at the end of the step, or at once where this rank waits for what
+cannot come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+from lockstep.errors import (
+    CollectiveMismatch,
+    CollectiveTimeout,
+    CommError,
+    LockstepError,
+    ModelMismatch,
+    PeerFailed,
+    PeerLost,
+    ReplicaDrift,
+)
+from lockstep.observe.board import Board, waits_of
+from lockstep.observe.diagnosis import Finding, Limits, diagnose
+from lockstep.observe.evidence import keep_evidence
+from lockstep.observe.facts import Facts
+from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record, pack_words
+from lockstep.observe.last_words import last_words, sees_another
+from lockstep.observe.scene import Scene
+from lockstep.observe.settings import GuardSettings
+from lockstep.observe.stacks import Motion, is_traced
+from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, Sight, State, Status, Waiting
+from lockstep.observe.training_findings import training_notes
+
+_WORDS_S = 1.0  # how long a rank that lost another one waits for that one's last words
+_STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
+_RANKS = 16  # that are looked at in a millisecond; of more, less often
+_STEPS = 128  # of which the time is kept
+_OPEN_MAX = 64  # operations under way that are followed
+_BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
+
+
+@final
+class Guard:
+    """One rank's. `start` begins to watch, `close` ends it; the record stays readable until then.
+
+    Threads: `enter` and `leave` may be called from any; `step_done`, `lost` and `end` from the rank's own.
+    """
+
+    def __init__(self, recorder: FlightRecorder, board: Board, settings: GuardSettings) -> None:
+        self.recorder = recorder
+        self.settings = settings
+        self.rank, self.world_size = recorder.rank, recorder.world_size
+        folder = time.strftime("%Y%m%d-%H%M%S") + f"-rank-{self.rank}-{os.getpid()}"
+        self._limits = Limits(hang_s=settings.hang_s, evidence=settings.evidence and f"{settings.evidence}/{folder}")
+        self.finding: Finding | None = None
+        self.before_look: list[Callable[[], None]] = []  # called by the thread, each time
+        self.before_close: list[Callable[[], None]] = []
+        self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end
+        self.facts = Facts()  # of this rank's training
+        self._noted: set[str] = set()
+        self._board = board
+        self._record = FlightRecord(recorder.path)
+        self._folds: dict[str, Folding] = {}
+        self._followed: dict[int, Record] = {}  # operations that were under way at the last look
+        self._read = 0  # records before this number have been read
+        self._steps_s: deque[float] = deque(maxlen=_STEPS)
+        self._step_began_s = 0.0
+        self._activity = ""
+        self._worlds = 0
+        self._has_aborted = False
+        self._state: State = RUNNING
+        self._words: LastWords | None = None
+        self._main = threading.get_ident()
+        self._motion = Motion(self._main)
+        self._lock = threading.RLock()  # one look at a time; what it calls may find a new group
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lockstep-guard", daemon=True)
+        self._pid = os.getpid()
+
+    # ------------------------------------------------------------------ what the rank tells it
+
+    def group(self, name: str, ranks: Sequence[int]) -> None:
+        """There is a group of this name, of these ranks of the job, in its order."""
+        with self._lock:
+            if name not in self._folds:
+                self._folds[name] = Folding(ranks)
+                self._board.tell(self._status())  # a rank that is killed now has said who is in the group
+
+    def name_of_world(self) -> str:
+        """A name for the group of all ranks: each one that a process makes begins to count anew."""
+        self._worlds += 1
+        return "world" if self._worlds == 1 else f"world #{self._worlds}"
+
+    def enter(self, group: str, seq: int, text: str, site: str, label: str = "", *, is_message: bool = False) -> int:
+        """An operation begins; its number. See `Record`."""
+        return self.recorder.enter(seq, pack_words(group, text, site, label), is_message)
+
+    def leave(self, number: int) -> None:
+        """Operation `number` has ended."""
+        self.recorder.leave(number)
+
+    def step_done(self) -> None:
+        """This rank has ended a step; what was found meanwhile is raised here."""
+        now_s = time.monotonic()
+        if self._step_began_s:
+            self._steps_s.append(now_s - self._step_began_s)
+        self._step_began_s = now_s
+        if self._activity != "join":  # some ranks have steps there that others have not
+            self.recorder.set_step(self.recorder.step + 1)
+            if not self.recorder.clock.is_marked:
+                self.recorder.clock.step_done(self.recorder.step, self.recorder.started)
+        self.raise_if_found()
+
+    @contextlib.contextmanager
+    def activity(self, name: str) -> Iterator[None]:
+        """What happens within may take long without anything wrong: "checkpoint", "evaluate", "join"."""
+        before, self._activity = self._activity, name
+        try:
+            yield
+        finally:
+            self._activity = before
+
+    def raise_if_found(self) -> None:
+        """Raise what was found, where it is certain.  Raises: CommError or ReplicaError."""
+        if self.finding is not None and self.finding.is_certain:
+            raise error_of(self.finding)
+
+    def lost(self, error: CommError) -> CommError:
+        """The error to raise in place of `error`, which ended an operation: with what is known of its cause."""
+        found = self.finding if self.finding is not None and self.finding.is_certain else self._examine()
+        if found is not None and found.is_certain:
+            return _comm_error(found)
+        if not isinstance(error, PeerLost) or isinstance(error, PeerFailed):
+            return error
+        deadline = time.monotonic() + _WORDS_S
+        while (said := _culprit(self.rank, self._sights())) is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if said is None:
+            return error
+        rank, words = said
+        return PeerFailed(f"{words}. On this rank, {self.rank}: {error}", rank)
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """What stock torch's `error` comes from, to be raised from it; itself where it is not another rank's doing."""
+        if isinstance(error, CommError) or not (self._has_aborted or sees_another(error)):
+            return error
+        seen = PeerLost(f"{type(error).__name__}: {error}")
+        found = self._after_failure()
+        cause = self.lost(seen) if found is None else _comm_error(found)
+        if cause is seen:
+            return error
+        cause.__cause__ = error
+        return cause.with_traceback(error.__traceback__)
+
+    def _after_failure(self) -> Finding | None:
+        """Why the newest operation of this rank failed, said and put up; None where that cannot be seen."""
+        if self.finding is not None and self.finding.is_certain:
+            return self.finding
+        deadline = time.monotonic() + _WORDS_S / 2
+        while (found := self._cause()) is None and time.monotonic() < deadline:
+            time.sleep(0.02)  # the others may be about to say it
+        if found is not None:
+            with self._lock:
+                self.finding = Finding.from_json(self._board.announce(found.to_json()))
+                if self.finding == found:
+                    self._say_with_evidence(found, self._board.sights())
+        return found and self.finding
+
+    def _cause(self) -> Finding | None:
+        """As if the newest operation, which has failed, were still under way: then one sees who it waits for."""
+        with self._lock:
+            for hook in tuple(self.before_look):
+                hook()
+            self._read_records()
+            status = self._status()
+            newest = self._record.records(self._read - 1)
+            if not newest:
+                return None
+            failed = replace(status, waiting=(Waiting(newest[-1], 0.0),), stack=())  # it has been unwound
+            sights = {**self._board.sights(is_urgent=True), self.rank: Sight(failed, 0.0, is_gone=False)}
+            limits = replace(self._limits, grace_s=0.0)
+            found = diagnose(self.rank, sights, self._board.records_of, limits)
+        return found if found is not None and found.is_certain else None
+
+    def _examine(self) -> Finding | None:
+        """What can be found at this very moment."""
+        with self._lock:
+            self._read_records()
+            self._board.tell(self._status())
+            return diagnose(self.rank, self._board.sights(is_urgent=True), self._board.records_of, self._limits)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """This rank is at its end: by `error`, or because its program is done. The others are told at once."""
+        if self._pid != os.getpid() or self._state != RUNNING:
+            return
+        self._state = FINISHED if error is None else RAISED
+        self._words = LastWords("", "", "") if error is None else last_words(error)
+        if self._lock.acquire(timeout=_WORDS_S):
+            try:
+                for hook in tuple(self.before_look):
+                    hook()
+                self._read_records()
+                self._board.tell(self._status())
+            finally:
+                self._lock.release()
+
+    def records(self, since: int, until: int) -> list[Record]:
+        """Of this rank's flight record: numbers `since` to `until`, without that one, which are still there."""
+        return self._record.records(since, until)
+
+    # ------------------------------------------------------------------ watching
+
+    def start(self) -> None:
+        """Begin to watch."""
+        if self.settings.mode != "off":
+            self._thread.start()
+
+    def close(self) -> None:
+        """End the thread and give back the memory. What others see of this rank stays."""
+        if self._pid != os.getpid():
+            return
+        for hook in self.before_close:
+            hook()
+        self._stop.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._record.close()
+        self._board.close()
+        self.recorder.close()
+
+    def _watch(self) -> None:
+        period_s = self.settings.look_s * max(1.0, self.world_size / _RANKS)
+        self.recorder.count_this_thread()  # it enters what the rank's own thread has started in C++
+        while not self._stop.wait(period_s):
+            with self._lock:
+                self.look()
+
+    def look(self) -> None:
+        """What the thread does each time: say how this rank is, see how the others are, act on what is found."""
+        for hook in tuple(self.before_look):
+            hook()
+        self._read_records()
+        self._board.tell(self._status())
+        if self.finding is None or not self.finding.is_certain:
+            self._find()
+        if self.finding is not None and self.finding.is_certain and self._must_break():
+            error = _comm_error(self.finding)
+            for abort in tuple(self.aborts):
+                abort(error)
+
+    def look_now(self) -> Finding | None:
+        """Look at once, in the rank's own thread; what has been found so far."""
+        with self._lock:
+            self.look()
+        return self.finding
+
+    def _find(self) -> None:
+        up = self._board.announced()
+        if up:
+            self.finding = Finding.from_json(up)
+            return
+        sights = self._board.sights()
+        self.facts.compare(sights, self.rank)
+        is_lookout = self._is_lookout(sights)
+        self._note(sights, is_lookout)
+        if not is_lookout:
+            return
+        found = diagnose(self.rank, sights, self._board.records_of, self._limits)
+        if found is None or (self.finding is not None and found.key == self.finding.key):
+            return
+        if found.is_certain:
+            self.finding = Finding.from_json(self._board.announce(found.to_json()))
+        else:  # only said: it may pass
+            self.finding = found
+        if self.finding == found:
+            self._say_with_evidence(found, sights)
+
+    def _say_with_evidence(self, found: Finding, sights: Mapping[int, Sight]) -> None:
+        _say(found.text)
+        if self._limits.evidence:
+            keep_evidence(self._limits.evidence, found, sights, self._board.records_of)
+
+    def _note(self, sights: Mapping[int, Sight], is_lookout: bool) -> None:
+        """Say once what all should know of, and can live with."""
+        for note in training_notes(Scene(self.rank, sights, self._board.records_of, self._limits)):
+            if note.key not in self._noted:
+                self._noted.add(note.key)
+                if is_lookout:
+                    _say(note.text)
+
+    def _is_lookout(self, sights: Mapping[int, Sight]) -> bool:
+        """Whether this is the first rank whose guard looks: one is enough."""
+        looking = [r for r, sight in sights.items() if sight.age_s < _STALE_S and sight.status.state == RUNNING]
+        return self.rank == min(looking, default=self.rank)
+
+    def _must_break(self) -> bool:
+        """Whether this rank waits for what cannot come."""
+        oldest = min((record.entered_ns for record in self._followed.values()), default=0)
+        return self.settings.mode == "strict" or (oldest > 0 and time.monotonic_ns() - oldest > _BLOCKED_S * 1e9)
+
+    def _sights(self) -> Mapping[int, Sight]:
+        with self._lock:
+            return self._board.sights(is_urgent=True)
+
+    def _read_records(self) -> None:
+        first = min(self._followed, default=self._read)
+        for record in self._record.records(min(first, self._read)):
+            if record.number >= self._read:
+                self._read = record.number + 1
+                fold = self._folds.get(record.group)
+                if fold is not None and not record.is_message:
+                    fold.add(Mark(record.seq, record.step, record.digest))
+            if record.left_ns:
+                self._followed.pop(record.number, None)
+            else:
+                self._followed[record.number] = record
+        for number in sorted(self._followed)[:-_OPEN_MAX]:
+            del self._followed[number]
+
+    def _status(self) -> Status:
+        stand = self._motion.look(time.monotonic())
+        last = self._record.records(self._read - 1)
+        steps = sorted(self._steps_s)
+        return Status(
+            rank=self.rank,
+            world_size=self.world_size,
+            pid=self._pid,
+            host=socket.gethostname(),
+            step=self.recorder.step,
+            step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
+            state=self._state,
+            groups={name: fold.progress() for name, fold in self._folds.items()},
+            waiting=waits_of(list(self._followed.values())),
+            last=last[-1] if last else None,
+            stack=stand.stack,
+            unmoved_s=stand.unmoved_s,
+            activity=self._activity or stand.activity or ("debugger" if is_traced() else ""),
+            words=self._words,
+            facts=self.facts.said(),
+        )
+
+
+def error_of(finding: Finding) -> LockstepError:
+    """What is raised for it."""
+    text = finding.text.removeprefix("lockstep: ")
+    if finding.kind == "model":
+        return ModelMismatch(text)
+    if finding.kind == "replica":
+        return ReplicaDrift(text, finding.culprits)
+    if finding.kind in ("hang", "stopped"):
+        return CollectiveTimeout(text, finding.culprits)
+    if finding.kind in ("raised", "finished", "gone"):
+        return PeerFailed(text, finding.culprits[0] if finding.culprits else None)
+    return CollectiveMismatch(text)
+
+
+def _comm_error(finding: Finding) -> CommError:
+    """What an operation raises for it."""
+    error = error_of(finding)
+    return error if isinstance(error, CommError) else CollectiveMismatch(str(error))
+
+
+def _culprit(me: int, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
+    """Which rank left first of its own accord, and what is said of it; None while that is not known."""
+    others = {rank: sight for rank, sight in sights.items() if rank != me}
+    for rank, sight in others.items():
+        words = sight.status.words
+        if sight.status.state == RAISED and words is not None and not words.is_consequence:
+            where = f" at {words.where}" if words.where else ""
+            return rank, f"rank {rank} failed{where}: {words.kind}: {words.message} (in step {sight.status.step})"
+    for rank, sight in others.items():
+        if sight.is_gone and sight.status.state == RUNNING:
+            return rank, (
+                f"rank {rank} (pid {sight.status.pid}) was killed without a word, in step {sight.status.step}: by "
+                f"SIGKILL or another signal; where memory is short, by the kernel (see dmesg)"
+            )
+    for rank, sight in others.items():
+        if sight.status.state == FINISHED:
+            done = sum(progress.count for progress in sight.status.groups.values())
+            return (
+                rank,
+                f"rank {rank} came to the end of its program after {done} collectives, in step {sight.status.step}",
+            )
+    return None
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text.rstrip("\n") + "\n")
+    sys.stderr.flush()

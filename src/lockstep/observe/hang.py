@@ -1,0 +1,252 @@
+"""Ranks that stand still, and the one they all stand still for.
+
+A rank that waits is not the culprit; the rank it waits for may itself wait. Following that from rank to rank ends at
+ranks that wait for nobody (the roots), or goes round in a circle. What a root does decides: at work, nothing is wrong.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lockstep.observe import wording
+from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait
+from lockstep.observe.status import FINISHED, RAISED
+from lockstep.observe.wording import Finding, names, seconds
+
+_TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
+
+_Root = Literal["unseen", "ended", "silent", "active", "moving", "stuck", "inside"]
+
+
+def find_cycle(scene: Scene) -> Finding | None:
+    """Ranks that provably wait for each other in a circle: none of them can get on."""
+    proven = {rank: wait for rank, wait in scene.blocked.items() if _is_proven(scene, wait)}
+    circle = _circle({rank: set(wait.absent) & set(proven) for rank, wait in proven.items()})
+    return _report_cycle(scene, [proven[rank] for rank in circle]) if circle else None
+
+
+def find_stopped(scene: Scene) -> Finding | None:
+    """A rank whose process exists and does not run."""
+    for wait in scene.waits:
+        if wait.age_s < SILENT_S:
+            return None
+        roots = [rank for rank in _roots(scene, wait) if _state(scene, rank) == "silent"]
+        if roots and wait.rank in scene.blocked:
+            return _report_stopped(scene, roots, _waits_for(scene, roots))
+    return None
+
+
+def find_hang(scene: Scene) -> Finding | None:
+    """Nothing has moved for too long, neither who waits nor who is waited for."""
+    for wait in scene.waits:
+        if wait.age_s < scene.hang_s:
+            return None
+        if not _is_still(scene, wait):
+            continue
+        states = {rank: _state(scene, rank) for rank in _roots(scene, wait)}
+        if states and set(states.values()) <= {"stuck", "ended"}:
+            return _report_hang(scene, wait, sorted(states))
+        is_inside = set(states.values()) <= {"inside"}
+        if is_inside and wait.age_s >= _TRANSPORT_TIMES * scene.hang_s and _nobody_moves(scene, wait):
+            return _report_transport(scene, wait)
+    return None
+
+
+def find_waiting(scene: Scene) -> Finding | None:
+    """Somebody works while others wait: no fault, but after a minute worth a line."""
+    for wait in scene.waits:
+        if wait.age_s < max(scene.limits.notice_s, scene.hang_s):
+            return None
+        states = {rank: _state(scene, rank) for rank in _roots(scene, wait)}
+        busy = [rank for rank, state in states.items() if state in ("active", "moving", "unseen")]
+        if busy and wait.rank in scene.blocked:
+            return _report_waiting(scene, wait, busy)
+    return None
+
+
+# ------------------------------------------------------------------ who waits for whom
+
+
+def _roots(scene: Scene, wait: Wait) -> list[int]:
+    """Those at the end of all chains that begin at `wait`; ranks of a circle, where there is no end."""
+    found: set[int] = set()
+    seen = {wait.rank}
+    open_waits = [wait]
+    while open_waits:
+        current = open_waits.pop()
+        if not current.absent and current is not wait:
+            found.add(current.rank)
+        for rank in current.absent:
+            following = scene.blocked.get(rank)
+            if following is None:
+                found.add(rank)
+            elif rank not in seen:
+                seen.add(rank)
+                open_waits.append(following)
+    return sorted(found or (seen if wait.absent else ()))
+
+
+def _state(scene: Scene, rank: int) -> _Root:
+    """What the rank at the end of a chain does."""
+    sight = scene.sights.get(rank)
+    if sight is None:
+        return "unseen"
+    if not scene.is_running(rank):
+        return "ended"
+    if sight.status.activity:
+        return "active"
+    if scene.is_silent(rank):
+        return "silent"
+    if rank in scene.blocked:
+        return "stuck" if scene.blocked[rank].absent else "inside"
+    return "stuck" if sight.status.unmoved_s >= max(scene.hang_s, STILL_S) else "moving"
+
+
+def _circle(following: dict[int, set[int]]) -> list[int]:
+    """Ranks each of which waits for the next, and the last for the first, from the lowest; empty where none do."""
+    following = dict(following)
+    while ends := [rank for rank, others in following.items() if not others & following.keys()]:
+        for rank in ends:
+            del following[rank]
+    if not following:
+        return []
+    path = [min(following)]
+    while (rank := min(following[path[-1]] & following.keys())) not in path:
+        path.append(rank)
+    circle = path[path.index(rank) :]
+    lowest = circle.index(min(circle))
+    return circle[lowest:] + circle[:lowest]
+
+
+def _is_proven(scene: Scene, wait: Wait) -> bool:
+    is_fresh = scene.sights[wait.rank].age_s <= GRACE_S
+    return is_fresh and wait.age_s >= STILL_S and scene.stands_in(wait) and not wait.is_any
+
+
+def _is_still(scene: Scene, wait: Wait) -> bool:
+    """True where the waiting rank itself stands in this operation, and has begun nothing since."""
+    status = scene.status(wait.rank)
+    if scene.blocked.get(wait.rank) is not wait or status.activity:
+        return False
+    since_s = 0.0 if status.last is None else (status.last.entered_ns - wait.record.entered_ns) / 1e9
+    return wait.age_s - since_s >= scene.hang_s
+
+
+def _nobody_moves(scene: Scene, wait: Wait) -> bool:
+    """True where all others have stood in this operation, or in another one, for too long as well."""
+    parts = {found.rank: found.age_s for found in scene.waits if found.is_part_of(wait)}
+    for rank in wait.ranks:
+        if not scene.is_running(rank):
+            age_s = scene.sights[rank].age_s
+        elif rank in scene.blocked:
+            age_s = parts.get(rank, scene.blocked[rank].age_s)
+        else:
+            age_s = 0.0
+        if age_s < scene.hang_s:
+            return False
+    return True
+
+
+def _waits_for(scene: Scene, ranks: list[int]) -> list[Wait]:
+    return [wait for wait in scene.blocked.values() if wait.rank not in ranks and set(_roots(scene, wait)) & set(ranks)]
+
+
+# ------------------------------------------------------------------ in words
+
+
+def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
+    ranks = tuple(wait.rank for wait in waits)
+    way = " -> ".join(f"rank {rank}" for rank in (*ranks, ranks[0]))
+    groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})
+    if len(groups) > 1:
+        what = "groups in different order: "
+        fix = f"use groups {', '.join(groups)} in the same order on every rank."
+    else:
+        what = ""
+        fix = "let one side send first, or post both with batch_isend_irecv; tags must match."
+    text = wording.compose(
+        f"DEADLOCK in step {scene.step}: {what}{way}",
+        wording.waiters(waits),
+        why="each of them waits for the next one, so none can ever get on.",
+        fix=fix,
+        evidence=scene.limits.evidence,
+        least=wording.stacks(scene, ranks),
+    )
+    return Finding("cycle", tuple(sorted(ranks)), text, is_certain=True, key=_key("cycle", scene, sorted(ranks)))
+
+
+def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Finding:
+    sights = [scene.sights[rank] for rank in ranks]
+    age_s = max(sight.age_s for sight in sights)
+    lines = [
+        f"not scheduled for {seconds(age_s)}: stopped by SIGSTOP, swapping or a debugger, or C code that holds the GIL",
+        *(line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")),
+    ]
+    if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
+        lines.append(f"all but {names([scene.me])}: it may as well be that this host is cut off")
+    pids = " ".join(str(sight.status.pid) for sight in sights)
+    text = wording.compose(
+        f"STOPPED in step {scene.step}.  {wording.culprit(scene, ranks)}",
+        [*lines, *wording.waiters(waits)],
+        fix=f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`.",
+        evidence=scene.limits.evidence,
+        least=wording.stacks(scene, [wait.rank for wait in waits]),
+    )
+    return Finding("stopped", tuple(ranks), text, is_certain=False, key=_key("stopped", scene, ranks))
+
+
+def _report_hang(scene: Scene, wait: Wait, ranks: list[int]) -> Finding:
+    waits = _waits_for(scene, ranks) or [wait]
+    lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, _not_there(scene, rank))]
+    text = wording.compose(
+        f"HANG: nothing has moved for {seconds(wait.age_s)} in step {scene.step}.  {wording.culprit(scene, ranks)}",
+        [*lines, *wording.waiters(waits)],
+        why="every rank must issue the same collectives in the same order.",
+        fix=f"see what {names(ranks)} {'is' if len(ranks) == 1 else 'are'} stuck in, or which condition led there.",
+        evidence=scene.limits.evidence,
+        least=wording.stacks(scene, [*ranks, *(wait.rank for wait in waits)]),
+    )
+    return Finding("hang", tuple(ranks), text, is_certain=False, key=_key("hang", scene, ranks))
+
+
+def _not_there(scene: Scene, rank: int) -> str:
+    state = scene.status(rank).state
+    if not scene.is_running(rank):
+        return f"has {state}" if state in (RAISED, FINISHED) else "is gone"
+    return "is not there" if rank not in scene.blocked else "waits"
+
+
+def _report_transport(scene: Scene, wait: Wait) -> Finding:
+    ranks = (wait.rank, *wait.ranks)
+    waits = [found for found in scene.waits if found.is_part_of(wait)] or [wait]
+    text = wording.compose(
+        f"HANG of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}",
+        wording.waiters(waits),
+        why="no rank is to blame: what lies between them does not carry their data.",
+        fix="`lockstep doctor` tries every pair: interfaces, firewall, shared memory, another job's port.",
+        evidence=scene.limits.evidence,
+        least=wording.stacks(scene, ranks),
+    )
+    return Finding("transport", (), text, is_certain=False, key=f"transport:{wait.record.group}:{wait.record.seq}")
+
+
+def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
+    lines = []
+    for rank in busy:
+        if rank in scene.sights:
+            activity = scene.status(rank).activity
+            lines += wording.whereabouts(scene, rank, f"is at work ({activity})" if activity else "is at work")
+        else:
+            lines.append(f"{names([rank])} has not been heard of: not started yet, or without a guard")
+    text = wording.compose(
+        f"waiting for {names(busy)} for {seconds(wait.age_s)} in step {scene.step}; no fault so far",
+        [*lines, *wording.waiters(_waits_for(scene, busy) or [wait])],
+    )
+    record = wait.record
+    return Finding("waiting", tuple(busy), text, is_certain=False, key=f"waiting:{record.group}:{record.seq}")
+
+
+def _key(kind: str, scene: Scene, ranks: list[int]) -> str:
+    """Of these ranks at this point of their life."""
+    last = [scene.status(rank).last for rank in ranks]
+    return f"{kind}:" + ",".join(f"{rank}@{-1 if r is None else r.number}" for rank, r in zip(ranks, last, strict=True))

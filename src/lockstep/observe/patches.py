@@ -1,0 +1,37 @@
+"""Functions and methods of others that are replaced while a guard watches, and put back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, final
+
+_MISSING: Any = object()
+
+
+@final
+class Patches:
+    """What was replaced. `undo` puts it back, but for what somebody else has replaced since."""
+
+    def __init__(self) -> None:
+        self._undo: list[Callable[[], None]] = []
+
+    def replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Put `wrap(old)` in the place of `owner.name`."""
+        old = vars(owner).get(name, _MISSING)  # as it lies there; a class may inherit it
+        new = wrap(getattr(owner, name))
+        setattr(owner, name, new)
+
+        def restore() -> None:
+            if getattr(owner, name) is new:
+                delattr(owner, name) if old is _MISSING else setattr(owner, name, old)
+
+        self._undo.append(restore)
+
+    def add(self, undo: Callable[[], None]) -> None:
+        """Something else to be undone."""
+        self._undo.append(undo)
+
+    def undo(self) -> None:
+        """Put all back, the last one first."""
+        while self._undo:
+            self._undo.pop()()

@@ -1,0 +1,83 @@
+"""The guard of a process whose launcher wants one, before its program begins; and how a process tells of its end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from types import TracebackType
+
+from lockstep.observe.board import Board, flight_path
+from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.guard import Guard
+from lockstep.observe.settings import GuardSettings
+
+FLIGHT = "LOCKSTEP_FLIGHT"  # folder of the flight records of one start of a run on one machine; set by the launcher
+
+_guards: list[Guard] = []  # of this process: at most one
+_listening: weakref.WeakSet[Guard] = weakref.WeakSet()  # are told how this process ends
+_before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
+
+
+def begin(environ: Mapping[str, str]) -> Guard | None:
+    """The guard of this process, where its launcher has made room for one; it needs no torch.
+
+    Raises: ConfigError where LOCKSTEP_GUARD is none of the modes.
+    """
+    folder, size = environ.get(FLIGHT, ""), int(environ.get("WORLD_SIZE", "1"))
+    settings = GuardSettings.of(environ)
+    if not folder or size == 1 or settings.mode == "off":
+        return None
+    rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
+    first = rank - local_rank
+    recorder = FlightRecorder(flight_path(folder, rank), rank, size)
+    board = Board(folder, recorder, range(first, first + int(environ["LOCAL_WORLD_SIZE"])))
+    guard = Guard(recorder, board, settings)
+    _guards[:] = [guard]
+    listen(guard)
+    guard.start()
+    return guard
+
+
+def current_guard() -> Guard | None:
+    """The guard that `begin` made."""
+    return _guards[0] if _guards else None
+
+
+def guard_of(rank: int, world_size: int) -> Guard | None:
+    """The guard of this process, where the calling thread is the rank that it guards."""
+    if threading.current_thread() is not threading.main_thread():  # a rank that is a thread, as tests have them
+        return None
+    return next((guard for guard in _listening if (guard.rank, guard.world_size) == (rank, world_size)), None)
+
+
+def listen(guard: Guard) -> None:
+    """Tell `guard` how this process ends: by an error that nobody caught, or in peace."""
+    _listening.add(guard)
+    if sys.excepthook is not _last_error:
+        _before[:] = [sys.excepthook]
+        sys.excepthook = _last_error
+
+
+@contextlib.contextmanager
+def activity(name: str) -> Iterator[None]:
+    """What happens within may take long on this rank without anything wrong: "checkpoint", "evaluate", "join"."""
+    with contextlib.ExitStack() as stack:
+        for guard in tuple(_listening):
+            stack.enter_context(guard.activity(name))
+        yield
+
+
+def _last_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    for guard in tuple(_listening):
+        guard.end(error)
+    _before[0](kind, error, trace)
+
+
+@atexit.register
+def _end() -> None:
+    for guard in tuple(_listening):
+        guard.end()

@@ -1,0 +1,1 @@
+"""Where the time of a run goes: recorded per rank and step, compared over ranks, with what would make it faster."""

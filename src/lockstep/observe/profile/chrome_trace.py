@@ -1,0 +1,188 @@
+"""The windows of all ranks as one trace for chrome://tracing or ui.perfetto.dev.
+
+Every rank is a process there, with the threads torch.profiler saw and one more: where its own thread stood in
+collectives, each with an arrow from the rank that came last. Clocks of different machines are brought together by the
+ends of collectives, which are one moment for all ranks that stood in them; ranks of one machine share a clock.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.observe.profile.run_record import Op, Run, Start, Steps
+from lockstep.observe.profile.waits import Wait, compare
+from lockstep.observe.profile.window import trace_of
+
+Event = dict[str, Any]
+_WAITS_THREAD, _OPEN_THREAD, _FIRST_THREAD = 1, 2, 3
+_STOOD_US = 20  # below, an end says little of when the data had come
+
+
+class Moment(NamedTuple):
+    """A collective on one rank, in microseconds since the epoch by that rank's clock."""
+
+    op: Op
+    zero_us: float  # its step began
+
+    @property
+    def ended_us(self) -> float:
+        """When the rank's thread went on."""
+        return self.zero_us + self.op.began_us + self.op.waited_us
+
+
+class Clocks(NamedTuple):
+    """How far each rank's clock is ahead, and how far apart the ends of a collective still are after that."""
+
+    ahead_us: Mapping[int, float]
+    residual_us: float  # median over collectives; 0 where there are none
+
+
+Moments = list[dict[int, Moment]]  # of each collective, by rank
+
+
+def moments_of(run: Run, first: int, last: int) -> Moments:
+    """The collectives of these steps that are listed."""
+    found: dict[tuple[str, str, int], dict[int, Moment]] = {}
+    for rank, record in run.ranks.items():
+        starts = {start.attempt: start for start in record.starts}
+        for line, attempt in zip(record.lines, record.attempts, strict=True):
+            if first <= line.step <= last and line.ops:
+                zero_us = _zero_us(starts[attempt], line)
+                for op in line.ops:
+                    found.setdefault(op.key, {})[rank] = Moment(op, zero_us)
+    return list(found.values())
+
+
+def _zero_us(start: Start, line: Steps) -> float:
+    return start.time_ns / 1e3 + line.at_us
+
+
+def align(moments: Moments, hosts: Mapping[int, str]) -> Clocks:
+    """Bring the clocks of machines together. The first rank's machine has the time that counts."""
+    reference = hosts[min(hosts)]
+    apart: dict[str, list[float]] = {host: [] for host in hosts.values()}
+    stood = [
+        {rank: moment for rank, moment in ops.items() if moment.op.began_us >= 0 and moment.op.waited_us >= _STOOD_US}
+        for ops in moments
+    ]
+    for ops in stood:
+        ends = [moment.ended_us for rank, moment in ops.items() if hosts[rank] == reference]
+        for rank, moment in ops.items():
+            if ends and hosts[rank] != reference:
+                apart[hosts[rank]].append(moment.ended_us - statistics.median(ends))
+    ahead = {rank: statistics.median(apart[host]) if apart[host] else 0.0 for rank, host in hosts.items()}
+    spreads = [
+        max(ends) - min(ends)
+        for ops in stood
+        if len(ends := [moment.ended_us - ahead[rank] for rank, moment in ops.items()]) > 1
+    ]
+    return Clocks(ahead, statistics.median(spreads) if spreads else 0.0)
+
+
+def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapping[int, str]) -> dict[str, Any]:
+    """One trace. traces: what torch.profiler wrote, by rank; some may be missing."""
+    clocks = align(moments, hosts)
+    times = [e["ts"] + _base_us(trace) for trace in traces.values() for e in trace["traceEvents"] if "ts" in e]
+    times += [m.zero_us for ops in moments for m in ops.values()]
+    zero_us = min(times, default=0.0)
+    events: list[Event] = []
+    for rank in sorted(hosts):
+        events += [_named("process_name", rank, 0, f"rank {rank} ({hosts[rank]})"), _sorted(rank)]
+        events.append(_named("thread_name", rank, _WAITS_THREAD, "stands in collectives"))
+        trace = traces.get(rank)
+        if trace is not None:
+            events += _moved(trace, rank, _base_us(trace) - clocks.ahead_us[rank] - zero_us)
+    arrows = 0
+    for ops in moments:
+        placed = {rank: m._replace(zero_us=m.zero_us - clocks.ahead_us[rank] - zero_us) for rank, m in ops.items()}
+        for rank, moment in placed.items():
+            events += _slices(rank, moment)
+        found = compare({rank: moment.op for rank, moment in ops.items()})
+        if found is not None:
+            events += _arrows(found, placed, arrows)
+            arrows += len(ops)
+    about = {"clock residual, median us": round(clocks.residual_us, 1), "ranks": len(hosts)}
+    return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
+
+
+def _base_us(trace: Mapping[str, Any]) -> float:
+    return trace.get("baseTimeNanoseconds", 0) / 1e3
+
+
+def _named(what: str, rank: int, thread: int, name: str) -> Event:
+    return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
+
+
+def _sorted(rank: int) -> Event:
+    return {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
+
+
+def _moved(trace: Mapping[str, Any], rank: int, shift_us: float) -> Iterator[Event]:
+    """The events of one rank's profiler: in the process of the rank, its threads numbered, at the common time."""
+    threads: dict[tuple[Any, Any], int] = {}
+    names: dict[tuple[Any, Any], str] = {}
+    for event in trace["traceEvents"]:
+        place = event.get("pid"), event.get("tid")
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                names[place] = event["args"]["name"]
+            continue
+        thread = threads.setdefault(place, _FIRST_THREAD + len(threads))
+        moved = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + shift_us}
+        if "id" in moved:  # arrows of one rank are none of another's
+            moved["id"] = f"{rank}.{moved['id']}"
+        yield moved
+    for place, thread in threads.items():
+        yield _named("thread_name", rank, thread, names.get(place, str(place[1])))
+
+
+def _slices(rank: int, moment: Moment) -> list[Event]:
+    """Where the thread stood in it; and beside that, from when to when it was open."""
+    op = moment.op
+    args = {"site": op.site, "group": op.group, "seq": op.seq, "label": op.label, "bytes": op.bytes}
+    common = {"name": op.text, "cat": "collective", "pid": rank, "args": args}
+    events: list[Event] = []
+    if op.began_us >= 0:
+        at_us = moment.zero_us + op.began_us
+        events.append({**common, "ph": "X", "tid": _WAITS_THREAD, "ts": at_us, "dur": op.waited_us})
+    if op.entered_us != op.began_us:
+        name = f"{rank}/{op.attempt}/{op.group}/{op.seq}"
+        for phase, time_us in (("b", op.entered_us), ("e", max(op.entered_us, op.left_us))):
+            events.append({**common, "ph": phase, "tid": _OPEN_THREAD, "id": name, "ts": moment.zero_us + time_us})
+    return events
+
+
+def _arrows(wait: Wait, moments: Mapping[int, Moment], number: int) -> Iterator[Event]:
+    """From the rank that came last to each of the others."""
+    came = moments[wait.last]
+    begin_us = came.zero_us + came.op.began_us
+    for offset, (rank, moment) in enumerate(moments.items()):
+        if rank != wait.last:
+            common = {"name": "last to arrive", "cat": "collective", "id": f"arrow {number + offset}"}
+            yield {**common, "ph": "s", "pid": wait.last, "tid": _WAITS_THREAD, "ts": begin_us}
+            ended_us = max(begin_us, moment.ended_us)
+            yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": _WAITS_THREAD, "ts": ended_us}
+
+
+def merge_files(run: Run, steps: Iterable[int]) -> tuple[Path, int, float] | None:
+    """Merge the windows that the ranks have left in the folder of `run`: (file, ranks in it, residual in us).
+
+    None where there are none.
+    """
+    traces: dict[int, Any] = {}
+    for rank in run.ranks:
+        path = trace_of(run.folder, rank)
+        if path.is_file():
+            traces[rank] = json.loads(path.read_text())
+    if not traces:
+        return None
+    wanted = list(steps)
+    hosts = {rank: record.starts[-1].host for rank, record in run.ranks.items()}
+    merged = merge(traces, moments_of(run, min(wanted), max(wanted)), hosts)
+    path = run.folder / "trace.json"
+    path.write_text(json.dumps(merged, separators=(",", ":")))
+    return path, len(traces), merged["otherData"]["clock residual, median us"]

@@ -1,0 +1,262 @@
+"""The record of a run on disk: `rank-<n>.jsonl` per rank, only ever appended to, and read as a whole.
+
+Each line is a JSON object of one of three kinds, told by its first key:
+
+    {"start": 1, ...}  a process begins: the fields of `Start`; 1 is the version of the format
+    {"word": 3, ...}   the operation that later lines call 3: group, text, site, label, bytes
+    {"step": 12, ...}  the fields of `Steps`: one step, or several in a row as sums
+
+A run that is started again appends another start; its steps replace those of the same numbers. So that a long run stays
+small, from step 1024 on a line stands for 2 steps, from 2048 on for 4, and so on; operations are listed of the first
+256 steps, then of ever fewer. Which steps these are depends on nothing but their number: all ranks list the same ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.step_clock import PHASES
+
+VERSION = 1
+OPERATIONS_MAX = 64  # of one step that are listed
+_WARM_UP = 2  # first lines of a run
+_ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8
+
+
+@dataclass(frozen=True)
+class Start:
+    """A process of the run begins."""
+
+    rank: int
+    world_size: int
+    attempt: str  # equal on all ranks that ran together
+    pid: int
+    host: str
+    time_ns: int  # since the epoch, at `clock_ns`
+    clock_ns: int  # by time.monotonic_ns
+    program: str = ""
+    device: str = "cpu"
+    threads: int = 1
+    flops_per_token: float = 0.0  # forward and backward; 0 where it is not known
+
+
+class Op(NamedTuple):
+    """A collective as one rank saw it; times in microseconds since its step began."""
+
+    attempt: str
+    group: str
+    seq: int
+    text: str
+    site: str
+    label: str
+    bytes: int  # 0 where that is not known
+    entered_us: int
+    left_us: int
+    began_us: int  # when the rank's own thread began to wait; -1: it did not
+    waited_us: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Equal on all ranks."""
+        return self.attempt, self.group, self.seq
+
+
+@dataclass(frozen=True)
+class Steps:
+    """One step of one rank, or several in a row."""
+
+    step: int  # the last of them
+    count: int
+    at_us: int  # when the first began, since the start of the process
+    wall_us: int
+    longest_us: int
+    phases_us: tuple[int, ...]  # of PHASES, together `wall_us`
+    tokens: int = 0  # over all ranks
+    samples: int = 0  # of this rank
+    rss_mib: int = 0
+    cuda_mib: int = 0  # most so far
+    operations: int = 0  # started
+    every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
+    hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed
+    ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX
+
+    def phase(self, name: str) -> int:
+        """Microseconds in a phase."""
+        return self.phases_us[PHASES.index(name)]
+
+
+@dataclass(frozen=True)
+class RankRecord:
+    """What one rank has left."""
+
+    rank: int
+    starts: tuple[Start, ...]
+    lines: tuple[Steps, ...]  # by step, each step once
+    attempts: tuple[str, ...]  # of each line
+
+    @property
+    def steady(self) -> tuple[Steps, ...]:
+        """The lines without those of the first steps, which allocate, compile and start workers."""
+        return self.lines[_WARM_UP:] if len(self.lines) > 2 * _WARM_UP else self.lines
+
+
+@dataclass(frozen=True)
+class Run:
+    """All ranks of a run."""
+
+    folder: Path
+    ranks: Mapping[int, RankRecord]
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the last attempt."""
+        return self._last.world_size
+
+    @property
+    def _last(self) -> Start:
+        return max((record.starts[-1] for record in self.ranks.values()), key=lambda start: start.time_ns)
+
+    def of_last_attempt(self) -> Run:
+        """The ranks that were there in the end: a run may go on with fewer."""
+        last = self._last.attempt
+        return Run(self.folder, {r: record for r, record in self.ranks.items() if record.starts[-1].attempt == last})
+
+
+def steps_per_line(step: int) -> int:
+    """How many steps a line stands for."""
+    return 1 if step < _ALL_SINGLE else 1 << (step // (_ALL_SINGLE // 2)).bit_length() - 1
+
+
+def is_listed(step: int) -> bool:
+    """Whether the operations of `step` are listed: it has a line of its own."""
+    return step <= _ALL_LISTED or step % (_PER_LISTED * steps_per_line(step)) == 0
+
+
+def bytes_of(text: str) -> int:
+    """Bytes of an operation, from its text: "all_reduce float32 [4, 2] sum" has 32; 0 where it does not say."""
+    found = re.search(r"(?P<dtype>complex|bfloat|float|uint|int|bool)(?P<bits>\d*)\S* (?P<sizes>.*)", text)
+    shape = re.search(r"(?:(\d+) x )?\[([\d, ]*)\]", found["sizes"]) if found else None
+    if found is None or shape is None:
+        return 0
+    sizes = [int(size) for size in shape[2].split(",") if size.strip()]
+    uneven = shape[1] is None and text.startswith(("all_gather ", "reduce_scatter ")) and len(sizes) > 1
+    elements = sum(sizes) if uneven else math.prod(sizes) * int(shape[1] or 1)
+    return elements * (int(found["bits"] or 8) // 8)
+
+
+# ------------------------------------------------------------------ lines
+
+
+def start_line(start: Start) -> str:
+    """As `read_rank` reads it."""
+    return _line({"start": VERSION, **asdict(start)})
+
+
+def word_line(number: int, group: str, text: str, site: str, label: str) -> str:
+    """As `read_rank` reads it."""
+    return _line({"word": number, "group": group, "text": text, "site": site, "label": label, "bytes": bytes_of(text)})
+
+
+def steps_line(line: Steps, rows: Sequence[Sequence[int]] | None = None) -> str:
+    """As `read_rank` reads it. rows: of each operation its word, then the numbers of `Op` in their order."""
+    given = {**vars(line), "ops": rows}
+    return _line({name: value for name, value in given.items() if value or name == "step"})
+
+
+def _line(values: dict[str, Any]) -> str:
+    return json.dumps(values, separators=(",", ":")) + "\n"
+
+
+# ------------------------------------------------------------------ reading
+
+
+def file_of(folder: Path, rank: int) -> Path:
+    """Of one rank's record."""
+    return folder / f"rank-{rank}.jsonl"
+
+
+def read_run(folder: Path) -> Run:
+    """The records in `folder`, or in its "profile".  Raises: ConfigError where there are none of this format."""
+    for place in (folder, folder / "profile"):
+        paths = {int(path.stem[5:]): path for path in place.glob("rank-*.jsonl") if path.stem[5:].isdigit()}
+        ranks = {rank: read_rank(paths[rank].read_text(errors="replace").splitlines(True)) for rank in sorted(paths)}
+        found = {rank: record for rank, record in ranks.items() if record is not None}
+        if found:
+            return Run(place, found)
+    raise ConfigError(f"{folder} holds no record of a run: give the folder that `lockstep run` or `train` has named")
+
+
+def read_rank(lines: Iterable[str]) -> RankRecord | None:
+    """One rank's record. The last line is left out where it was cut off; None where nothing is left.
+
+    Raises: ConfigError where another line is none of ours.
+    """
+    starts: list[Start] = []
+    words: dict[int, Mapping[str, Any]] = {}
+    kept: dict[int, tuple[Steps, str]] = {}
+    for number, values in _objects(lines):
+        try:
+            if "start" in values:
+                if values.pop("start") != VERSION:
+                    raise ValueError("it is of another version of lockstep")
+                starts.append(Start(**values))
+                words = {}
+            elif "word" in values:
+                words[values.pop("word")] = values
+            else:
+                line = _steps_of(values, words, starts[-1].attempt)
+                _replace(kept, line, starts[-1].attempt)
+        except (ValueError, TypeError, KeyError, IndexError) as error:
+            raise ConfigError(f"line {number} of the record is none of a run: {error!r}") from error
+    if not starts:
+        return None
+    ordered = [kept[step] for step in sorted(kept)]
+    return RankRecord(starts[-1].rank, tuple(starts), tuple(line for line, _ in ordered), tuple(a for _, a in ordered))
+
+
+def _objects(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, object) of each whole line. A process that was killed may leave half a line, after it a start."""
+    texts = list(lines)
+    for number, text in enumerate(texts, 1):
+        try:
+            values = json.loads(text)
+        except ValueError:
+            at = text.find('{"start":', 1)  # appended to what was cut off
+            if at < 0 and number < len(texts):
+                raise ConfigError(f"line {number} of the record is no JSON") from None
+            values = json.loads(text[at:]) if at > 0 and text.endswith("\n") else None
+        if isinstance(values, dict) and text.endswith("\n"):
+            yield number, values
+
+
+def _steps_of(values: dict[str, Any], words: Mapping[int, Mapping[str, Any]], attempt: str) -> Steps:
+    values = {"operations": 0, "at_us": 0, "wall_us": 0, "longest_us": 0, "count": 1} | values
+    rows = values.pop("ops", None)
+    values["phases_us"] = tuple(values.get("phases_us", (0,) * len(PHASES)))
+    if rows is None and is_listed(values["step"]):
+        rows = []
+    ops = None if rows is None else tuple(Op(attempt, seq=row[1], **_numbers(row), **words[row[0]]) for row in rows)
+    hidden = values.pop("hidden_us", None if ops is None else 0)
+    return Steps(**values, hidden_us=hidden, ops=ops)
+
+
+def _numbers(row: Sequence[int]) -> dict[str, int]:
+    return dict(zip(("entered_us", "left_us", "began_us", "waited_us"), row[2:6], strict=True))
+
+
+def _replace(kept: dict[int, tuple[Steps, str]], line: Steps, attempt: str) -> None:
+    """A later attempt does steps again from where it began."""
+    first = line.step - line.count + 1
+    for step in reversed(list(kept)):
+        if step < first:
+            break
+        if kept[step][1] != attempt:
+            del kept[step]
+    kept[line.step] = line, attempt

@@ -1,0 +1,220 @@
+"""What a run spent its time on, what to make of it, and what to do about it. No clock and no file here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from lockstep.observe.profile.replay import WhatIf, plays_of, what_ifs
+from lockstep.observe.profile.run_record import RankRecord, Run
+from lockstep.observe.profile.step_clock import PHASES
+from lockstep.observe.profile.waits import Waits, waits_of, weighted
+
+_COMMUNICATION, _IDLE, _DATA, _OTHER = 0.30, 0.10, 0.15, 0.30  # shares of the step above which they are said
+_IMBALANCE = 1.10  # slowest rank's work over the mean
+_SMALL_BYTES, _MANY = 256 << 10, 8  # a collective that is mostly latency; of how many in a step
+_ONE_CAUSES = 0.6  # of all waiting: then it has a name
+
+
+class Share(NamedTuple):
+    """One rank over the whole run, without its first steps; milliseconds per step."""
+
+    rank: int
+    steps: int
+    step_ms: float
+    phases_ms: Mapping[str, float]  # together `step_ms`
+    hidden_ms: float  # communication behind the rank's own work; of the steps whose operations are listed
+    waited_ms: float  # of "exposed": for another rank, not for data
+    longest_ms: float  # step
+    tokens_per_s: float  # of all ranks
+    samples_per_s: float  # of this rank
+    rss_mib: int
+    cuda_mib: int
+
+    @property
+    def work_ms(self) -> float:
+        """All but standing in communication."""
+        return self.step_ms - self.phases_ms["exposed"]
+
+
+class Advice(NamedTuple):
+    """One thing that costs time."""
+
+    kind: str  # "communication", "straggler", "bubbles", "data", "small buckets", "other"
+    share: float  # of the step that it costs
+    text: str
+    lever: str
+    rank: int | None = None  # whose fault it is
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A run, judged."""
+
+    shares: tuple[Share, ...]  # by rank
+    imbalance: float  # the slowest rank's work over the mean
+    overlap: float | None  # part of communication that is hidden; None where none was listed
+    advice: tuple[Advice, ...]  # what costs most first; empty where nothing stands out
+    waits: Waits
+    what_ifs: tuple[WhatIf, ...]
+    mfu: float | None = None  # part of the arithmetic that the devices can do
+
+    @property
+    def step_ms(self) -> float:
+        """Mean over ranks."""
+        return statistics.fmean(share.step_ms for share in self.shares)
+
+
+def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) -> Verdict:
+    """Of the ranks that were there in the end.
+
+    peak_flops: of one rank's device per second. flops_per_token: forward and backward; 0 takes what the run says.
+    """
+    run = run.of_last_attempt()
+    waits = waits_of(run)
+    shares = tuple(share for record in run.ranks.values() if (share := share_of(record, waits)) is not None)
+    if not shares:
+        return Verdict((), 1.0, None, (), waits, ())
+    work = [share.work_ms for share in shares]
+    hidden, exposed = (
+        statistics.fmean(values)
+        for values in zip(*((s.hidden_ms, s.phases_ms["exposed"]) for s in shares), strict=True)
+    )
+    communicated = hidden + exposed
+    per_token = flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
+    rate = max(share.tokens_per_s for share in shares)
+    return Verdict(
+        shares,
+        max(work) / max(1e-9, statistics.fmean(work)),
+        hidden / communicated if communicated > 0 else None,
+        tuple(sorted(_advice(run, shares, waits), key=lambda advice: -advice.share)),
+        waits,
+        tuple(what_ifs(plays_of(run))),
+        per_token * rate / (peak_flops * len(shares)) if per_token and rate and peak_flops else None,
+    )
+
+
+def share_of(record: RankRecord, waits: Waits) -> Share | None:
+    """One rank's means; None where it has ended no step."""
+    lines = record.steady
+    steps = sum(line.count for line in lines)
+    if not steps:
+        return None
+    wall_us = sum(line.wall_us for line in lines)
+    listed = [line.hidden_us for line in lines if line.hidden_us is not None]
+    return Share(
+        rank=record.rank,
+        steps=steps,
+        step_ms=wall_us / steps / 1e3,
+        phases_ms={name: sum(line.phases_us[at] for line in lines) / steps / 1e3 for at, name in enumerate(PHASES)},
+        hidden_ms=statistics.fmean(listed) / 1e3 if listed else 0.0,
+        waited_ms=1e3 * waits.waited_s.get(record.rank, 0.0) / steps,
+        longest_ms=max(line.longest_us for line in lines) / 1e3,
+        tokens_per_s=sum(line.tokens for line in lines) / max(1e-9, wall_us / 1e6),
+        samples_per_s=sum(line.samples for line in lines) / max(1e-9, wall_us / 1e6),
+        rss_mib=max(line.rss_mib for line in lines),
+        cuda_mib=max(line.cuda_mib for line in lines),
+    )
+
+
+def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
+    step_ms = statistics.fmean(share.step_ms for share in shares)
+    mean = {name: statistics.fmean(share.phases_ms[name] for share in shares) for name in PHASES}
+    waited = statistics.fmean(share.waited_ms for share in shares)
+    found: list[Advice] = []
+    moving = max(0.0, mean["exposed"] - waited) / step_ms
+    if mean["exposed"] / step_ms > _COMMUNICATION and moving > waited / step_ms:
+        found.append(
+            Advice(
+                "communication",
+                moving,
+                f"communication that nothing hides takes {mean['exposed'] / step_ms:.0%} of the step",
+                "accumulate gradients over more microbatches with no_sync(), send bf16 (bf16_compress_hook), or use "
+                "larger batches per rank",
+            )
+        )
+    late = _straggler(shares, waits)
+    if late is not None:
+        found.append(late)
+    elif waited / step_ms > _IDLE:
+        found.append(
+            Advice(
+                "bubbles",
+                waited / step_ms,
+                f"ranks stand still {waited / step_ms:.0%} of the step for others, each time for another one",
+                "even out the work: batches of equal length, the same number of microbatches, fewer processes per core",
+            )
+        )
+    rest = [share for share in shares if late is None or share.rank != late.rank]
+    for name in ("data", "other"):
+        mean[name] = statistics.fmean(share.phases_ms[name] for share in rest)
+    if mean["data"] / step_ms > _DATA:
+        found.append(
+            Advice(
+                "data",
+                mean["data"] / step_ms,
+                f"ranks wait {mean['data'] / step_ms:.0%} of the step for data",
+                "more num_workers, persistent_workers=True, a larger prefetch_factor, or prepare the data once",
+            )
+        )
+    if mean["other"] / step_ms > _OTHER:
+        found.append(
+            Advice(
+                "other",
+                mean["other"] / step_ms,
+                f"{mean['other'] / step_ms:.0%} of the step is none of data, forward, backward, optimizer",
+                "checkpoints in the background (save_async), validate less often, call .item() and print less often",
+            )
+        )
+    return found + _small_buckets(run, step_ms, moving)
+
+
+def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
+    """The rank that the others wait for, and what it does meanwhile."""
+    work = {share.rank: share.work_ms for share in shares}
+    caused = waits.caused_s
+    late = max(caused, key=lambda rank: caused[rank]) if any(caused.values()) else max(work, key=lambda r: work[r])
+    all_caused = sum(caused.values())
+    is_named = all_caused > 0 and caused[late] > _ONE_CAUSES * all_caused
+    mine = next((share for share in shares if share.rank == late), None)
+    others = [share for share in shares if share.rank != late]
+    if mine is None or not others:
+        return None
+    lost_ms = statistics.fmean(share.waited_ms for share in others)
+    is_slow = mine.work_ms > _IMBALANCE * statistics.fmean(work.values())
+    if not (is_named and (is_slow or lost_ms > _IDLE * mine.step_ms)):
+        return None
+    usual = {name: statistics.median(share.phases_ms[name] for share in others) for name in PHASES if name != "exposed"}
+    phase = max(usual, key=lambda name: mine.phases_ms[name] - usual[name])
+    return Advice(
+        "straggler",
+        lost_ms / mine.step_ms,
+        f"rank {late} is late: the others wait {lost_ms:.1f} ms of a step of {mine.step_ms:.1f} ms for it, "
+        f"{caused[late]:.1f} s in all; it spends {mine.phases_ms[phase]:.1f} ms in {phase}, the others "
+        f"{usual[phase]:.1f} ms",
+        f"look at what rank {late} does in {phase} that the others do not"
+        if phase in ("data", "other")
+        else f"give rank {late} as much work as the others; else its core or device is slower: lockstep doctor",
+        late,
+    )
+
+
+def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
+    """Many small collectives: each pays the latency anew."""
+    record = run.ranks[min(run.ranks)]
+    listed = [line for line, _ in weighted(record.lines) if line.ops][-_MANY:]
+    small = [[op for op in line.ops or () if 0 < op.bytes < _SMALL_BYTES and op.began_us >= 0] for line in listed]
+    if not small or min(map(len, small)) < _MANY or moving < _COMMUNICATION / 3:
+        return []
+    count = statistics.fmean(map(len, small))
+    size = statistics.fmean(op.bytes for ops in small for op in ops)
+    return [
+        Advice(
+            "small buckets",
+            moving,
+            f"{count:.0f} collectives of {size / 1024:.0f} KiB in each step pay their latency one by one",
+            "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics per step",
+        )
+    ]

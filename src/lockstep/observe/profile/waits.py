@@ -1,0 +1,112 @@
+"""Who waited for whom, from times that were taken by clocks that do not agree.
+
+A collective that a rank's thread stands in ends at the same moment for all. So the rank that stood in it for the
+shortest time came last; its time is what the communication takes, and whatever another rank stood there beyond that is
+waiting for the last one.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from lockstep.observe.profile.run_record import Op, Run, Steps
+
+_ALWAYS_EXACT_US = 20  # less than this apart, nobody was late
+
+
+class Wait(NamedTuple):
+    """One collective, compared over ranks; microseconds."""
+
+    op: Op  # as the last rank saw it
+    last: int  # the rank that came last
+    real_us: int  # of communication
+    waited_us: Mapping[int, int]  # of each rank, for the last one
+
+
+class Pair(NamedTuple):
+    """How long one rank waited for another one, and where most of it."""
+
+    rank: int
+    last: int
+    waited_s: float
+    site: str
+    text: str
+    label: str
+
+
+class Waits(NamedTuple):
+    """All ranks of a run. Where the record lists every n-th step only, each stands for n."""
+
+    pairs: tuple[Pair, ...]  # the longest first
+    waited_s: Mapping[int, float]  # of each rank, for others
+    caused_s: Mapping[int, float]  # by each rank, to all others together
+    real_s: float  # of communication that a rank stood in
+
+
+def compare(ops: Mapping[int, Op]) -> Wait | None:
+    """One collective as its ranks saw it; None where the thread of one of them did not stand in it at all."""
+    if len(ops) < 2 or any(op.began_us < 0 for op in ops.values()):
+        return None
+    last = min(ops, key=lambda rank: (ops[rank].waited_us, rank))
+    real_us = ops[last].waited_us
+    waited = {rank: op.waited_us - real_us for rank, op in ops.items()}
+    return Wait(ops[last], last, real_us, {r: us if us >= _ALWAYS_EXACT_US else 0 for r, us in waited.items()})
+
+
+def matched(run: Run) -> Iterator[tuple[dict[int, Op], int]]:
+    """(one collective as each of its ranks saw it, how many steps it stands for), in the order of the lowest rank,
+    without the first steps.
+
+    One that a rank has not listed, because it was killed or its record is cut, is left out.
+    """
+    seen: dict[tuple[str, str, int], dict[int, Op]] = {}
+    weights: dict[tuple[str, str, int], int] = {}
+    members: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for rank, record in run.ranks.items():
+        for line, weight in weighted(record.steady):
+            for op in line.ops or ():
+                seen.setdefault(op.key, {})[rank] = op
+                weights.setdefault(op.key, weight * max(1, line.every))
+                members[op.key[:2]].add(rank)
+    for key, ops in seen.items():
+        if ops.keys() == members[key[:2]]:
+            yield ops, weights[key]
+
+
+def weighted(lines: tuple[Steps, ...]) -> Iterator[tuple[Steps, int]]:
+    """(a line that lists operations, the number of steps up to the next such line)."""
+    held: Steps | None = None
+    weight = 0
+    for line in lines:
+        if line.ops is not None:
+            if held is not None:
+                yield held, weight
+            held, weight = line, 0
+        weight += line.count
+    if held is not None:
+        yield held, weight
+
+
+def waits_of(run: Run) -> Waits:
+    """Who waited for whom in a whole run."""
+    totals: dict[tuple[int, int], dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
+    real_us = 0.0
+    for ops, weight in matched(run):
+        found = compare(ops)
+        if found is None:
+            continue
+        real_us += found.real_us * weight
+        for rank, us in found.waited_us.items():
+            if us:
+                totals[rank, found.last][found.op.site, found.op.text, found.op.label] += us * weight
+    waited: dict[int, float] = dict.fromkeys(run.ranks, 0.0)
+    caused = dict(waited)
+    pairs: list[Pair] = []
+    for (rank, last), places in totals.items():
+        seconds = sum(places.values()) / 1e6
+        waited[rank] += seconds
+        caused[last] += seconds
+        pairs.append(Pair(rank, last, seconds, *max(places, key=lambda place: places[place])))
+    return Waits(tuple(sorted(pairs, key=lambda pair: -pair.waited_s)), waited, caused, real_us / 1e6)

@@ -1,0 +1,257 @@
+"""Writes one rank's record of a run, off the rank's own thread: by the guard's, where there is one."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import final
+
+from lockstep.observe.flight import Record
+from lockstep.observe.profile.run_record import (
+    OPERATIONS_MAX,
+    Start,
+    Steps,
+    file_of,
+    is_listed,
+    start_line,
+    steps_line,
+    steps_per_line,
+    word_line,
+)
+from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait
+from lockstep.observe.torch_groups import FROM_CPP
+
+_PERIOD_S = 0.25  # without a guard
+_TAILS_MAX = 64  # backward passes of one step that are told apart
+_PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
+
+Records = Callable[[int, int], Sequence[Record]]  # of the flight record, from a number to a number
+Word = tuple[str, str, str, str]  # group, text, site, label
+
+
+def attempt_of(environ: Mapping[str, str]) -> str:
+    """A name for this start of this run, equal on all its ranks."""
+    name = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
+    return f"{name}/{environ.get('TORCHELASTIC_RESTART_COUNT') or environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
+@final
+class RunWriter:
+    """Takes the steps that `clock` has ended and appends them to the file of this rank, which it makes with the first.
+
+    `look` and `close` may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        clock: StepClock,
+        *,
+        rank: int,
+        world_size: int,
+        attempt: str,
+        records: Records | None = None,
+        device: str = "cpu",
+        flops_per_token: float = 0.0,
+        window: range = range(0),
+    ) -> None:
+        """records: None where there is no flight record, and nobody who calls `look`: `step_done` does then.
+
+        window: steps whose operations are listed in any case.
+        """
+        self.clock = clock
+        self.path = file_of(folder, rank)
+        self._records = records
+        self._about = rank, world_size, attempt, device, flops_per_token
+        self._words: dict[Word, int] = {}
+        self._pending: list[Step] = []  # that become one line
+        self._file = -1
+        self._start_ns = 0
+        self._is_broken = False
+        self._window = window
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        self._looked_s = time.monotonic()
+
+    def step_done(self, step: int, tokens: int = 0, operations: int = 0) -> None:
+        """The rank has ended a step whose phases the program has marked itself."""
+        self.clock.step_done(step, operations, tokens)
+        if self._records is None and time.monotonic() - self._looked_s > _PERIOD_S:
+            self.look()
+
+    def look(self) -> None:
+        """Append what has ended since the last call."""
+        self._looked_s = time.monotonic()
+        if not self.clock.steps or self._pid != os.getpid():
+            return
+        memory = _memory_mib()
+        with self._lock:
+            self._append([line for step in _taken(self.clock) for line in self._add(step, memory)])
+
+    def close(self) -> None:
+        """Append what is left and give back the file."""
+        self.look()
+        with self._lock:
+            if self._pid == os.getpid() and self._pending:
+                self._append([self._flush(_memory_mib())])
+            if self._file >= 0:
+                os.close(self._file)
+                self._file = -1
+
+    def _add(self, step: Step, memory: tuple[int, int]) -> Iterable[str]:
+        """The lines that are complete with `step`."""
+        if is_listed(step.step) or step.step in self._window:
+            if self._pending:
+                yield self._flush(memory)
+            yield from self._listed(step, memory)
+            return
+        self._pending.append(step)
+        if step.step % steps_per_line(step.step) == 0 or is_listed(step.step + 1):
+            yield self._flush(memory)
+
+    def _flush(self, memory: tuple[int, int]) -> str:
+        steps, self._pending = self._pending, []
+        return steps_line(self._line(steps, memory))
+
+    def _listed(self, step: Step, memory: tuple[int, int]) -> Iterable[str]:
+        records = [] if self._records is None else self._records(*step.operations)
+        rows, new, every = self._rows(step, records)
+        yield from new
+        waits = [(wait.began_ns, wait.ended_ns) for wait in step.waits]
+        opened = [(record.entered_ns, record.left_ns or step.ended_ns) for record in records]
+        inside = step.began_ns, step.ended_ns
+        hidden_ns = covered_ns([*opened, *waits], *inside) - covered_ns(waits, *inside)
+        line = self._line([step], memory)
+        yield steps_line(replace(line, hidden_us=hidden_ns // 1000, every=every if every > 1 else 0), rows)
+
+    def _rows(self, step: Step, records: Sequence[Record]) -> tuple[list[list[int]], list[str], int]:
+        """(a row for each collective, lines of words that were not used before, of how many one is listed)."""
+        rows: list[list[int]] = []
+        new: list[str] = []
+        collectives = [record for record in records if not record.is_message and record.text != FROM_CPP]
+        every = 1 << max(0, -(-len(collectives) // OPERATIONS_MAX) - 1).bit_length()
+        waits = waits_by_number(step.waits)
+        for record in collectives:
+            if record.seq % every:  # all ranks list the same ones
+                continue
+            began_ns, waited_ns = waits.get(record.number, (-1, 0))
+            word = record.group, record.text, record.site, record.label
+            times = record.entered_ns, record.left_ns or step.ended_ns, began_ns
+            rows.append(self._row(word, record.seq, step.began_ns, times, waited_ns, new))
+        tails = [wait for wait in step.waits if wait.number == TAIL][:_TAILS_MAX]
+        for number, tail in enumerate(tails):
+            word = "backward", "all that DistributedDataParallel waits for", self.clock.tail_site, ""
+            times = tail.began_ns, tail.ended_ns, tail.began_ns
+            seq = step.step * _TAILS_MAX + number
+            rows.append(self._row(word, seq, step.began_ns, times, tail.ended_ns - tail.began_ns, new))
+        return rows, new, every
+
+    def _row(
+        self, word: Word, seq: int, zero_ns: int, times: tuple[int, int, int], waited_ns: int, new: list[str]
+    ) -> list[int]:
+        number = self._words.get(word)
+        if number is None:
+            number = self._words[word] = len(self._words)
+            new.append(word_line(number, *word))
+        entered, left, began = [-1 if time_ns < 0 else (time_ns - zero_ns) // 1000 for time_ns in times]
+        return [number, seq, entered, left, began, waited_ns // 1000]
+
+    def _line(self, steps: Sequence[Step], memory: tuple[int, int]) -> Steps:
+        if not self._start_ns:
+            self._start_ns = steps[0].began_ns
+        phases = [sum(step.spent_ns[at] for step in steps) // 1000 for at in range(len(steps[0].spent_ns))]
+        return Steps(
+            step=steps[-1].step,
+            count=len(steps),
+            at_us=(steps[0].began_ns - self._start_ns) // 1000,
+            wall_us=sum(phases),
+            longest_us=max(step.ended_ns - step.began_ns for step in steps) // 1000,
+            phases_us=tuple(phases),
+            tokens=sum(step.tokens for step in steps),
+            samples=sum(step.samples for step in steps),
+            rss_mib=memory[0],
+            cuda_mib=memory[1],
+            operations=sum(step.operations[1] - step.operations[0] for step in steps),
+        )
+
+    def _append(self, lines: Sequence[str]) -> None:
+        if not lines or self._is_broken:
+            return
+        try:
+            text = "".join(lines)
+            if self._file < 0:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+                text = start_line(self._start()) + text
+            os.write(self._file, text.encode())
+        except OSError as error:  # training goes on
+            self._is_broken = True
+            sys.stderr.write(f"lockstep: the steps of rank {self._about[0]} are not recorded any more: {error}\n")
+
+    def _start(self) -> Start:
+        rank, world_size, attempt, device, flops_per_token = self._about
+        torch = sys.modules.get("torch")
+        lag_ns = time.monotonic_ns() - self._start_ns
+        return Start(
+            rank=rank,
+            world_size=world_size,
+            attempt=attempt,
+            pid=self._pid,
+            host=socket.gethostname(),
+            time_ns=time.time_ns() - lag_ns,
+            clock_ns=self._start_ns,
+            program=" ".join(sys.argv[:1]),
+            device=device,
+            threads=1 if torch is None else torch.get_num_threads(),
+            flops_per_token=flops_per_token,
+        )
+
+
+def _taken(clock: StepClock) -> Iterable[Step]:
+    while clock.steps:
+        yield clock.steps.popleft()
+
+
+def waits_by_number(waits: Iterable[Wait]) -> dict[int, tuple[int, int]]:
+    """Of each operation that was waited for: when that began, and for how long in all."""
+    found: dict[int, tuple[int, int]] = {}
+    for wait in waits:
+        began_ns, waited_ns = found.get(wait.number, (wait.began_ns, 0))
+        found[wait.number] = began_ns, waited_ns + wait.ended_ns - wait.began_ns
+    return found
+
+
+Span = tuple[int, int]
+
+
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The same time, in spans that do not touch, by time."""
+    found: list[Span] = []
+    for began, ended in sorted(spans):
+        if found and began <= found[-1][1]:
+            found[-1] = found[-1][0], max(ended, found[-1][1])
+        elif ended > began:
+            found.append((began, ended))
+    return found
+
+
+def covered_ns(spans: Iterable[Span], began: int, ended: int) -> int:
+    """How much of the time from `began` to `ended` lies in at least one of `spans`."""
+    return sum(max(0, min(ended, last) - max(began, first)) for first, last in merged(spans))
+
+
+def _memory_mib() -> tuple[int, int]:
+    """(resident memory of this process, most that torch has had of a CUDA device)."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[1])
+    except OSError:  # no Linux
+        pages = 0
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    used = cuda.max_memory_allocated() if cuda is not None and cuda.is_initialized() else 0
+    return round(pages * _PAGE_MIB), used >> 20

@@ -1,0 +1,172 @@
+"""What one guard sees of all ranks at one moment, and which of them stand still for whom.
+
+The sights were not taken at one instant: each is of its rank a moment ago. What follows from them is therefore only
+used where it cannot be undone, or has been so for longer than the sights are apart.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, final
+
+from lockstep.observe.flight import Record
+from lockstep.observe.status import RUNNING, Progress, Sight, Status, Waiting
+
+SILENT_S = 3.0  # a guard speaks four times a second: one that is silent for so long is not being run
+GRACE_S = 1.0  # what was under way when a rank ended has come through, or never will
+STILL_S = 2.0  # whoever has stood still for so long has done so while all others were looked at
+_HANG_STEPS = 5
+_MESSAGE = re.compile(r"(send|recv)\b.* (?:to|from) rank (\d+|any) tag (-?\d+)$")
+
+Records = Callable[[int], Sequence[Record]]
+
+
+@final
+@dataclass(frozen=True)
+class Limits:
+    """How long is too long, and where the evidence is kept."""
+
+    hang_s: float = 10.0
+    notice_s: float = 60.0  # after which a rank that works while others wait is mentioned
+    grace_s: float = GRACE_S  # 0 where it is known that what is waited for has failed
+    evidence: str = ""  # a path, for the reader
+
+
+class Message(NamedTuple):
+    """What the text of a message says."""
+
+    is_send: bool
+    peer: int | None  # rank of the job; None: from any
+    tag: int
+
+
+def message_text(kind: str, what: str, peer: int | None, tag: int) -> str:
+    """The text of the record of a message, such as "send float32 [4] to rank 1 tag 0". `peer` is a rank of the job."""
+    return f"{kind} {what} {'to' if kind == 'send' else 'from'} rank {'any' if peer is None else peer} tag {tag}"
+
+
+def read_message(text: str) -> Message | None:
+    """What `message_text` put into it."""
+    found = _MESSAGE.fullmatch(text)
+    if found is None:
+        return None
+    kind, peer, tag = found.groups()
+    return Message(kind == "send", None if peer == "any" else int(peer), int(tag))
+
+
+class Wait(NamedTuple):
+    """An operation that a running rank has open."""
+
+    rank: int
+    record: Record
+    age_s: float
+    ranks: tuple[int, ...]  # without whom it cannot end; this rank is not among them
+    absent: tuple[int, ...]  # those of them that have not begun their part
+    is_any: bool  # one of them is enough
+
+    def is_part_of(self, other: Wait) -> bool:
+        """True where both are the same collective."""
+        mine, its = self.record, other.record
+        return not mine.is_message and not its.is_message and (mine.group, mine.seq) == (its.group, its.seq)
+
+
+@final
+class Scene:
+    """All that a diagnosis may use."""
+
+    def __init__(self, me: int, sights: Mapping[int, Sight], records_of: Records, limits: Limits) -> None:
+        self.me = me
+        self.sights = sights
+        self.records_of = records_of
+        self.limits = limits
+        self.step = max((sight.status.step for sight in sights.values()), default=0)
+
+    @cached_property
+    def hang_s(self) -> float:
+        """How long an operation may be open."""
+        slowest = max((sight.status.step_s for sight in self.sights.values()), default=0.0)
+        return max(self.limits.hang_s, _HANG_STEPS * slowest)
+
+    def status(self, rank: int) -> Status:
+        """What `rank`, which has been heard of, said last."""
+        return self.sights[rank].status
+
+    def is_running(self, rank: int) -> bool:
+        """True where `rank` was at work when it was last seen, and its process is there."""
+        sight = self.sights.get(rank)
+        return sight is not None and sight.status.state == RUNNING and not sight.is_gone
+
+    @cached_property
+    def ended(self) -> frozenset[int]:
+        """The ranks that have been heard of and are not running any more."""
+        return frozenset(rank for rank in self.sights if not self.is_running(rank))
+
+    def is_silent(self, rank: int) -> bool:
+        """True where the guard of a process that exists does not speak."""
+        return self.is_running(rank) and rank != self.me and self.sights[rank].age_s > SILENT_S
+
+    @cached_property
+    def waits(self) -> tuple[Wait, ...]:
+        """What the ranks that can be heard have open, oldest first."""
+        heard = [rank for rank in sorted(self.sights) if self.is_running(rank) and not self.is_silent(rank)]
+        found = [self._wait(rank, waiting) for rank in heard for waiting in self.status(rank).waiting]
+        return tuple(sorted(found, key=lambda wait: (-wait.age_s, wait.rank)))
+
+    @cached_property
+    def blocked(self) -> dict[int, Wait]:
+        """By rank: the operation that its main thread stands in."""
+        return {rank: wait for rank in sorted(self.sights) if (wait := self._blocking(rank)) is not None}
+
+    def stands_in(self, wait: Wait) -> bool:
+        """True where the main thread does not move, and is still at the line that issued this, its newest operation."""
+        status, record = self.status(wait.rank), wait.record
+        is_newest = status.last is not None and status.last.number == record.number
+        return is_newest and status.unmoved_s >= STILL_S and record.site in status.stack
+
+    def _blocking(self, rank: int) -> Wait | None:
+        mine = [wait for wait in self.waits if wait.rank == rank]
+        if not mine or self.status(rank).unmoved_s < STILL_S:
+            return None
+        here = [wait for wait in mine if self.stands_in(wait)]
+        return here[0] if here else next((wait for wait in mine if wait.absent), mine[0])
+
+    def _wait(self, rank: int, waiting: Waiting) -> Wait:
+        record, age_s = waiting
+        progress = self.status(rank).groups.get(record.group)
+        ranks = () if progress is None else tuple(r for r in progress.ranks if r != rank)
+        if not record.is_message:
+            counts = {} if progress is None else self.counts(record.group, progress.ranks)
+            absent = tuple(r for r in ranks if counts.get(r, 0) <= record.seq)
+            return Wait(rank, record, age_s, ranks, absent, is_any=False)
+        message = read_message(record.text)
+        if message is None:
+            return Wait(rank, record, age_s, (), (), is_any=False)
+        if message.peer is not None:
+            ranks = (message.peer,)
+        absent = tuple(r for r in ranks if not self._answers(r, rank, message))
+        return Wait(rank, record, age_s, ranks, absent, is_any=message.peer is None)
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, Progress]]:
+        """By name and ranks, for a name alone may be that of another group elsewhere: how far each of them is."""
+        found: dict[tuple[str, tuple[int, ...]], dict[int, Progress]] = defaultdict(dict)
+        for rank, sight in self.sights.items():
+            for name, progress in sight.status.groups.items():
+                found[name, progress.ranks][rank] = progress
+        return found
+
+    def counts(self, group: str, ranks: tuple[int, ...]) -> dict[int, int]:
+        """How many collectives each has begun in the group of that name and those ranks."""
+        return {rank: progress.count for rank, progress in self.groups.get((group, ranks), {}).items()}
+
+    def _answers(self, rank: int, to: int, message: Message) -> bool:
+        """True where `rank` has the other half of `message` of rank `to` open."""
+        if rank not in self.sights:
+            return False
+        texts = [waiting.record.text for waiting in self.status(rank).waiting if waiting.record.is_message]
+        halves = [half for half in map(read_message, texts) if half is not None and half.is_send != message.is_send]
+        return any(half.peer in (to, None) and half.tag == message.tag for half in halves)

@@ -1,0 +1,119 @@
+"""What the ranks let each other know about themselves while they run.
+
+A `Status` is small, JSON, and read by every other rank's guard a few times a second. Nothing here looks at a clock, a
+process or a file: `guard` fills statuses, `board` carries them, `diagnosis` compares them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, final
+
+from lockstep.observe.flight import Mark, Record
+
+RUNNING, RAISED, FINISHED = "running", "raised", "finished"
+State = Literal["running", "raised", "finished"]
+_NEWEST, _EVERY, _SPAN = 32, 32, 1024  # of which operations the digest is kept
+
+
+class Waiting(NamedTuple):
+    """An operation that has not ended yet."""
+
+    record: Record
+    age_s: float
+
+
+class LastWords(NamedTuple):
+    """How a rank left, in its own words."""
+
+    kind: str  # class of the exception; "" where it simply came to its end
+    message: str
+    where: str  # "train.py:31", the innermost line of the user's own code
+    is_consequence: bool = False  # it only saw another rank fail
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far one rank has come in one group."""
+
+    ranks: tuple[int, ...]  # of the job
+    count: int  # collectives started
+    marks: tuple[Mark, ...]  # the newest, and some older ones; by seq
+
+
+@dataclass(frozen=True)
+class Status:
+    """One rank, as it last said."""
+
+    rank: int
+    world_size: int
+    pid: int
+    host: str
+    step: int = 0
+    step_s: float = 0.0  # 99th percentile of how long a step takes; 0 where that is not known yet
+    state: State = RUNNING
+    groups: dict[str, Progress] = field(default_factory=dict)
+    waiting: tuple[Waiting, ...] = ()  # what is under way, oldest first
+    last: Record | None = None  # the last that was started
+    stack: tuple[str, ...] = ()  # of the main thread, outermost first: "train.py:31 train_step"; torch's own folded
+    unmoved_s: float = 0.0  # for how long the main thread has been at that very place without using the processor
+    activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
+    words: LastWords | None = None  # once it is not running any more
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`
+
+    def to_json(self, room: int = 56_000) -> bytes:
+        """As `from_json` reads it. Where that is more than `room` bytes, older marks are left out, then the groups."""
+        for kept in (2 * _SPAN, 8, 1, 0):
+            groups = {n: (p.ranks, p.count, p.marks[-kept:]) for n, p in self.groups.items()} if kept else {}
+            text = json.dumps({**vars(self), "groups": groups}, separators=(",", ":")).encode()
+            if len(text) <= room:
+                break
+        return text
+
+    @classmethod
+    def from_json(cls, text: bytes) -> Status:
+        """Raises: ValueError, KeyError or TypeError where `text` is no status."""
+        raw: dict[str, Any] = json.loads(text)
+        if not isinstance(raw, dict):
+            raise TypeError(f"a status is an object, not {type(raw).__name__}")
+        raw["groups"] = {
+            name: Progress(tuple(ranks), count, tuple(Mark(*mark) for mark in marks))
+            for name, (ranks, count, marks) in dict(raw["groups"]).items()
+        }
+        raw["waiting"] = tuple(Waiting(Record(*record), age_s) for record, age_s in raw["waiting"])
+        raw["last"] = None if raw["last"] is None else Record(*raw["last"])
+        raw["stack"] = tuple(raw["stack"])
+        raw["words"] = None if raw["words"] is None else LastWords(*raw["words"])
+        return cls(**raw)
+
+
+class Sight(NamedTuple):
+    """One rank as another one sees it now."""
+
+    status: Status
+    age_s: float  # since it last said so
+    is_gone: bool  # its process has ended; only known of this machine, and through a launcher
+
+
+@final
+class Folding:
+    """Keeps some of one group's digests: the newest, and every 32nd of the last thousand."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = tuple(ranks)
+        self.count = 0
+        self._marks: list[Mark] = []
+
+    def add(self, mark: Mark) -> None:
+        """Of a collective, in the order of their numbers; some may be left out."""
+        self.count = mark.seq + 1
+        self._marks.append(mark)
+        if len(self._marks) > 2 * _NEWEST + _SPAN // _EVERY:
+            old, new = self._marks[:-_NEWEST], self._marks[-_NEWEST:]
+            self._marks = [m for m in old if m.seq % _EVERY == 0 and m.seq > mark.seq - _SPAN] + new
+
+    def progress(self) -> Progress:
+        """What the others are shown."""
+        return Progress(self.ranks, self.count, tuple(self._marks))

@@ -1,0 +1,95 @@
+"""One process group of torch as the guard follows it: what its ranks have started, by Python and by C++."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, final
+
+from lockstep.observe.flight import FlightRecorder, Words, pack_words
+from lockstep.observe.torch_operations import Operation, text_of
+
+FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
+_ON_STREAMS = ("nccl", "xccl")  # a wait returns before the operation has ended, except for tensors on the CPU
+_NAME_CHARS = 20  # of the 24 that a record has: a name may come again, and is numbered then
+_KEPT = 4096  # words; more than a program has lines that communicate
+
+
+class Pending(NamedTuple):
+    """A collective whose end torch's Flight Recorder tells."""
+
+    torch_number: int
+    number: int  # of the record
+
+
+@final
+class WatchedGroup:
+    """Counts the collectives of one group.
+
+    Torch counts them too, those of C++ as well (and messages, and a few twice). So whatever torch's counter has gained
+    between two calls from Python was started by C++, and is entered then, in the order in which it happened: by the
+    rank's own thread at the next call or at the end of a step; by the guard's thread once nothing moves any more.
+    """
+
+    def __init__(
+        self, group: Any, name: str, ranks: Sequence[int], recorder: FlightRecorder, backends: str, started: int = 0
+    ) -> None:
+        """backends: as torch writes them, "cpu:gloo,cuda:nccl". started: torch's number before what counts."""
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.torch_name: str = group.group_name
+        self.group = weakref.ref(group)
+        self.has_streams = any(name in backends for name in _ON_STREAMS)
+        self.inside = 0  # calls from Python that have not returned yet
+        self.seen = started  # torch's number after the last of them
+        self.pending: deque[Pending] = deque()
+        self._recorder = recorder
+        self._collectives = itertools.count()
+        self._messages = itertools.count()
+        self._words: dict[tuple[str, tuple[Any, ...]], Words] = {}
+        self._lock = threading.Lock()
+
+    def enter(self, operation: tuple[Any, ...], site: str, is_message: bool) -> int:
+        """The record of a call from Python begins; its number. operation: the fields of one."""
+        words = self._words.get((site, operation))
+        if words is None:
+            if len(self._words) >= _KEPT:
+                self._words.clear()
+            text = text_of(Operation(*operation), self.ranks)
+            words = self._words[site, operation] = pack_words(self.name, text, site)
+        seq = next(self._messages if is_message else self._collectives)
+        return self._recorder.enter(seq, words, is_message)
+
+    def catch_up(
+        self, torch_number: int, site: str, labels: Mapping[int, str] | None = None, *, if_idle: bool = False
+    ) -> None:
+        """Enter what C++ has started since the last call from Python, up to torch's number.
+
+        if_idle: only if no call has begun meanwhile.
+        """
+        with self._lock:
+            if if_idle and self.inside:
+                return
+            for number in range(self.seen + 1, torch_number + 1):
+                label = "before this line" if labels is None else labels.get(number, "")
+                words = pack_words(self.name, FROM_CPP, site, label)
+                entered = self._recorder.enter(next(self._collectives), words)
+                self.pending.append(Pending(number, entered))
+            self.seen = torch_number
+
+    def settle(self, ended: float) -> None:
+        """Leave what has ended: all with torch's number `ended` and lower."""
+        with self._lock:
+            while self.pending and self.pending[0].torch_number <= ended:
+                self._recorder.leave(self.pending.popleft().number)
+
+
+def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:
+    """A name that is the same on all ranks of the group, and short: "WORLD", "3 [0, 2]"."""
+    if is_default:
+        return "WORLD"  # as torch.distributed.group has it
+    listed = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
+    return f"{torch_name[:8]} [{listed}]"[:_NAME_CHARS]

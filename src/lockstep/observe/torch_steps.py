@@ -1,0 +1,58 @@
+"""Which of a program's optimizers counts its steps, so that all ranks count alike."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, final
+
+_TAKES_OVER = 2  # steps of another optimizer without one of the leading one between them
+
+
+@final
+class StepCounter:
+    """Follows one optimizer: the first to step whose parameters the ranks share.
+
+    So several optimizers, and a model that one rank trains for itself, do not count twice. `is_shared` tells whether an
+    optimizer's parameters belong to DistributedDataParallel or to a sharded model. Where none do, the ranks may still
+    average gradients by calls of their own: then an optimizer leads from its second step on, if there was an operation
+    between the two. An optimizer that is gone, or that stands still while another goes on, hands over.
+    """
+
+    def __init__(self, is_shared: Callable[[Any], bool]) -> None:
+        self._is_shared = is_shared
+        self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+        self._leader: weakref.ref[Any] = weakref.ref(self)
+        self._has_leader = False
+        self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+
+    def stepped(self, optimizer: Any, operations: int) -> int:
+        """How many steps to count now that `optimizer` has stepped. operations: started so far by this rank."""
+        if self._leader() is optimizer:
+            self._others.clear()
+            return 1
+        is_free = not self._has_leader or self._leader() is None
+        if self._shares(optimizer):
+            if is_free or not self._shares(self._leader()):
+                return self._follow(optimizer, 1)
+            steps = self._others.get(optimizer, (0, 0))[0] + 1
+            self._others[optimizer] = steps, operations
+            return self._follow(optimizer, 1) if steps >= _TAKES_OVER else 0
+        before = self._others.get(optimizer)
+        self._others[optimizer] = 1, operations
+        if is_free and before is not None and operations > before[1]:
+            return self._follow(optimizer, 2)
+        return 0
+
+    def _shares(self, optimizer: Any) -> bool:
+        if optimizer is None:
+            return False
+        if optimizer not in self._shared:
+            self._shared[optimizer] = self._is_shared(optimizer)
+        return self._shared[optimizer]
+
+    def _follow(self, optimizer: Any, steps: int) -> int:
+        self._leader = weakref.ref(optimizer)
+        self._has_leader = True
+        self._others.clear()
+        return steps

@@ -1,0 +1,356 @@
+"""The guard of a program that is not ours: what stock torch.distributed does in this process, entered in its record.
+
+The methods of the class ProcessGroup are replaced by ones that note the call and then call the old one. C++ code calls
+past them: see `WatchedGroup`. Groups of the backend "lockstep" override the methods, and our own transport is let
+through: both have a guard of their own. No torch is imported here before the program has done so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import itertools
+import math
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, final
+
+from lockstep.errors import CommError
+from lockstep.observe.call_site import call_site
+from lockstep.observe.guard import Guard
+from lockstep.observe.stacks import frame_of, stack_of
+from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
+from lockstep.observe.torch_groups import Pending, WatchedGroup, name_of
+from lockstep.observe.torch_import import when_imported
+from lockstep.observe.torch_operations import CALLS, read
+from lockstep.observe.torch_steps import StepCounter
+
+_SEAM = os.path.join("lockstep", "comm", "torch_transport.py")  # its operations are entered above it
+_UNUSED_TAG = 2**31 - 1
+_NEW_GROUP = "new_group"  # of all ranks of the job
+
+
+def attach(guard: Guard) -> Callable[[], None]:
+    """Let `guard` see what torch.distributed does in this process, from its import on. The result ends that."""
+    watch = TorchWatch(guard)
+    undo = [
+        when_imported("torch.distributed.distributed_c10d", watch.watch_calls),
+        when_imported("torch.optim.optimizer", watch.watch_steps),
+    ]
+    guard.before_look.append(watch.look)
+    guard.aborts.append(watch.abort)
+
+    def detach() -> None:
+        for call in undo:
+            call()
+        watch.close()
+        guard.before_look.remove(watch.look)
+        guard.aborts.remove(watch.abort)
+
+    here = weakref.ref(watch)
+
+    def forked() -> None:
+        mine = here()
+        if mine is not None:
+            mine.close()  # the record is the parent's
+
+    os.register_at_fork(after_in_child=forked)
+    return detach
+
+
+# A call from Python that has returned its Work: number of the record, group, the Work, torch's number (0 for a message)
+_Open = tuple[int, WatchedGroup, "weakref.ref[Any]", int]
+
+
+@final
+class TorchWatch:
+    """Follows the groups, calls and steps of this process. One per process and guard."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._recorder = guard.recorder
+        self._groups: dict[int, WatchedGroup] = {}  # by id
+        self._names: dict[str, int] = {}  # how often a group of this name was made
+        self._open: dict[int, _Open] = {}  # by id of the Work
+        self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
+        self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # DDP's, by id
+        self._aborted: set[str] = set()
+        self._adopting = threading.Lock()  # the rank's own thread and the guard's may both see a group first
+        self._undo: list[Callable[[], None]] = []
+        self._flights: TorchFlightRecorder | None = None
+        self._receive: Any = None  # ProcessGroup.recv as it was
+        self._main = threading.main_thread().ident
+
+    # ------------------------------------------------------------------ what is replaced
+
+    def watch_calls(self) -> None:
+        """torch.distributed is there: replace what starts and ends its operations."""
+        from torch._C import _distributed_c10d
+        from torch.distributed import distributed_c10d
+        from torch.distributed.distributed_c10d import ProcessGroup, Work
+
+        self._flights = TorchFlightRecorder(vars(_distributed_c10d))
+        self._receive = ProcessGroup.recv
+        for group in tuple(distributed_c10d._world.pg_map):
+            self._adopt(group, is_new=False)
+        for name in CALLS:
+            if hasattr(ProcessGroup, name):
+                self._replace(ProcessGroup, name, self._noting(name, getattr(ProcessGroup, name)))
+        self._replace(Work, "wait", self._leaving(Work.wait))
+        reducer = _distributed_c10d.Reducer
+        self._replace(reducer, "__init__", self._remembering(reducer.__init__))
+        made = distributed_c10d._new_group_with_tag
+        self._replace(distributed_c10d, "_new_group_with_tag", self._making(made))
+
+    def watch_steps(self) -> None:
+        """torch.optim is there: be told of each step of each optimizer."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook
+
+        steps = StepCounter(self._is_shared)
+
+        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
+            count = steps.stepped(optimizer, self._recorder.started)
+            if count:
+                self._catch_up_all(call_site())
+                for _ in range(count):
+                    self._guard.step_done()
+
+        self._undo.append(register_optimizer_step_post_hook(stepped).remove)
+
+    def close(self) -> None:
+        """Put back what was replaced."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
+        old = vars(owner)[name]  # as it lies there, not yet bound to the class
+        # torch's C++ asks a Python subclass for its own `name`, and takes what we put into the class for one; it sees
+        # that it was called by just that, and does not call it again, by the name of the code
+        new.__code__ = new.__code__.replace(co_name=name)  # type: ignore[attr-defined]
+        setattr(owner, name, new)
+
+        def restore() -> None:
+            if getattr(owner, name) is new:
+                setattr(owner, name, old)
+
+        self._undo.append(restore)
+
+    def _noting(self, name: str, old: Callable[..., Any]) -> Callable[..., Any]:
+        """`old`, a method of ProcessGroup, that is entered in the record."""
+        from torch.distributed.distributed_c10d import ProcessGroup
+
+        plain: type = ProcessGroup
+        groups, is_message = self._groups, CALLS[name].is_message
+
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            watched = groups.get(id(group))
+            if watched is None:
+                watched = self._adopt(group) if type(group) is plain else None
+                if watched is None:
+                    return old(group, *args, **kwargs)
+            site = call_site()
+            watched.inside += 1
+            number, tensor = -1, None
+            try:
+                if watched.inside == 1 and (before := group._get_sequence_number_for_group()) != watched.seen:
+                    watched.catch_up(before, site)
+                if not sys._getframe(1).f_code.co_filename.endswith(_SEAM):
+                    operation, tensor = read(name, args, kwargs)
+                    number = watched.enter(operation, site, is_message)
+                work = old(group, *args, **kwargs)
+            except BaseException:
+                if number >= 0:
+                    self._recorder.leave(number)
+                raise
+            finally:
+                if watched.inside == 1:
+                    watched.seen = group._get_sequence_number_for_group()
+                watched.inside -= 1
+            if number >= 0:
+                self._follow(watched, number, work, tensor, is_message)
+            return work
+
+        return call
+
+    def _follow(self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool) -> None:
+        """See to it that record `number` is left when its operation has ended."""
+        if watched.has_streams and not is_message and (tensor is None or not tensor.is_cpu):
+            watched.pending.append(Pending(watched.seen, number))
+        elif work is None:
+            self._recorder.leave(number)
+        else:
+            key = id(work)
+            if key in self._open:  # that of a Work which nobody waited for, and which is gone
+                self._recorder.leave(self._open[key][0])
+            self._open[key] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
+
+    def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
+        """Work.wait, after which the operation has ended."""
+        pop, leave, clock = self._open.pop, self._recorder.leave, self._recorder.clock
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
+            begun = clock.wait_begins()
+            try:
+                return old(work, *args, **kwargs)
+            finally:
+                ended = pop(id(work), None)
+                if ended is not None:
+                    leave(ended[0])
+                clock.wait_ends(begun, None if ended is None else ended[0])
+
+        return wait
+
+    def _remembering(self, old: Callable[..., None]) -> Callable[..., None]:
+        """Reducer.__init__ of DistributedDataParallel, whose parameters all ranks share."""
+
+        def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+            self._reduced.update((id(param), param) for param in params)
+            old(reducer, params, *args, **kwargs)
+
+        return init
+
+    def _making(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """What makes a group: every rank of the job calls it, in the same order, and waits for the others."""
+        signature, made = inspect.signature(old), itertools.count()
+
+        def make(*args: Any, **kwargs: Any) -> Any:
+            given = signature.bind(*args, **kwargs).arguments
+            if given.get("use_local_synchronization") or not self._is_the_job():
+                return old(*args, **kwargs)
+            ranks = given.get("ranks")
+            listed = "all ranks" if ranks is None else name_of("", False, ranks).strip()
+            self._guard.group(_NEW_GROUP, range(self._guard.world_size))
+            number = self._guard.enter(_NEW_GROUP, next(made), f"new_group {listed}", call_site())
+            try:
+                return old(*args, **kwargs)
+            finally:
+                self._guard.leave(number)
+
+        return make
+
+    # ------------------------------------------------------------------ groups
+
+    def _adopt(self, group: Any, *, is_new: bool = True) -> WatchedGroup | None:
+        """Follow `group` from now on; None for one that is not of the job's ranks, as far as torch can tell."""
+        from torch.distributed import distributed_c10d
+
+        world = distributed_c10d._world
+        ranks = world.pg_group_ranks.get(group)
+        if group not in world.pg_map or not ranks or not self._is_the_job():
+            return None
+        with self._adopting:
+            return self._groups.get(id(group)) or self._follow_group(group, is_new)
+
+    def _follow_group(self, group: Any, is_new: bool) -> WatchedGroup:
+        from torch.distributed import distributed_c10d
+
+        world = distributed_c10d._world
+        ranks = world.pg_group_ranks[group]
+        name = name_of(group.group_name, group is world.default_pg, tuple(ranks))
+        before = self._names[name] = self._names.get(name, 0) + 1
+        name += f"'{before}" if before > 1 else ""  # its numbers begin anew
+        started = 0 if is_new else group._get_sequence_number_for_group()
+        backends = str(world.pg_backend_config.get(group, ""))
+        watched = WatchedGroup(group, name, tuple(ranks), self._recorder, backends, started)
+        self._groups[id(group)] = watched
+        weakref.finalize(group, self._forget, id(group)).atexit = False
+        self._guard.group(name, tuple(ranks))
+        return watched
+
+    def _forget(self, key: int) -> None:
+        watched = self._groups.pop(key, None)
+        if watched is not None:
+            watched.settle(math.inf)
+
+    def _is_the_job(self) -> bool:
+        """Whether torch's ranks are the guard's: a program may make a world of its own in each process."""
+        import torch.distributed as dist
+
+        mine = (self._guard.rank, self._guard.world_size)
+        return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == mine
+
+    def _watched(self) -> list[tuple[Any, WatchedGroup]]:
+        """All groups there are, and those that only C++ has used so far."""
+        from torch.distributed.distributed_c10d import ProcessGroup, _world
+
+        for group in tuple(_world.pg_map):
+            if id(group) not in self._groups and type(group) is ProcessGroup:
+                self._adopt(group)
+        pairs = [(watched.group(), watched) for watched in tuple(self._groups.values())]
+        return [(group, watched) for group, watched in pairs if group is not None]
+
+    def _catch_up_all(self, site: str) -> None:
+        """At the end of a step: what C++ has started belongs to it."""
+        for group, watched in self._watched():
+            if not watched.inside and (number := group._get_sequence_number_for_group()) != watched.seen:
+                watched.catch_up(number, site)
+
+    def _is_shared(self, optimizer: Any) -> bool:
+        """Whether the ranks share parameters of `optimizer`."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(self._reduced.get(id(param)) is param for param in params):
+            return True
+        tensor = sys.modules.get("torch.distributed.tensor")
+        kinds = () if tensor is None else (tensor.DTensor,)
+        return any(isinstance(param, kinds) or getattr(param, "_is_flat_param", False) for param in params)
+
+    # ------------------------------------------------------------------ from the guard's thread
+
+    def look(self) -> None:
+        """Enter what C++ has started and does not move on from, and leave what has ended."""
+        flights = self._flights
+        if flights is None:
+            return
+        pairs = self._watched()
+        flights.look()
+        moving = {watched: group._get_sequence_number_for_group() for group, watched in pairs if not watched.inside}
+        for watched, number in moving.items():
+            if number > watched.seen and self._moving.get(watched) == number:
+                self._catch_up_late(flights, watched, number)
+        self._moving = moving
+        for _, watched in pairs:
+            ended = flights.ended(watched.torch_name)
+            watched.settle(math.inf if ended is None else ended)
+        for key, call in list(self._open.items()):
+            self._leave_unawaited(flights, key, call)
+
+    def _catch_up_late(self, flights: TorchFlightRecorder, watched: WatchedGroup, number: int) -> None:
+        """This rank stands in C++, or does something else since: which operation is open, and from which line."""
+        ended = flights.ended(watched.torch_name)
+        first = number + 1 if ended is None else int(min(max(ended, watched.seen), number)) + 1
+        labels = {first: flights.describe(watched.torch_name, first)} if first <= number else {}
+        stack = stack_of(frame_of(self._main or 0))
+        watched.catch_up(number, stack[-1] if stack else "", labels, if_idle=True)
+
+    def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
+        """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""
+        number, watched, work, torch_number = call
+        ended = flights.ended(watched.torch_name) if torch_number else None
+        is_over = work() is None if ended is None else torch_number <= ended
+        if is_over and self._open.get(key) is call:
+            self._open.pop(key, None)
+            self._recorder.leave(number)
+
+    def abort(self, error: CommError) -> None:
+        """End what is under way in this process: it cannot end by itself any more."""
+        for group, watched in self._watched():
+            is_open = watched.pending or watched.inside or any(call[1] is watched for call in list(self._open.values()))
+            if is_open and watched.name not in self._aborted:
+                self._aborted.add(watched.name)
+                self._break(group, watched)
+
+    def _break(self, group: Any, watched: WatchedGroup) -> None:
+        if watched.has_streams:
+            group.abort()
+            return
+        import torch
+
+        # Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already
+        for peer in range(len(watched.ranks)):
+            if peer != group.rank():
+                with contextlib.suppress(RuntimeError):
+                    self._receive(group, [torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))

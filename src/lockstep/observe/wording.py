@@ -1,0 +1,156 @@
+"""What a finding says: the words are here, the reasons for them elsewhere."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, final
+
+from lockstep.observe.flight import Record
+from lockstep.observe.scene import Scene, Wait
+
+LINES, COLUMNS = 12, 110
+
+Kind = Literal[
+    "mismatch",  # ranks issued different collectives
+    "steps",  # the same ones, but they count their steps differently
+    "raised",
+    "gone",
+    "finished",
+    "cycle",  # ranks wait for each other
+    "stopped",
+    "hang",
+    "transport",  # all are there, and nothing moves
+    "waiting",  # no fault: some work, the others wait for them
+    "model",  # ranks train other parameters
+    "replica",  # what was equal is not any more
+    "gradient",  # not finite
+    "data",
+]
+
+
+@final
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong, and who did it."""
+
+    kind: Kind
+    culprits: tuple[int, ...]
+    text: str  # at most 12 lines of 110 characters
+    is_certain: bool  # results are wrong, or ranks cannot get on: to be raised; else only to be told
+    key: str  # equal for the same finding, whoever makes it and when
+
+    def to_json(self) -> str:
+        """As `from_json` reads it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Finding:
+        """The opposite of `to_json`."""
+        fields: dict[str, Any] = json.loads(text)
+        return cls(**{**fields, "culprits": tuple(fields["culprits"])})
+
+
+def names(ranks: Iterable[int]) -> str:
+    """rank 1; ranks 0,2-5"""
+    ordered = sorted(set(ranks))
+    runs: list[list[int]] = []
+    for rank in ordered:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    spans = [str(run[0]) if len(run) == 1 else f"{run[0]}{',' if len(run) == 2 else '-'}{run[-1]}" for run in runs]
+    return ("rank " if len(ordered) == 1 else "ranks ") + ",".join(spans)
+
+
+def culprit(scene: Scene, ranks: Sequence[int]) -> str:
+    """Culprit: rank 1 (host b, pid 4711)"""
+    if len(ranks) != 1 or ranks[0] not in scene.sights:
+        return f"Culprits: {names(ranks)}" if len(ranks) > 1 else f"Culprit: {names(ranks)}"
+    status = scene.status(ranks[0])
+    return f"Culprit: rank {status.rank} (host {status.host}, pid {status.pid})"
+
+
+def operation(record: Record) -> str:
+    """all_reduce float32 [4] sum #7 of group world, train.py:88 train_step"""
+    if record.is_message:
+        return f"{record.text}, {record.site}"
+    return f"{record.text} #{record.seq} of group {record.group}, {record.site}"
+
+
+def call(record: Record) -> str:
+    """all_reduce float32 [4] sum at train.py:88 train_step"""
+    if not record.text:
+        return "a collective (its record cannot be read from here)"
+    return f"{record.text} at {record.site}"
+
+
+def seconds(age_s: float) -> str:
+    """12.4 s"""
+    return f"{age_s:.1f} s"
+
+
+def times(number: int) -> str:
+    """1 collective; 2 collectives"""
+    return f"{number} collective{'' if number == 1 else 's'}"
+
+
+def ordinal(number: int) -> str:
+    """1st, 2nd, 11th, 23rd"""
+    ending = "th" if number % 100 in (11, 12, 13) else {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{ending}"
+
+
+def waiters(waits: Sequence[Wait]) -> list[str]:
+    """One line per operation that ranks wait in, the one with most ranks first."""
+    together: dict[str, list[Wait]] = {}
+    for wait in waits:
+        together.setdefault(operation(wait.record), []).append(wait)
+    lines = []
+    for text, same in sorted(together.items(), key=lambda item: (-len(item[1]), item[1][0].rank)):
+        ranks = {wait.rank for wait in same}
+        verb = "waits" if len(ranks) == 1 else "wait"
+        lines.append(f"{names(ranks)} {verb} in {text}, for {seconds(max(wait.age_s for wait in same))}")
+    return lines
+
+
+def stacks(scene: Scene, ranks: Iterable[int]) -> list[str]:
+    """One line per stack, innermost frame first, that of the fewest ranks first: who differs is the suspect."""
+    together: dict[tuple[str, ...], list[int]] = {}
+    for rank in sorted(set(ranks) & set(scene.sights)):
+        stack = scene.status(rank).stack
+        if rank in scene.blocked and scene.blocked[rank].record.site in stack:  # what the operation does is no news
+            stack = stack[: stack.index(scene.blocked[rank].record.site) + 1]
+        if stack:
+            together.setdefault(stack, []).append(rank)
+    ordered = sorted(together.items(), key=lambda item: (len(item[1]), item[1]))
+    return [f"stack of {names(ranks)}: {' < '.join(reversed(stack))}" for stack, ranks in ordered]
+
+
+def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
+    """Where `rank` is, and what it did last."""
+    status = scene.status(rank)
+    moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
+    here = f": at {status.stack[-1]}{moved}" if status.stack else ""
+    last = "nothing yet" if status.last is None else operation(status.last)
+    return [f"{names([rank])} {how}{here}", f"  issued last: {last}"]
+
+
+def compose(
+    head: str, body: Sequence[str], *, why: str = "", fix: str = "", evidence: str = "", least: Sequence[str] = ()
+) -> str:
+    """The whole text. `least` are lines that are left out first where there are too many."""
+    end = [f"Why it matters: {why}"] * bool(why) + [f"Likely fix: {fix}"] * bool(fix)
+    end += [f"Evidence: {evidence}"] * bool(evidence)
+    room = LINES - 1 - len(end)
+    middle = [*body, *least]
+    if len(middle) > room:
+        middle = [*middle[: room - 1], f"... and {len(middle) - room + 1} more"]
+    return "\n".join(_fit(line) for line in [f"lockstep: {head}", *(f"  {line}" for line in middle), *end])
+
+
+def _fit(line: str) -> str:
+    line = " ".join(line.splitlines()) if "\n" in line else line
+    return line if len(line) <= COLUMNS else line[: COLUMNS - 3] + "..."

@@ -1,0 +1,192 @@
+"""Real runs in which nothing is wrong, though much of it looks so: the guard must not say a word.
+
+Nothing may move for a second, and each of these makes ranks wait longer than that.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from command_runs import Run, complaints
+
+pytestmark = pytest.mark.limit_s(120)
+
+_HEAD = """
+import os, sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+
+def until(seconds, work):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        work()
+
+def train(model, steps, lr=0.01):
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    for _ in range(steps):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+_SCRIPTS = {
+    "slow checkpoint on rank 0": """
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+def save():
+    with open("checkpoint.pt", "wb") as file:
+        torch.save({"weights": torch.zeros(1_000_000)}, file)
+        os.fsync(file.fileno())
+if rank == 0:
+    until(4, save)
+dist.barrier()
+train(ddp, 5)
+""",
+    "long evaluation on rank 0": """
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+if rank == 0:
+    with torch.no_grad():
+        until(4, lambda: ddp.module(torch.randn(512, 4)))
+dist.barrier()
+train(ddp, 5)
+""",
+    "compilation on rank 1": """
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+if rank == 1:  # stands still in a frame of torch's compiler, as it does while it waits for a C++ compiler
+    import torch._dynamo.eval_frame as compiler
+    exec(compile("time.sleep(4)", compiler.__file__, "exec"), {"time": time})
+train(ddp, 5)
+""",
+    "uneven inputs with join": """
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+with ddp.join():
+    for _ in range(30 - 20 * rank):
+        ddp(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        time.sleep(0.15)
+""",
+    "gradient accumulation with no_sync": """
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+for _ in range(20):
+    with ddp.no_sync():
+        for _ in range(3):
+            ddp(torch.randn(8, 4)).square().mean().backward()
+            time.sleep(0.05)
+    ddp(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "groups of few ranks": """
+groups = [dist.new_group([0, 1]), dist.new_group([1, 2]), dist.new_group([2])]
+for step in range(60):
+    for number, group in enumerate(groups):
+        if rank in ((0, 1), (1, 2), (2,))[number] and (step + number) % 3:
+            dist.all_reduce(torch.ones(4 + number), group=group)
+    if rank == 2:
+        time.sleep(0.05)
+dist.barrier()
+""",
+    "GradScaler that meets infinity": """
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+for step in range(60):
+    loss = ddp(torch.randn(8, 4)).square().mean() * (float("inf") if step % 10 == 5 else 1.0)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+    time.sleep(0.03)
+""",
+    "one rank that sleeps shorter than the limit": """
+for step in range(6):
+    if rank == 1:
+        time.sleep(0.7)
+    dist.all_reduce(torch.ones(4))
+""",
+    "one slow rank from the first step on": """
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+for step in range(5):
+    ddp(torch.randn(8, 4)).square().mean().backward()
+    if rank == 1:
+        until(1.5, lambda: torch.randn(64, 64) @ torch.randn(64, 64))
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "uneven work after training": """
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 20)
+dist.destroy_process_group()
+if rank == 0:
+    time.sleep(3)
+""",
+}
+
+# another process holds rank 1, as `gdb -p` or `py-spy` does
+_DEBUGGED = """
+import ctypes, subprocess
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+if rank == 1:
+    libc = ctypes.CDLL(None)
+    libc.prctl(0x59616d61, ctypes.c_ulong(-1), 0, 0, 0)  # whoever asks may
+    subprocess.run([sys.executable, "debugger.py", str(os.getpid())])
+train(ddp, 5)
+"""
+_DEBUGGER = """
+import ctypes, os, sys, time
+libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
+libc.ptrace.argtypes = [ctypes.c_long] * 4
+if libc.ptrace(16, pid, 0, 0):  # attach
+    sys.exit(f"ptrace: {os.strerror(ctypes.get_errno())}")
+os.waitpid(pid, 0x40000000)
+time.sleep(4)
+libc.ptrace(17, pid, 0, 0)  # detach
+"""
+_END = """
+print(f"rank {rank} is done")
+if dist.is_initialized():
+    dist.destroy_process_group()
+"""
+_RANKS = {"groups of few ranks": 3}
+
+
+def _run(folder: Path, name: str, body: str) -> str:
+    """The output of a run that ended well."""
+    (folder / "train.py").write_text(_HEAD + body + _END)
+    ranks = _RANKS.get(name, 2)
+    variables = {"LOCKSTEP_HANG_S": "1", "LOCKSTEP_EVIDENCE": str(folder / "evidence")}
+    run = Run(folder, "run", "--nproc-per-node", str(ranks), "train.py", **variables)
+    try:
+        output = run.end(0)
+    finally:
+        run.close()
+    assert sorted(re.findall(r"rank (\d) is done", output)) == [str(rank) for rank in range(ranks)]
+    return output
+
+
+@pytest.mark.parametrize("name", _SCRIPTS)
+def test_nothing_is_said(name: str, tmp_path: Path) -> None:
+    output = _run(tmp_path, name, _SCRIPTS[name])
+    assert complaints(output) == []
+    assert not (tmp_path / "evidence").exists()
+
+
+def test_nothing_is_said_of_a_rank_that_a_debugger_holds(tmp_path: Path) -> None:
+    (tmp_path / "debugger.py").write_text(_DEBUGGER)
+    output = _run(tmp_path, "debugger", _DEBUGGED)
+    if "ptrace: " in output:
+        pytest.skip("no process may debug another here")
+    assert complaints(output) == []

@@ -1,0 +1,161 @@
+"""The guard of ranks that are processes: what they say when one of them leaves, stands still or does something else."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+PROGRAM = """
+import os, signal, sys, threading
+import torch
+import lockstep
+
+case, file, backend = sys.argv[1:4]
+rank = int(sys.argv[4])
+comm = lockstep.init(rank=rank, world_size=2, file=file, backend=backend or None, timeout_s=50, verbose=False)
+tensor = torch.ones(4)
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+with comm:
+    for step in range(3):
+        comm.all_reduce(tensor)
+        optimizer.step()
+    if case == "save alone":
+        checkpointer = lockstep.Checkpointer("checkpoints", comm)
+        if rank == 0:
+            checkpointer.save(3, {"a": torch.ones(3)})  # the culprit
+        else:
+            comm.all_reduce(tensor)
+    elif case == "skip":
+        for step in range(2000):
+            if rank == 0 or step != 5:
+                comm.all_reduce(tensor)
+            optimizer.step()
+    elif case == "raise":
+        if rank == 1:
+            raise ValueError("label 7")
+        comm.all_reduce(tensor)
+    elif case == "kill":
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        comm.all_reduce(tensor)
+    elif case == "leave":
+        if rank == 0:
+            comm.barrier()
+    elif case == "hang":
+        if rank == 1:
+            heard = threading.Event()
+            signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+            heard.wait()
+        comm.all_reduce(tensor)
+    elif case == "stay well":
+        comm.barrier()
+"""
+
+
+class Ended(NamedTuple):
+    """How the two ranks ended."""
+
+    codes: tuple[int, int]
+    said: tuple[str, str]
+
+
+def line_of(words: str) -> int:
+    """Of the program."""
+    return next(number for number, line in enumerate(PROGRAM.splitlines(), 1) if words in line)
+
+
+def start(folder: Path, case: str, backend: str, **variables: str) -> list[subprocess.Popen[str]]:
+    script = folder / "train.py"
+    script.write_text(PROGRAM)
+    plain = {"PATH": "/usr/bin:/bin", "LOCKSTEP_ENV": "off", "LOCKSTEP_HANG_S": "2", "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "train.py", case, str(folder / "meeting"), backend]
+    return [
+        subprocess.Popen([*words, str(rank)], cwd=folder, env={**plain, **variables}, stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+
+
+def run(folder: Path, case: str, backend: str = "", **variables: str) -> Ended:
+    processes = start(folder, case, backend, **variables)
+    said = [process.communicate(timeout=50)[1] for process in processes]
+    return Ended((processes[0].returncode, processes[1].returncode), (said[0], said[1]))
+
+
+def last_error(text: str) -> str:
+    """The last exception of what a rank has written, without prefixes."""
+    plain = re.sub(r"^\[rank\d\]: ?", "", text, flags=re.MULTILINE)
+    return plain[plain.rindex("\nlockstep.errors.") :]
+
+
+def test_one_rank_alone_in_a_save_is_told_at_once_on_gloo_too(tmp_path: Path) -> None:
+    ended = run(tmp_path, "save alone", "gloo")
+    assert ended.codes == (1, 1)
+    for text in ended.said:
+        error = last_error(text)
+        assert "CollectiveMismatch" in error
+        assert f"train.py:{line_of('# the culprit')}" in error
+        assert f"train.py:{line_of('# the culprit') + 2}" in error
+    assert (tmp_path / ".lockstep").is_dir()
+
+
+def test_a_skipped_collective_is_raised_at_the_end_of_a_step(tmp_path: Path) -> None:
+    ended = run(tmp_path, "skip", "gloo", LOCKSTEP_EVIDENCE="")
+    assert ended.codes == (1, 1)
+    site = f"train.py:{line_of('if rank == 0 or step != 5') + 1}"
+    for text in ended.said:
+        error = last_error(text)
+        assert "MISMATCH in step 8" in error
+        assert "Culprit: rank 1" in error
+        assert f"rank 1 skipped all_reduce float32 [4] sum at {site}" in error
+    assert not (tmp_path / ".lockstep").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "codes", "words"),
+    [
+        ("raise", (1, 1), f"rank 1 .*train.py:{line_of('label 7')}.*ValueError: label 7"),
+        ("kill", (1, -9), r"rank 1 \(.*pid \d+\)"),
+        ("leave", (1, 0), "rank 1 "),
+    ],
+)
+def test_who_loses_a_rank_quotes_its_last_words(tmp_path: Path, case: str, codes: tuple[int, int], words: str) -> None:
+    ended = run(tmp_path, case, LOCKSTEP_EVIDENCE="")
+    assert ended.codes == codes, ended.said
+    error = last_error(ended.said[0])
+    assert "PeerFailed" in error
+    assert re.search(words, error, re.DOTALL)
+
+
+def test_a_hang_is_said_and_may_pass(tmp_path: Path) -> None:
+    processes = start(tmp_path, "hang", "")
+    assert processes[0].stderr is not None
+    lines: list[str] = []
+    for line in processes[0].stderr:
+        lines.append(line)
+        if line.startswith("Evidence: "):
+            break
+    processes[1].send_signal(10)  # SIGUSR1
+    rest = [process.communicate(timeout=40)[1] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], rest
+    text = "".join(lines)
+    assert text.startswith("lockstep: HANG")
+    assert "Culprit: rank 1" in text
+    assert f"train.py:{line_of('heard.wait()')}" in text
+    assert f"train.py:{line_of('heard.wait()') + 1}" in text
+    evidence = tmp_path / lines[-1].removeprefix("Evidence: ").strip()
+    assert f"train.py:{line_of('heard.wait()')}" in (evidence / "rank-1.txt").read_text()
+    assert (evidence / "rank-0.txt").exists()
+
+
+@pytest.mark.parametrize("mode", ["on", "strict", "check", "off"])
+def test_ranks_that_do_well_say_nothing(tmp_path: Path, mode: str) -> None:
+    before = set(Path("/dev/shm").glob("lockstep-*")) if Path("/dev/shm").is_dir() else set()
+    ended = run(tmp_path, "stay well", LOCKSTEP_GUARD=mode)
+    assert ended == Ended((0, 0), ("", ""))
+    assert not before or set(Path("/dev/shm").glob("lockstep-flight*")) <= before
+    assert not (tmp_path / ".lockstep").exists()

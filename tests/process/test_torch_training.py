@@ -1,0 +1,424 @@
+"""Stock DDP and plain torch.distributed under a guard: what is wrong with the training is named, and only that."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from backend_groups import default_group, same
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from lockstep.observe.board import Board, flight_path
+from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.guard import Guard
+from lockstep.observe.settings import GuardSettings
+from lockstep.observe.torch_training import REPLICA_EVERY, TrainingWatch, attach_training
+from lockstep.observe.torch_watch import attach
+from lockstep.testing.worlds import run_processes
+
+Case = Callable[[int, Path], Any]
+
+
+def guarded(rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True) -> tuple[str, Any]:
+    """(what rank 0's guard said and what was raised, the result) of `case`."""
+    torch.manual_seed(0)
+    place = Path(folder)
+    said, result = io.StringIO(), None
+    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
+        patch.setenv(REPLICA_EVERY, "2")
+        recorder = FlightRecorder(flight_path(folder, rank), rank, world_size)
+        guard = Guard(recorder, Board(folder, recorder, range(world_size)), GuardSettings(evidence="", look_s=0.05))
+        undo = [attach(guard), attach_training(guard)] if is_watched else []
+        guard.start()
+        try:
+            with default_group("gloo", folder, rank, world_size):
+                result = case(rank, place)
+        except RuntimeError as error:
+            said.write(f"raised {type(error).__name__}: {error}")
+        finally:
+            for call in reversed(undo):
+                call()
+            guard.close()
+    return said.getvalue(), result
+
+
+def small(norm: bool = False) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 7), nn.BatchNorm1d(7) if norm else nn.ReLU(), nn.Linear(7, 3))
+
+
+class Branches(nn.Module):
+    def __init__(self, order: str = "ab") -> None:
+        super().__init__()
+        for name in order:
+            self.add_module(name, nn.Linear(4, 4))
+        self.skips = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.get_submodule("a")(x)
+        return x if self.skips else self.get_submodule("b")(x)
+
+
+def train(
+    model: nn.Module, steps: int = 7, optimizer: Any = None, before: Any = None, data: Any = None
+) -> list[Tensor]:
+    optimizer = optimizer or torch.optim.AdamW(model.parameters())
+    for step in range(steps):
+        if before is not None:
+            before(step)
+        optimizer.zero_grad()
+        model(torch.randn(3, 4) if data is None else data(step)).sum().backward()
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+# ------------------------------------------------------------------ what is wrong
+
+
+def frozen_before(rank: int, _: Path) -> None:
+    model = small()
+    model[0].weight.requires_grad_(rank != 1)  # type: ignore[union-attr]
+    train(DistributedDataParallel(model))
+
+
+def frozen_after(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+    model.module[0].weight.requires_grad_(rank != 1)
+    train(model)
+
+
+def frozen_elsewhere(rank: int, _: Path) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[rank].weight.requires_grad_(False)  # type: ignore[union-attr]
+    train(DistributedDataParallel(model))
+
+
+def other_size(rank: int, _: Path) -> None:
+    train(DistributedDataParallel(nn.Linear(4, 8 + rank)))
+
+
+def other_order(rank: int, _: Path) -> None:
+    train(DistributedDataParallel(Branches("ab" if rank == 0 else "ba")), 3)
+
+
+def other_seed_by_hand(rank: int, _: Path) -> None:
+    torch.manual_seed(rank)
+    by_hand(small())
+
+
+def by_hand(model: nn.Module, steps: int = 7) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        for param in model.parameters():
+            assert param.grad is not None
+            dist.all_reduce(param.grad)
+        optimizer.step()
+
+
+def past_the_wrapper(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+    torch.manual_seed(rank)
+    train(model.module, optimizer=torch.optim.AdamW(model.parameters()))
+
+
+def other_rate(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+    train(model, optimizer=torch.optim.SGD(model.parameters(), 0.1 + rank))
+
+
+def flipped_bit(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+
+    def flip(step: int) -> None:
+        if (step, rank) == (3, 1):
+            with torch.no_grad():
+                model.module[2].weight.view(torch.int32).view(-1)[5] ^= 1
+
+    train(model, before=flip)
+
+
+def never_steps(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(20):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        if rank == 0 or step < 4:
+            optimizer.step()
+
+
+def out_of_sync(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(12):
+        optimizer.zero_grad()
+        with model.no_sync() if (rank, step) == (1, 4) else contextlib.nullcontext():
+            model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+
+
+def unused(rank: int, _: Path) -> None:
+    model = Branches()
+    model.skips = True
+    train(DistributedDataParallel(model))
+
+
+def unused_on_one(rank: int, _: Path) -> None:
+    model = Branches()
+
+    def skip(step: int) -> None:
+        model.skips = (rank, step) == (1, 2)
+
+    train(DistributedDataParallel(model), before=skip)
+
+
+def nan_loss(rank: int, _: Path) -> None:
+    bad = torch.full((3, 4), float("nan"))
+    train(DistributedDataParallel(small()), data=lambda step: bad if (rank, step) == (1, 3) else torch.ones(3, 4))
+
+
+def nan_in_backward(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(7):
+        optimizer.zero_grad()
+        out = model(torch.ones(3, 4))
+        ((out * 0).sqrt() if (rank, step) == (1, 3) else out).sum().backward()
+        optimizer.step()
+
+
+def own_buffers(rank: int, _: Path) -> None:
+    model = DistributedDataParallel(small(norm=True), broadcast_buffers=False)
+    torch.manual_seed(rank)
+    train(model)
+
+
+def epochs(rank: int, sampler: bool, counts: bool, size: int = 96) -> None:
+    data = TensorDataset(torch.randn(96, 4)[:size])
+    chosen = DistributedSampler(data) if sampler else None
+    loader, again = DataLoader(data, 8, sampler=chosen), DataLoader(data, 8)
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for epoch in range(3):
+        if chosen is not None and counts:
+            chosen.set_epoch(epoch)
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        for (x,) in again:
+            model.module(x)
+
+
+def no_sampler(rank: int, _: Path) -> None:
+    epochs(rank, False, False)
+
+
+def no_set_epoch(rank: int, _: Path) -> None:
+    epochs(rank, True, False)
+
+
+def one_file(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(small())
+    train(model, 2)
+    torch.save(model.state_dict(), folder / "same.pt")
+
+
+WRONG: dict[Case, tuple[str, ...]] = {
+    frozen_before: ("MODELS differ", "rank 1 has parameter '0.weight' with requires_grad False", "ModelMismatch"),
+    frozen_after: ("FROZEN on some ranks only, in step 0", "rank 1 froze 0.weight"),
+    frozen_elsewhere: ("MODELS differ", "rank 1 has parameter '0.weight' with requires_grad True, rank 0"),
+    other_size: ("MODELS differ", "'weight' with shape [9, 4], rank 0 with shape [8, 4]", "test_torch_training.py:"),
+    other_order: ("rank 1 has parameter 'b.weight' where rank 0 has parameter 'a.weight'", "ModelMismatch"),
+    other_seed_by_hand: ("REPLICAS differ after step 2", "parameter '0.weight' is", "Start all ranks alike"),
+    past_the_wrapper: ("REPLICAS differ after step 1, equal when they were wrapped", ".module", "ReplicaDrift"),
+    other_rate: ("REPLICAS differ", "lr of parameter group 0 is 0.1 on rank 0, 1.1 on rank 1"),
+    flipped_bit: ("REPLICAS differ after step 4, equal after step 2", "parameter '2.weight' is", "a bit flipped"),
+    never_steps: ("NO STEP of the optimizer on some ranks since step 4.  Culprit: rank 1",),
+    out_of_sync: ("NO_SYNC on some ranks only, in step 4.  Culprit: rank 1",),
+    unused: ("UNUSED parameters in step 1, on every rank", "b.weight, b.bias", "find_unused_parameters"),
+    unused_on_one: ("UNUSED parameters", "not on every rank.  Culprit: rank 1", "rank 1 did not use b.weight, b.bias"),
+    nan_loss: ("NOT FINITE gradients in step 3.  Culprit: rank 1", "the loss is not finite at", "'0.weight' (28 NaN"),
+    nan_in_backward: ("NOT FINITE gradients in step 3.  Culprit: rank 1", "not finite before averaging"),
+    own_buffers: ("BUFFERS differ between the ranks",),
+    no_sampler: ("DATA: ranks train on the same samples", "anks 0, 1 got the very same first batch"),
+    no_set_epoch: (
+        "DATA: the samples come in the order of the last pass",
+        "in pass 2",
+        "call sampler.set_epoch(epoch)",
+    ),
+    one_file: ("SAVE: ranks 0,1 wrote one file in step 2", "same.pt"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.__name__)
+def test_what_is_wrong_is_named(case: Case, tmp_path: Path) -> None:
+    results = run_processes(2, guarded, 2, str(tmp_path), case, connect=False)
+    said = " ".join(" ".join(text for text, _ in results).split())
+    for words in WRONG[case]:
+        assert " ".join(words.split()) in said, said
+
+
+# ------------------------------------------------------------------ what is right
+
+
+def plain(rank: int, _: Path) -> Any:
+    return train(DistributedDataParallel(small(norm=True)), 9)
+
+
+def other_seeds(rank: int, _: Path) -> Any:
+    torch.manual_seed(rank)
+    return train(DistributedDataParallel(small(norm=True)))
+
+
+def hand_made(rank: int, _: Path) -> None:
+    by_hand(small())
+
+
+def accumulated(rank: int, _: Path) -> Any:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _step in range(6):
+        optimizer.zero_grad()
+        with model.no_sync():
+            for _micro in range(2 + rank):
+                model(torch.randn(3, 4)).sum().backward()
+        model(torch.randn(3, 4)).sum().backward()
+        optimizer.step()
+    return list(model.state_dict().values())
+
+
+def sometimes_unused(rank: int, _: Path) -> Any:
+    model = Branches()
+
+    def skip(step: int) -> None:
+        model.skips = rank == 1 and step % 2 == 0
+
+    return train(DistributedDataParallel(model, find_unused_parameters=True), before=skip)
+
+
+def frozen_in_time(rank: int, _: Path) -> Any:
+    model = DistributedDataParallel(small(), find_unused_parameters=True)
+    train(model, 5)
+    model.module[0].weight.requires_grad_(False)
+    return train(model, 16)
+
+
+def split_state(rank: int, _: Path) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch, about itself
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DistributedDataParallel(small())
+    return train(model, optimizer=ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.01))
+
+
+def uneven(rank: int, _: Path) -> Any:
+    model = DistributedDataParallel(small())
+    with model.join():
+        return train(model, 12 - 4 * rank)
+
+
+def two_models(rank: int, _: Path) -> Any:
+    made, judged = DistributedDataParallel(small()), DistributedDataParallel(nn.Linear(3, 1))
+    both = [torch.optim.AdamW(made.parameters()), torch.optim.SGD(judged.parameters(), 0.1)]
+    for step in range(9):
+        for optimizer in both[step % 2 :]:
+            optimizer.zero_grad()
+            judged(made(torch.randn(3, 4))).sum().backward()
+            optimizer.step()
+    return [*made.state_dict().values(), *judged.state_dict().values()]
+
+
+def scaled(rank: int, _: Path) -> Any:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale(model(torch.ones(3, 4)).sum() * (float("inf") if step == 2 else 1)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return list(model.state_dict().values())
+
+
+def apart(rank: int, _: Path) -> Any:
+    torch.manual_seed(rank)
+    return train(small(), before=lambda _: dist.all_reduce(torch.ones(2)))
+
+
+def sampled(rank: int, folder: Path) -> None:
+    epochs(rank, True, True)
+    torch.save([1], folder / f"{rank}.pt")
+    if rank == 0:
+        torch.save([1], folder / "all.pt")
+
+
+def padded(rank: int, _: Path) -> None:
+    epochs(rank, True, True, 95)
+
+
+RIGHT = (
+    plain,
+    other_seeds,
+    hand_made,
+    accumulated,
+    sometimes_unused,
+    frozen_in_time,
+    split_state,
+    uneven,
+    two_models,
+    scaled,
+    apart,
+    sampled,
+    padded,
+)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)
+def test_what_is_right_is_left_alone(case: Case, tmp_path: Path) -> None:
+    """Silence, and the same bits as without."""
+    for name in ("with", "without"):
+        (tmp_path / name).mkdir()
+    watched = run_processes(2, guarded, 2, str(tmp_path / "with"), case, connect=False)
+    plainly = run_processes(2, guarded, 2, str(tmp_path / "without"), case, False, connect=False)
+    for (said, with_guard), (_, without) in zip(watched, plainly, strict=True):
+        assert said == ""
+        same(without, with_guard)
+
+
+def test_all_is_put_back(tmp_path: Path) -> None:
+    import torch.optim.optimizer as optimizer
+    from torch.utils.data import dataloader
+
+    owners = (DistributedDataParallel, dist, torch, torch.autograd, torch.serialization, dataloader.DataLoader)
+    before = [dict(vars(owner)) for owner in owners]
+    hooks = len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)
+    recorder = FlightRecorder(flight_path(tmp_path, 0), 0, 1)
+    guard = Guard(recorder, Board(tmp_path, recorder, [0]), GuardSettings(evidence=""))
+    detach = attach_training(guard)
+    assert vars(torch.autograd)["backward"] is not before[3]["backward"]
+    detach()
+    guard.close()
+    assert [dict(vars(owner)) for owner in owners] == before
+    assert (len(optimizer._global_optimizer_pre_hooks), len(optimizer._global_optimizer_post_hooks)) == hooks
+
+
+def test_a_number_of_steps_is_one(tmp_path: Path) -> None:
+    recorder = FlightRecorder(flight_path(tmp_path, 0), 0, 1)
+    guard = Guard(recorder, Board(tmp_path, recorder, [0]), GuardSettings(evidence=""))
+    with pytest.raises(ValueError, match="LOCKSTEP_REPLICA_EVERY"):
+        TrainingWatch(guard, {REPLICA_EVERY: "often"})
+    guard.close()

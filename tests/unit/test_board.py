@@ -1,0 +1,213 @@
+"""The guards of one machine see each other through their records, those of several through a store."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from lockstep.observe.board import Board, flight_path
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.status import FINISHED, LastWords, Mark, Progress, Status, Waiting
+from lockstep.testing.waiting import wait_until
+
+Make = Callable[..., tuple[FlightRecorder, Board]]
+
+
+class DictStore:
+    """A store of one process."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, bytes] = {}
+        self.is_gone = False
+
+    def _check_held(self) -> None:
+        if self.is_gone:
+            raise RuntimeError("Connection reset by peer")
+
+    def set(self, key: str, value: str, /) -> None:
+        self._check_held()
+        self.values[key] = value.encode()
+
+    def get(self, key: str, /) -> bytes:
+        return self.values[key]
+
+    def check(self, keys: list[str], /) -> bool:
+        self._check_held()
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
+        self._check_held()
+        return self.values.setdefault(key, desired.encode())
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    made: list[tuple[FlightRecorder, Board]] = []
+
+    def one(
+        rank: int, here: list[int], world_size: int = 2, folder: str = "", store: DictStore | None = None
+    ) -> tuple[FlightRecorder, Board]:
+        place = tmp_path / folder
+        place.mkdir(exist_ok=True)
+        recorder = FlightRecorder(flight_path(place, rank), rank, world_size)
+        made.append((recorder, Board(place, recorder, here, store)))
+        return made[-1]
+
+    yield one
+    for recorder, board in made:
+        board.close()
+        recorder.close()
+
+
+def status(rank: int, **fields: object) -> Status:
+    return Status(rank, 2, os.getpid(), "host", **fields)  # type: ignore[arg-type]
+
+
+def test_a_status_comes_through_whole(make: Make) -> None:
+    recorder, mine = make(0, [0, 1])
+    other, theirs = make(1, [0, 1])
+    number = other.enter(4, pack_words("world", "all_reduce float32 [3] sum", "train.py:7 main", "grad"))
+    record = theirs.records_of(1)[-1]
+    assert (record.number, record.seq, record.text, record.site, record.label) == (
+        number,
+        4,
+        "all_reduce float32 [3] sum",
+        "train.py:7 main",
+        "grad",
+    )
+    said = status(
+        1,
+        step=3,
+        state=FINISHED,
+        groups={"world": Progress((0, 1), 5, (Mark(4, 3, record.digest),))},
+        waiting=(Waiting(record, 1.5),),
+        last=record,
+        stack=("train.py:7 main",),
+        words=LastWords("ValueError", "bad", "train.py:7"),
+    )
+    assert mine.sights() == {}  # nobody has said anything
+    theirs.tell(said)
+    sight = mine.sights()[1]
+    assert sight.status == said
+    assert not sight.is_gone  # the process that wrote it is this one
+    assert mine.records_of(1) == theirs.records_of(1)
+    assert recorder.rank == 0
+
+
+def test_the_first_finding_is_everybodys(make: Make) -> None:
+    _, mine = make(0, [0, 1])
+    _, theirs = make(1, [0, 1])
+    assert mine.announced() == theirs.announced() == ""
+    assert theirs.announce("first") == "first"
+    assert mine.announce("second") == "first"
+    assert mine.announced() == theirs.announced() == "first"
+
+
+def test_files_need_no_names_once_they_are_open(make: Make, tmp_path: Path) -> None:
+    _, mine = make(0, [0, 1])
+    other, theirs = make(1, [0, 1])
+    for board in (mine, theirs):
+        board.open_all()
+    for path in tmp_path.glob("flight-*"):
+        path.unlink()
+    theirs.tell(status(1))
+    other.enter(0, pack_words("world", "barrier", "a.py:1 f"))
+    assert mine.sights()[1].status == status(1)
+    assert [record.text for record in mine.records_of(1)] == ["barrier"]
+    assert theirs.announce("found") == mine.announced() == "found"
+
+
+def test_a_rank_that_has_not_begun_is_not_seen(make: Make, tmp_path: Path) -> None:
+    _, mine = make(0, [0, 1])
+    assert mine.records_of(1) == []
+    flight_path(tmp_path, 1).write_bytes(b"something else")
+    mine.tell(status(0))
+    assert list(mine.sights()) == [0]
+
+
+_CHILD = """
+import os, sys
+from lockstep.observe.board import Board, flight_path
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.status import Status
+recorder = FlightRecorder(flight_path(sys.argv[1], 1), 1, 2)
+board = Board(sys.argv[1], recorder, [0, 1])
+recorder.set_step(7)
+recorder.enter(0, pack_words("world", "barrier", "train.py:3 main"))
+board.tell(Status(1, 2, os.getpid(), "host", step=6))
+print("told", flush=True)
+os.kill(os.getpid(), 9)
+"""
+
+
+def test_a_killed_rank_is_seen_to_be_gone_and_its_record_is_read(make: Make, tmp_path: Path) -> None:
+    _, mine = make(0, [0, 1])
+    child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.read() == "told\n"
+    assert wait_until(lambda: 1 in mine.sights() and mine.sights()[1].is_gone, 10.0)
+    child.wait()
+    child.stdout.close()
+    assert mine.sights()[1].status.step == 7
+    (record,) = mine.records_of(1)
+    assert (record.text, record.left_ns) == ("barrier", 0)
+    seen = mine.sights()[1].status  # it was killed before it could say that it is in the barrier
+    assert [waiting.record for waiting in seen.waiting] == [record]
+    assert seen.last == record
+    assert seen.groups["world"].marks == (Mark(0, 7, record.digest),)
+
+
+def test_two_machines_see_each_other_through_the_store(make: Make) -> None:
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    other, theirs = make(1, [1], folder="b", store=store)
+    theirs.tell(status(1, step=5))
+    assert mine.sights()[1].status.step == 5
+    assert 0 not in theirs.sights()
+    other.enter(0, pack_words("world", "barrier", "train.py:3 main"))
+    stop = threading.Event()
+
+    def answer() -> None:
+        while not stop.wait(0.02):
+            theirs._told_s = 0.0
+            theirs.tell(status(1, step=6))
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    try:
+        assert [record.text for record in mine.records_of(1)] == ["barrier"]
+    finally:
+        stop.set()
+        thread.join()
+    assert mine.announce("x") == "x"
+    assert theirs.announced() == "x"
+    assert theirs.announce("y") == "x"
+
+
+def test_a_store_whose_holder_has_ended_is_no_error(make: Make) -> None:
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    _, theirs = make(1, [1], folder="b", store=store)
+    theirs.tell(status(1))
+    assert 1 in mine.sights()
+    store.is_gone = True
+    mine.tell(status(0))
+    assert mine.sights()[1].status == status(1)  # what was heard stays
+    assert mine.announced() == ""
+    assert mine.announce("z") == "z"
+    assert mine.records_of(1) == []
+
+
+def test_a_status_of_another_version_is_left_out(make: Make) -> None:
+    _, mine = make(0, [0, 1])
+    other, _ = make(1, [0, 1])
+    for text in (b"not json", json.dumps({"rank": 1, "unknown": 2}).encode(), status(1).to_json()[:-5]):
+        other.tell(text)
+        assert 1 not in mine.sights()

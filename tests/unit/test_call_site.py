@@ -1,0 +1,183 @@
+"""The line that is named is the user's, whatever stands between it and the operation."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import lockstep
+from lockstep.observe import call_site as module
+from lockstep.observe.call_site import call_site, short_path
+
+
+def line_of(function: Callable[..., object], after: int = 1) -> int:
+    return function.__code__.co_firstlineno + after
+
+
+def through(file: Path, code: str) -> Callable[[Callable[[], str]], str]:
+    """A function that calls back what it is given, as if it stood in `file`."""
+    namespace: dict[str, Callable[[Callable[[], str]], str]] = {}
+    exec(compile(textwrap.dedent(code), str(file), "exec"), namespace)
+    return namespace["through"]
+
+
+CALLS_BACK = "def through(call):\n    return call()\n"
+TORCH = Path(torch.__file__).parent
+LOCKSTEP = Path(lockstep.__file__).parent
+PACKAGES = TORCH.parent
+
+
+def appending(found: list[str]) -> Callable[[object], object]:
+    """A function of lockstep's own that appends the call site it sees."""
+    code = """
+        from lockstep.observe.call_site import call_site
+
+        def append_to(found):
+            return lambda ignored: found.append(call_site())
+        """
+    namespace: dict[str, Callable[[list[str]], Callable[[object], object]]] = {}
+    exec(compile(textwrap.dedent(code), str(LOCKSTEP / "parallel" / "hooks.py"), "exec"), namespace)
+    return namespace["append_to"](found)
+
+
+def here() -> str:
+    return call_site()
+
+
+def test_the_line_of_the_caller() -> None:
+    assert here() == f"tests/unit/test_call_site.py:{line_of(here)} here"
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        LOCKSTEP / "comm" / "communicator.py",
+        LOCKSTEP / "parallel" / "made_up.py",
+        TORCH / "nn" / "modules" / "module.py",
+        PACKAGES / "transformers" / "trainer.py",
+        Path(os.__file__).parent / "contextlib.py",
+        Path(sys.prefix) / "bin" / "lockstep",
+        Path("<frozen runpy>"),
+        Path("<eval_with_key>.7"),
+    ],
+    ids=str,
+)
+def test_what_is_not_the_users_is_passed_over(file: Path) -> None:
+    inside = through(file, CALLS_BACK)
+
+    def train_step() -> str:
+        return inside(call_site)
+
+    assert train_step() == f"tests/unit/test_call_site.py:{line_of(train_step)} train_step"
+
+
+@pytest.mark.parametrize("file", ["<string>", "<stdin>", "<ipython-input-3-abc>"])
+def test_typed_code_is_the_users(file: str) -> None:
+    assert through(Path(file), CALLS_BACK)(call_site) == f"{file}:2 through"
+
+
+def test_a_recipe_is_a_program_like_the_users() -> None:
+    name = through(LOCKSTEP / "recipes" / "lm" / "train.py", CALLS_BACK)(call_site)
+    assert name == "src/lockstep/recipes/lm/train.py:2 through"
+
+
+def test_inside_of_functools_and_a_comprehension() -> None:
+    def train_step() -> list[str]:
+        return [functools.partial(call_site)() for _ in range(1)]
+
+    (found,) = train_step()
+    assert found.startswith(f"tests/unit/test_call_site.py:{line_of(train_step)} ")
+
+
+def test_two_calls_of_one_function_are_two_sites() -> None:
+    def train_step() -> tuple[str, str]:
+        first = call_site()
+        return first, call_site()
+
+    first, second = train_step()
+    assert [int(site.split(":")[1].split()[0]) for site in (first, second)] == [
+        line_of(train_step, 1),
+        line_of(train_step, 2),
+    ]
+    assert train_step() == (first, second)
+
+
+def test_a_hook_of_autograd_is_called_from_backward() -> None:
+    found: list[str] = []
+    weight = torch.ones(3, requires_grad=True)
+    weight.register_hook(appending(found))
+
+    def train_step() -> None:
+        (weight * 2).sum().backward()
+
+    train_step()
+    assert found == [f"tests/unit/test_call_site.py:{line_of(train_step)} train_step"]
+
+
+def test_a_thread_without_any_user_code() -> None:
+    found: list[str] = []
+    thread = threading.Thread(target=appending(found), args=(None,))
+    thread.start()
+    thread.join()
+    assert found[0].startswith("python3")  # the standard library's threading: not lockstep's, but nothing better
+    assert "threading.py:" in found[0]
+    assert found[0].endswith(" run")
+
+
+def test_ranks_that_are_threads_see_their_own_line() -> None:
+    def even() -> str:
+        return call_site()
+
+    def odd() -> str:
+        return call_site()
+
+    with ThreadPoolExecutor(4) as pool:
+        sites = list(pool.map(lambda rank: (even, odd)[rank % 2](), range(400)))
+    assert collections.Counter(site.split()[-1] for site in sites) == {"even": 200, "odd": 200}
+
+
+def test_paths_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert short_path(str(tmp_path / "train.py")) == "train.py"
+    assert short_path("train.py") == "train.py"
+    assert short_path(str(tmp_path / "src" / "model" / "layers.py")) == "src/model/layers.py"
+    assert short_path("/far/away/model/layers.py") == "model/layers.py"
+    assert short_path(str(tmp_path / "a_long_folder" / "layers.py"), room=12) == "layers.py"
+    assert short_path("<string>") == "<string>"
+    deep = tmp_path / Path("x" * 40) / "y" / "train_everything.py"
+    found = through(deep, CALLS_BACK)(call_site)
+    assert found == "y/train_everything.py:2 through"
+
+
+def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_REMEMBERED", 8)
+    monkeypatch.setattr(module, "_kinds", {})
+    monkeypatch.setattr(module, "_sites", {})
+    for number in range(50):
+        assert through(Path(f"made_{number}.py"), CALLS_BACK)(call_site) == f"made_{number}.py:2 through"
+        assert len(module._kinds) <= 8
+        assert len(module._sites) <= 8
+
+
+def test_a_script_in_another_folder(tmp_path: Path) -> None:
+    """As it is started: by its path, from elsewhere, with torch's autograd in between."""
+    script = tmp_path / "jobs" / "train.py"
+    script.parent.mkdir()
+    script.write_text(
+        "from lockstep.observe.call_site import call_site\n\ndef main():\n    print(call_site())\n\nmain()\n"
+    )
+    started = subprocess.run(
+        [sys.executable, str(script)], capture_output=True, text=True, timeout=30, cwd=tmp_path, check=True
+    )
+    assert started.stdout == "jobs/train.py:4 main\n"

@@ -1,0 +1,147 @@
+"""One trace of all ranks: what chrome://tracing and Perfetto accept, at one time."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from profiled_worlds import World
+
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.chrome_trace import align, merge, merge_files, moments_of
+from lockstep.observe.profile.window import Window, read_window, trace_of
+
+# ph -> what an event of that kind has beside ph, pid and tid, by the format's description
+_NEEDED = {
+    "M": ("name", "args"),
+    "X": ("name", "ts", "dur"),
+    "i": ("name", "ts"),
+    "b": ("name", "cat", "id", "ts"),
+    "e": ("name", "cat", "id", "ts"),
+    "s": ("name", "cat", "id", "ts"),
+    "f": ("name", "cat", "id", "ts"),
+}
+
+
+def check_trace(trace: dict[str, Any]) -> None:
+    """Raises: AssertionError where it is no trace that the viewers take."""
+    json.dumps(trace, allow_nan=False)
+    pairs: Counter[tuple[str, str]] = Counter()
+    begun: dict[str, float] = {}
+    for event in trace["traceEvents"]:
+        assert isinstance(event["pid"], int)
+        assert isinstance(event["tid"], int)
+        for name in _NEEDED[event["ph"]]:
+            assert name in event, event
+        if "ts" in event:
+            assert math.isfinite(event["ts"])
+            assert event["ts"] >= 0
+        assert event.get("dur", 0) >= 0
+        if event["ph"] in "sf":
+            pairs[event["ph"], event["id"]] += 1
+        if event["ph"] in "sb":
+            begun[event["id"]] = event["ts"]
+        elif event["ph"] in "fe":
+            assert event["ts"] >= begun[event["id"]]
+    assert {id_ for ph, id_ in pairs if ph == "s"} == {id_ for ph, id_ in pairs if ph == "f"}
+    assert set(pairs.values()) <= {1}
+
+
+def kineto(rank: int, at_us: int) -> dict[str, Any]:
+    """What torch.profiler writes: numbers and words for processes and threads, times since a base."""
+    return {
+        "baseTimeNanoseconds": 7_000,
+        "traceEvents": [
+            {"ph": "M", "name": "process_name", "pid": 4000 + rank, "tid": 0, "args": {"name": "python"}},
+            {"ph": "M", "name": "thread_name", "pid": 4000 + rank, "tid": 81, "args": {"name": "thread 81"}},
+            {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "pid": 4000 + rank, "tid": 81, "ts": at_us - 7, "dur": 5},
+            {"ph": "X", "name": "step", "pid": "Spans", "tid": "PyTorch Profiler", "ts": at_us - 7, "dur": 9},
+            {"ph": "s", "id": 5, "name": "ac2g", "cat": "ac2g", "pid": 4000 + rank, "tid": 81, "ts": at_us - 7},
+            {"ph": "f", "id": 5, "name": "ac2g", "cat": "ac2g", "pid": 0, "tid": 7, "ts": at_us - 5, "bp": "e"},
+        ],
+    }
+
+
+AHEAD = (0, 5_000_000, 5_000_000)
+
+
+def world() -> World:
+    return World(work_us=lambda rank, step: 1000 + 700 * ((rank + step) % 3), world_size=3, steps=9, ahead_us=AHEAD)
+
+
+def test_clocks_of_machines_are_brought_together(tmp_path: Path) -> None:
+    run = world().run(tmp_path)
+    fix = {rank: record.starts[0] for rank, record in run.ranks.items()}
+    moments = [
+        {
+            rank: m._replace(zero_us=m.zero_us - fix[rank].time_ns / 1e3 + fix[rank].clock_ns / 1e3)
+            for rank, m in ops.items()
+        }
+        for ops in moments_of(run, 3, 6)
+    ]
+    assert len(moments) == 4 * 3
+    hosts = {0: "a", 1: "b", 2: "b"}
+    clocks = align(moments, hosts)
+    assert dict(clocks.ahead_us) == pytest.approx({0: 0, 1: 5_000_000, 2: 5_000_000}, abs=1)
+    assert clocks.residual_us <= 1
+    trace = merge({}, moments, hosts)
+    check_trace(trace)
+    names = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
+    assert names == {"rank 0 (a)", "rank 1 (b)", "rank 2 (b)"}
+    arrows = [event for event in trace["traceEvents"] if event["name"] == "last to arrive"]
+    assert len(arrows) == 2 * 2 * 12  # from the last of three, begun and ended
+    lasts = {event["pid"] for event in arrows if event["ph"] == "s"}
+    assert lasts == {0, 1, 2}
+    for event in arrows:
+        if event["ph"] == "f":  # inside a slice, or viewers draw it nowhere
+            slices = [e for e in trace["traceEvents"] if e["ph"] == "X" and e["pid"] == event["pid"]]
+            assert any(e["ts"] - 1 <= event["ts"] <= e["ts"] + e["dur"] + 1 for e in slices)
+
+
+def test_profilers_are_put_beside_each_other(tmp_path: Path) -> None:
+    run = world().run(tmp_path)
+    hosts = dict.fromkeys(run.ranks, "a")
+    start_us = run.ranks[0].starts[0].time_ns // 1000
+    trace = merge({rank: kineto(rank, start_us + 100 * rank) for rank in (0, 2)}, moments_of(run, 2, 3), hosts)
+    check_trace(trace)
+    ops = {event["pid"]: event for event in trace["traceEvents"] if event["name"] == "aten::mm"}
+    assert set(ops) == {0, 2}
+    assert ops[2]["ts"] - ops[0]["ts"] == pytest.approx(200)
+    named = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
+    assert {"thread 81", "PyTorch Profiler", "stands in collectives"} <= named
+
+
+def test_files_are_merged_where_there_are_some(tmp_path: Path) -> None:
+    run = world().run(tmp_path)
+    assert merge_files(run, range(2, 5)) is None
+    trace_of(tmp_path, 1).write_text(json.dumps(kineto(1, run.ranks[1].starts[0].time_ns // 1000)))
+    found = merge_files(run, range(2, 5))
+    assert found is not None
+    path, ranks, residual_us = found
+    assert (ranks, path) == (1, tmp_path / "trace.json")
+    assert residual_us >= 0
+    check_trace(json.loads(path.read_text()))
+
+
+@pytest.mark.parametrize("text", ["10:13", "steps=1:3", "steps=5:4", "steps=a:b", "steps=2"])
+def test_window_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="steps=10:13"):
+        read_window(text)
+
+
+def test_window_is_written_with_what_torch_saw(tmp_path: Path) -> None:
+    import torch
+
+    window = Window.of({"LOCKSTEP_PROFILE": "steps=2:3"}, tmp_path, 1)
+    changes = []
+    for step in range(1, 6):
+        torch.ones(3, 3).mm(torch.ones(3, 3))
+        changes.append(window.step_done(step))
+    assert changes == [True, False, True, False, False]
+    events = json.loads(trace_of(tmp_path, 1).read_text())["traceEvents"]
+    assert sum(event.get("name") == "aten::mm" for event in events) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["trace-1.json"]

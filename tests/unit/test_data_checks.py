@@ -1,0 +1,220 @@
+"""Samples, order and lengths as the ranks say they are: what is wrong is named, what is usual is not."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DistributedSampler as TorchDistributedSampler
+
+import lockstep
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import DataError
+from lockstep.observe.data_checks import DataCheck, DataWarning, batch_digest, batches_of, order_of
+from lockstep.observe.data_facts import PassFacts, different_lengths, equal_data, same_order, shared_paths
+from lockstep.testing.failures import RankFailed
+from lockstep.testing.worlds import run_threads
+
+DATA = TensorDataset(torch.arange(41.0), torch.arange(41) % 3)
+
+# ------------------------------------------------------------------ pure
+
+
+def test_equal_first_batches_name_their_ranks() -> None:
+    assert equal_data({0: "a", 1: "b", 2: "c"}) is None
+    assert equal_data({0: "", 1: "", 2: "a"}) is None
+    text = equal_data({0: "a", 1: "b", 2: "a", 3: "b", 4: "c"})
+    assert text is not None
+    assert text.startswith("ranks 0, 2 and ranks 1, 3 got the very same first batch")
+    assert "DistributedSampler" in text
+
+
+def test_lengths() -> None:
+    assert different_lengths({0: 5, 1: 5, 2: None}) is None
+    assert different_lengths({0: None, 1: None}) is None
+    text = different_lengths({0: 5, 1: 4, 2: 5})
+    assert text is not None
+    assert "rank 1 4, ranks 0, 2 5" in text
+
+
+def test_order() -> None:
+    a, b = PassFacts(5, "x", "epoch 0"), PassFacts(5, "x", "epoch 1")
+    assert same_order(None, a) is None
+    assert same_order(a, b) is None
+    assert same_order(PassFacts(5, "x", ""), PassFacts(5, "x", "")) is None
+    assert "set_epoch" in (same_order(a, a) or "")
+
+
+def test_paths_that_are_one_file(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    shards = {rank: [tmp_path / f"{rank}.pt"] for rank in range(3)}
+    assert shared_paths(shards) is None
+    assert shared_paths({0: [tmp_path / "a.pt"], 1: [], 2: []}) is None
+    assert shared_paths({0: ["a.pt", "a.pt"]}) is None
+    text = shared_paths({0: [tmp_path / "real" / "a.pt"], 1: [tmp_path / "b.pt"], 2: [tmp_path / "link" / "a.pt"]})
+    assert text is not None
+    assert text.startswith(f"ranks 0, 2 write the same file {tmp_path.resolve() / 'real' / 'a.pt'}: the last one wins")
+    assert "(and 1 more files)" in (shared_paths({0: ["a", "b"], 1: ["b", "a"]}) or "")
+
+
+def test_digest_of_any_batch() -> None:
+    x, y = torch.randn(4, 3), torch.arange(4)
+    mine = batch_digest({"x": x, "rest": [y, ("words", None)]})
+    assert mine == batch_digest({"x": x.clone(), "rest": [y.clone(), ("others", None)]})
+    assert mine != batch_digest({"x": x, "rest": [y.flip(0)]})
+    assert batch_digest(["a", 3]) == ""
+    assert batch_digest(torch.zeros(4, 3)) == ""
+    assert batch_digest((torch.ones(2, 2).cumsum(1), torch.zeros(2))) == ""  # equal samples
+    assert batch_digest(torch.empty(0, 3)) == ""
+    assert batch_digest(torch.randn(1, 3)) != ""
+
+
+def test_what_the_order_follows_from() -> None:
+    def torchs(**options: Any) -> DataLoader[Any]:
+        return DataLoader(DATA, 4, sampler=TorchDistributedSampler(DATA, 2, 0, **options))
+
+    assert order_of(torchs()) == "epoch 0, seed 0"
+    assert order_of(torchs(shuffle=False)) == ""
+    assert order_of(DataLoader(DATA, 4, sampler=lockstep.DistributedSampler(DATA, 2, 0))) == ""
+    assert order_of(DataLoader(DATA, 4), "first") == ""
+    assert order_of(DataLoader(DATA, 8, shuffle=True), "first") == "first"
+    assert order_of(DataLoader(DATA, 4, shuffle=True), "first") == ""  # few enough to come alike by chance
+    assert order_of([1, 2, 3], "first") == ""
+    few = TensorDataset(torch.arange(6))
+    assert order_of(DataLoader(few, sampler=TorchDistributedSampler(few, 2, 0))) == ""
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, rank: int, length: int) -> None:
+        self.rank, self.length = rank, length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(self.length) + 100.0 * self.rank)
+
+
+def test_lengths_that_are_not_known() -> None:
+    assert batches_of(DataLoader(Stream(0, 3))) is None
+    assert batches_of([1, 2]) == 2
+    assert batches_of(iter([1])) is None
+
+
+# ------------------------------------------------------------------ watching
+
+
+def loader_of(comm: Communicator, kind: str) -> Iterable[Any]:
+    sized: Dataset[Any] = DATA
+    if kind == "no sampler":
+        return DataLoader(sized, 5)
+    if kind == "lengths":
+        return DataLoader(TensorDataset(torch.arange(20.0) + 50 * comm.rank), 4 + comm.rank)
+    if kind == "stream":
+        return DataLoader(Stream(comm.rank, 5 + comm.rank), 2)
+    if kind == "made up":
+        return [(torch.zeros(4, 3), torch.zeros(4))] * 3
+    if kind == "lockstep":
+        return lockstep.DataLoader(sized, 5, sampler=lockstep.DistributedSampler(sized, comm=comm))  # type: ignore[attr-defined]
+    sampler = TorchDistributedSampler(sized, comm.world_size, comm.rank, shuffle=kind != "in order")
+    return DataLoader(sized, 5, sampler=sampler)
+
+
+def epochs(comm: Communicator, kind: str, seek: bool = False, leave: bool = False, **options: Any) -> list[list[Any]]:
+    watched = DataCheck(comm, **options).watch(loader_of(comm, kind))
+    seen = []
+    for epoch in range(3):
+        if seek:
+            watched.sampler.set_epoch(epoch)
+        seen.append([])
+        for batch in watched:
+            seen[-1].append(batch[0].tolist())
+            if leave:
+                break
+    return seen
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("no sampler", "got the very same first batch"),
+        ("lengths", "different numbers of batches in this epoch: rank"),
+        ("torch", "the order of the last one: call sampler.set_epoch"),
+    ],
+)
+def test_faults_are_errors_where_strict(kind: str, words: str, world_size: int) -> None:
+    with pytest.raises(RankFailed) as caught:
+        run_threads(world_size, epochs, kind, strict=True)
+    errors = caught.value.errors
+    assert {rank: error.kind for rank, error in errors.items()} == dict.fromkeys(range(world_size), "DataError")
+    assert all(words in error.message for error in errors.values())
+
+
+def test_faults_are_warnings_said_once() -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run_threads(2, epochs, "no sampler")
+        run_threads(2, epochs, "torch")
+    assert [warning.category for warning in caught] == [DataWarning] * 4  # one of each on each rank
+    assert caught[0].filename == __file__
+
+
+SOUND: list[tuple[str, dict[str, Any]]] = [
+    ("torch", {"seek": True}),
+    ("torch", {"leave": True}),  # a look at the first batch, again and again
+    ("in order", {}),
+    ("lockstep", {}),
+    ("stream", {}),
+    ("made up", {}),
+    ("lengths", {"may_differ": True}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), SOUND)
+def test_no_alarm(kind: str, options: dict[str, Any]) -> None:
+    for seen in run_threads(3, epochs, kind, strict=True, **options):
+        assert len(seen) == 3
+        assert all(seen)
+
+
+def test_a_watched_loader_is_the_loader() -> None:
+    def one(comm: Communicator) -> list[Any]:
+        loader: Any = loader_of(comm, "in order")
+        watched = DataCheck(comm).watch(loader)
+        assert len(watched) == len(loader)
+        assert watched.batch_size == 5
+        with pytest.raises(AttributeError):
+            _ = watched.nonsense
+        assert [batch[0].tolist() for batch in watched] == [batch[0].tolist() for batch in loader]
+        return list(DataCheck(comm).watch([]))
+
+    assert run_threads(2, one) == [[], []]
+
+
+def test_the_position_of_a_watched_loader_is_what_was_handed_out() -> None:
+    """Nothing is drawn ahead: a state saved after a batch goes on with the next one."""
+
+    def one(comm: Communicator) -> None:
+        loader: Any = loader_of(comm, "lockstep")
+        batches = iter(DataCheck(comm).watch(loader))
+        next(batches)
+        state = loader.state_dict()
+        rest = [batch[0].tolist() for batch in batches]
+        again: Any = loader_of(comm, "lockstep")
+        again.load_state_dict(state)
+        assert [batch[0].tolist() for batch in again] == rest
+
+    run_threads(2, one)
+
+
+def test_strict_says_which_rank() -> None:
+    def one(comm: Communicator) -> None:
+        with pytest.raises(DataError, match=f"rank {comm.rank}: ranks 0, 1, 2 got the very same first batch"):
+            next(iter(DataCheck(comm, strict=True).watch(loader_of(comm, "no sampler"))))
+
+    run_threads(3, one)

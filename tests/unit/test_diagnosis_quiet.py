@@ -1,0 +1,168 @@
+"""Where nothing may be said: somebody works, is ahead, or keeps others company."""
+
+from __future__ import annotations
+
+import pytest
+from rank_sights import (
+    FIRST,
+    LIMITS,
+    REDUCE,
+    SECOND,
+    Build,
+    PaperRank,
+    diagnosed,
+    found_in,
+    rank_1,
+    running,
+    waiting_for_rank_1,
+    world,
+)
+
+from lockstep.observe.diagnosis import diagnose
+
+
+def at_work(activity: str, age_s: float = 55.0, unmoved_s: float = 55.0) -> list[PaperRank]:
+    ranks = waiting_for_rank_1(3, age_s)
+    ranks[1].is_at("save.py:3 write", unmoved_s=unmoved_s, activity=activity)
+    return ranks
+
+
+def only_ahead() -> list[PaperRank]:
+    """Rank 0 has started a hundred operations that rank 1 has not come to."""
+    ranks = running(2)
+    for _ in range(50):
+        ranks[0].calls(FIRST, SECOND)
+    return ranks
+
+
+def accumulating() -> list[PaperRank]:
+    ranks = world(3)
+    for step in range(12):
+        for one in ranks:
+            one.calls(*([FIRST, SECOND] if step % 4 == 3 else [FIRST] * (step % 3)))
+    return ranks
+
+
+def joined(label: str = "", activity: str = "") -> list[PaperRank]:
+    """Rank 1 has no more batches and keeps the others company, without counting steps."""
+    ranks = running(2)
+    for _ in range(5):
+        for one in ranks:
+            one.call(REDUCE, FIRST, label="ddp.join" if label else "")
+            one.call(REDUCE, SECOND, label=label if one.rank == 1 else "")
+            one.step += one.rank == 0
+    ranks[1].is_at("join.py:1 f", activity=activity)
+    return ranks
+
+
+def without_steps() -> list[PaperRank]:
+    """Rank 1 has no optimizer."""
+    ranks = world(2)
+    for _ in range(5):
+        for one in ranks:
+            one.calls(FIRST, SECOND)
+            one.step *= one.rank == 0
+    return ranks
+
+
+def groups_of_few() -> list[PaperRank]:
+    """Ranks 0 and 1 have a group that only rank 0 has begun with; 2 and 3 one of the same name, far ahead."""
+    ranks = running(4)
+    for one in ranks:
+        one.group("pair", [0, 1] if one.rank < 2 else [2, 3])
+    ranks[0].call("barrier", group="pair")
+    for rank in (2, 3):
+        for _ in range(30):
+            ranks[rank].call("all_gather float32", group="pair")
+    return ranks
+
+
+def one_has_made_the_group() -> list[PaperRank]:
+    ranks = running(2)
+    ranks[0].group("new", [0, 1])
+    ranks[0].waits(ranks[0].call("barrier", group="new"), 4)
+    ranks[1].is_at("train.py:60 setup", unmoved_s=4)
+    return ranks
+
+
+def dropped_handles() -> list[PaperRank]:
+    """Rank 0 never waits for the work of its own operations, and goes on computing."""
+    ranks = running(2)
+    ranks[0].waits(ranks[0].call(), 50, unmoved_s=0.0)
+    ranks[1].is_at("train.py:3 compute", unmoved_s=50)
+    return ranks
+
+
+def sent_before_received() -> list[PaperRank]:
+    """Rank 0 receives from 1 while it has sent to it; rank 1 posted its receive early and computes."""
+    ranks = world(2)
+    ranks[0].waits(ranks[0].message("recv float32 [4] from rank 1 tag 0"), 4)
+    ranks[1].waits(ranks[1].message("recv float32 [4] from rank 0 tag 0"), 4)
+    ranks[1].is_at("model.py:8 compute", unmoved_s=4)
+    return ranks
+
+
+def polling() -> list[PaperRank]:
+    """Rank 1 polls for what rank 2 does, which is at work; rank 0 waits for both."""
+    ranks = waiting_for_rank_1(3, 20)
+    ranks[2].open.clear()
+    ranks[2].records.pop()
+    ranks[2].folds["world"].count -= 1
+    ranks[2].is_at("eval.py:3 evaluate", unmoved_s=0.1)
+    return ranks
+
+
+NO_FAULT: dict[str, Build] = {
+    "a slow checkpoint": lambda: at_work("checkpoint"),
+    "an evaluation on one rank": lambda: at_work("evaluate"),
+    "a compilation": lambda: at_work("compile"),
+    "a debugger": lambda: at_work("debugger"),
+    "a loader that uses a core": lambda: at_work("", unmoved_s=0.3),
+    "everybody computes": lambda: running(3),
+    "one rank is ahead": only_ahead,
+    "accumulation": accumulating,
+    "company with labels": lambda: joined(label="join"),
+    "company with an activity": lambda: joined(activity="join"),
+    "a rank without steps": without_steps,
+    "groups of few ranks": groups_of_few,
+    "a group that one rank has made": one_has_made_the_group,
+    "handles nobody waits for": dropped_handles,
+    "a receive posted early": sent_before_received,
+    "one polls for another's work": polling,
+    "killed a moment ago": lambda: rank_1(lambda one: setattr(one, "is_gone", True), 0.3),
+    "silent for a moment": lambda: rank_1(lambda one: setattr(one, "age_s", 2.9), 4.0),
+    "not started yet": lambda: waiting_for_rank_1(3, 30)[::2],
+}
+
+
+@pytest.mark.parametrize("name", NO_FAULT)
+def test_no_alarm(name: str) -> None:
+    finding = diagnosed(NO_FAULT[name]())
+    assert finding is None, finding.text
+
+
+@pytest.mark.parametrize("name", ["a slow checkpoint", "a loader that uses a core", "one polls for another's work"])
+def test_after_a_minute_the_wait_is_mentioned(name: str) -> None:
+    ranks = NO_FAULT[name]()
+    for one in ranks:
+        one.open_s = 61.0
+    finding = found_in(ranks)
+    assert (finding.kind, finding.is_certain) == ("waiting", False)
+    assert "is at work" in finding.text
+    assert "no fault" in finding.text
+
+
+def test_a_rank_that_was_never_heard_of_is_mentioned() -> None:
+    finding = found_in(waiting_for_rank_1(3, 61)[::2])
+    assert finding.culprits == (1,)
+    assert "not been heard of" in finding.text
+
+
+def test_records_are_only_asked_for_once_something_differs() -> None:
+    """They may have to come from another machine."""
+    sights = {one.rank: one.sight() for one in only_ahead()}
+
+    def never(rank: int) -> list:
+        raise AssertionError(f"the records of rank {rank} were asked for")
+
+    assert diagnose(0, sights, never, LIMITS) is None

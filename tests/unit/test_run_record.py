@@ -1,0 +1,179 @@
+"""The record on disk: what is written is read, also after a kill, and a long run stays small."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from profiled_worlds import World, reader
+
+from lockstep.errors import ConfigError
+from lockstep.observe.flight import Record
+from lockstep.observe.profile.run_record import (
+    OPERATIONS_MAX,
+    bytes_of,
+    file_of,
+    is_listed,
+    read_rank,
+    read_run,
+    steps_per_line,
+)
+from lockstep.observe.profile.step_clock import PHASES, Step, StepClock, Wait
+from lockstep.observe.profile.writer import RunWriter, covered_ns, merged
+from lockstep.observe.torch_groups import FROM_CPP
+
+
+def world(**changes: object) -> World:
+    return World(work_us=lambda rank, step: 100 + 10 * rank, **changes)  # pyright: ignore[reportArgumentType]
+
+
+def test_steps_are_read_as_they_were(tmp_path: Path) -> None:
+    run = world(steps=9, tokens=64).run(tmp_path)
+    assert run.world_size == 2
+    for rank, record in run.ranks.items():
+        assert [line.step for line in record.lines] == list(range(1, 10))
+        for line in record.lines:
+            assert sum(line.phases_us) == line.wall_us == line.longest_us
+            assert (line.tokens, line.samples, line.operations, line.hidden_us) == (64, 8, 3, 0)
+            assert line.phase("backward") == 3 * (100 + 10 * rank)
+            assert [op.site for op in line.ops or ()] == ["train.py:0", "train.py:1", "train.py:2"]
+            assert sum(op.waited_us for op in line.ops or ()) == line.phase("exposed")
+            assert {op.bytes for op in line.ops or ()} == {4 * 65536}
+        assert [op.seq for line in record.lines for op in line.ops or ()] == list(range(27))
+
+
+def test_file_cut_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
+    world(steps=4).run(tmp_path)
+    text = file_of(tmp_path, 1).read_text()
+    whole = read_rank(text.splitlines(True))
+    assert whole is not None
+    first = text.index("\n") + 1
+    for end in range(len(text)):
+        record = read_rank(text[:end].splitlines(True))
+        assert (record is None) == (end < first)
+        if record is not None:
+            assert record.lines == whole.lines[: len(record.lines)]
+            again = read_rank((text[:end] + text).splitlines(True))  # killed there, and started again
+            assert again is not None
+            assert again.lines == whole.lines
+
+
+@pytest.mark.parametrize("line", ["[1]x", '{"step":3,"wall":1}', '{"start":2}', '{"word":1}'])
+def test_foreign_line_is_refused(tmp_path: Path, line: str) -> None:
+    world(steps=2).run(tmp_path)
+    text = file_of(tmp_path, 0).read_text()
+    bad = line + "\n" + text if line != '{"word":1}' else text + '{"step":5,"ops":[[99,0,0,0,0,0]]}\n' + text
+    with pytest.raises(ConfigError, match="line"):
+        read_rank(bad.splitlines(True))
+
+
+def test_folder_without_a_record_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no record"):
+        read_run(tmp_path)
+
+
+def test_later_start_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
+    world(steps=6).run(tmp_path)
+    text = file_of(tmp_path, 0).read_text()
+    start, *lines = text.splitlines(True)
+    later = start.replace('"a/0"', '"a/1"')
+    again = [line for line in lines if not line.startswith('{"step"') or json.loads(line)["step"] in (4, 5)]
+    record = read_rank([start, *lines, later, *again])
+    assert record is not None
+    assert [(line.step, attempt) for line, attempt in zip(record.lines, record.attempts, strict=True)] == [
+        (1, "a/0"), (2, "a/0"), (3, "a/0"), (4, "a/1"), (5, "a/1")
+    ]  # fmt: skip
+    assert {op.attempt for op in record.lines[-1].ops or ()} == {"a/1"}
+
+
+def test_long_run_stays_small_and_loses_no_step(tmp_path: Path) -> None:
+    run = world(steps=10_000, world_size=1, collectives=8, tokens=3).run(tmp_path)
+    assert file_of(tmp_path, 0).stat().st_size < 700 << 10
+    for record in run.ranks.values():
+        assert sum(line.count for line in record.lines) == 10_000
+        assert sum(line.tokens for line in record.lines) == 30_000
+        listed = [line.step for line in record.lines if line.ops is not None]
+        assert listed == [step for step in range(1, 10_001) if is_listed(step)]
+        assert all(line.count == 1 for line in record.lines if line.ops is not None)
+        assert max(line.count for line in record.lines) == 16
+
+
+@given(st.integers(1, 1 << 40))
+def test_lines_per_octave_are_bounded(step: int) -> None:
+    assert step / 1024 < steps_per_line(step) <= max(1, step / 512)
+    assert steps_per_line(step + 1) >= steps_per_line(step)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("all_reduce float32 [4, 2] sum", 32),
+        ("all_reduce bfloat16 [] sum", 2),
+        ("all_reduce float32 [0] sum", 0),
+        ("broadcast int64 [3] root=0", 24),
+        ("all_gather float64 4 x [5]", 160),
+        ("reduce_scatter float32 sum [3, 4, 5]", 48),
+        ("all_gather complex64 [2, 2]", 32),
+        ("all_gather bool 2 x [7]", 14),
+        ("barrier", 0),
+        ("all_gather float32 [1, 2, 3].. 0a1b2c3d", 24),
+        (FROM_CPP, 0),
+    ],
+)
+def test_bytes_from_the_text(text: str, size: int) -> None:
+    assert bytes_of(text) == size
+
+
+SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda ends: (min(ends), max(ends))))
+
+
+@given(SPANS, st.integers(0, 60), st.integers(0, 60))
+def test_covered_time_is_that_of_every_moment(spans: list[tuple[int, int]], began: int, ended: int) -> None:
+    moments = {moment for first, last in spans for moment in range(first, last)}
+    assert covered_ns(spans, began, ended) == len(moments & set(range(began, ended)))
+    assert sum(last - first for first, last in merged(spans)) == len(moments)
+
+
+def test_many_operations_are_thinned_alike_and_messages_left_out(tmp_path: Path) -> None:
+    clock = StepClock()
+    texts = {0: "send float32 [1] to 1", 1: FROM_CPP}
+    records = [
+        Record(n, n, 1, 1000 * n, 0, 0, n == 0, "world", texts.get(n, "barrier"), "a.py:1", "") for n in range(300)
+    ]
+    clock.steps.append(Step(1, 0, 400_000, (400_000,) + (0,) * 5, 0, 0, (0, 300), (Wait(8, 8000, 9000),) * 2))
+    writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="", records=reader(records))
+    writer.close()
+    (line,) = read_run(tmp_path).ranks[0].lines
+    assert line.ops is not None
+    assert (line.operations, line.every) == (300, 8)
+    assert [op.seq for op in line.ops] == list(range(8, 300, 8))
+    assert len(line.ops) <= OPERATIONS_MAX
+    assert (line.ops[0].began_us, line.ops[0].waited_us, line.ops[0].left_us) == (8, 2, 400)
+    assert line.ops[1].began_us == -1
+    assert line.hidden_us == 399
+
+
+def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    clock = StepClock()
+    writer = RunWriter(tmp_path / "file", clock, rank=3, world_size=4, attempt="")
+    for step in (1, 2):
+        clock.steps.append(Step(step, 0, 6, (1,) * len(PHASES), 0, 0, (0, 0), ()))
+        writer.look()
+    writer.close()
+    assert capsys.readouterr().err.count("the steps of rank 3 are not recorded any more") == 1
+
+
+def test_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = StepClock()
+    writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="")
+    clock.steps.append(Step(1, 0, 6, (1,) * len(PHASES), 0, 0, (0, 0), ()))
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    writer.close()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,108 @@
+"""The phases of a step add up to the step, whatever the thread does and whoever else asks."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lockstep.observe.profile import step_clock
+from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, FORWARD, OTHER, PHASES, StepClock
+
+
+class Time:
+    """A clock that goes on by one, two, three ... at each look."""
+
+    def __init__(self) -> None:
+        self.now = self.pace = 0
+
+    def __call__(self) -> int:
+        self.pace += 1
+        self.now += self.pace
+        return self.now
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> StepClock:
+    monkeypatch.setattr(step_clock, "monotonic_ns", Time())
+    clock = StepClock()
+    clock.close_reader = lambda: None
+    return clock
+
+
+ACTS = st.lists(st.sampled_from(["data", "forward", "backward", "wait", "within", "end", "step"]), max_size=60)
+
+
+@given(ACTS)
+def test_phases_add_up_to_the_step(acts: list[str]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step_clock, "monotonic_ns", Time())
+        clock = StepClock()
+        clock.close_reader = lambda: None
+        open_waits: list[int] = []
+        done = 0
+        for number, act in enumerate(acts):
+            if act in PHASES:
+                clock.switch(PHASES.index(act))
+            elif act in ("wait", "within"):
+                open_waits.append(clock.wait_begins())
+            elif act == "end" and open_waits:
+                clock.wait_ends(open_waits.pop(), number)
+            elif act == "step":
+                done += 1
+                clock.step_done(done, number)
+        steps = list(clock.steps)
+    assert [step.step for step in steps] == list(range(1, done + 1))
+    for step in steps:
+        assert sum(step.spent_ns) == step.ended_ns - step.began_ns
+        assert min(step.spent_ns) >= 0
+        ends = [time for wait in step.waits for time in (wait.began_ns, wait.ended_ns)]
+        assert ends == sorted(ends)
+        assert sum(wait.ended_ns - wait.began_ns for wait in step.waits) <= step.spent_ns[EXPOSED]
+    for before, after in itertools.pairwise(steps):
+        assert (before.ended_ns, before.operations[1]) == (after.began_ns, after.operations[0])
+
+
+def test_wait_inside_a_wait_counts_once(read: StepClock) -> None:
+    read.switch(BACKWARD)
+    outer = read.wait_begins()
+    inner = read.wait_begins()
+    read.wait_ends(inner, 7)
+    read.wait_ends(outer, 8)
+    assert read.switch(OTHER) == BACKWARD
+    read.step_done(1, 9)
+    (step,) = read.steps
+    assert [wait.number for wait in step.waits] == [8]
+    assert step.waits[0].ended_ns - step.waits[0].began_ns == step.spent_ns[EXPOSED]
+
+
+def test_other_threads_change_nothing(read: StepClock) -> None:
+    read.switch(FORWARD)
+
+    def elsewhere() -> None:
+        assert read.switch(DATA) == -1
+        read.wait_ends(read.wait_begins(), 3)
+        read.count(5)
+        read.step_done(4, 4)
+        read.restart()
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert not read.steps
+    assert read.switch(-1) == -1
+    assert read.switch(OTHER) == FORWARD
+    read.step_done(1, 0)
+    assert (read.steps[0].samples, read.steps[0].waits) == (0, ())
+
+
+def test_nothing_is_kept_for_nobody(read: StepClock) -> None:
+    read.close_reader = None
+    read.wait_ends(read.wait_begins(), 1)
+    read.step_done(1, 1)
+    read.close_reader = lambda: None
+    read.step_done(2, 5)
+    assert [(step.step, step.operations, step.waits) for step in read.steps] == [(2, (1, 5), ())]

@@ -1,0 +1,67 @@
+"""Which optimizer counts the steps of a program: the same on every rank, whatever else a rank trains for itself."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+
+import pytest
+
+from lockstep.observe.torch_steps import StepCounter
+
+
+class Optimizer:
+    """Can be referred to weakly, like torch's."""
+
+
+SHARED = frozenset("ABC")  # the parameters of the others are a rank's own, as far as one can see
+
+
+def counted(story: str, operations: int = 1) -> list[int]:
+    """What each step of the story counts: a letter per optimizer, a blank where the rank communicates."""
+    optimizers = {name: Optimizer() for name in story if name != " "}
+    names = {id(optimizer): name for name, optimizer in optimizers.items()}
+    counter = StepCounter(lambda optimizer: names[id(optimizer)] in SHARED)
+    counts, started = [], 0
+    for name in story:
+        if name == " ":
+            started += operations
+        else:
+            counts.append(counter.stepped(optimizers[name], started))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("story", "counts"),
+    [
+        (" A A A", [1, 1, 1]),
+        (" AB AB AB", [1, 0, 1, 0, 1, 0]),  # one per kind of parameter, or a GAN's two
+        (" sA sA sA", [0, 1, 0, 1, 0, 1]),  # one rank's own side model, before the shared one
+        (" As As As", [1, 0, 1, 0, 1, 0]),
+        ("sss A A", [0, 0, 0, 1, 1]),  # trained alone before, without a word to the others
+        ("s s s A A", [0, 2, 1, 1, 1]),  # and while others ask for something: the shared one takes over
+        (" x x x", [0, 2, 1]),  # gradients averaged by the program's own calls
+        (" xy xy xy", [0, 0, 2, 0, 1, 0]),
+        (" A A B B B", [1, 1, 0, 1, 1]),  # a second phase of training
+        ("xxxx", [0, 0, 0, 0]),
+    ],
+)
+def test_steps_are_counted_once(story: str, counts: Sequence[int]) -> None:
+    assert counted(story) == counts
+
+
+def test_a_side_model_changes_no_count() -> None:
+    main = [1, 1, 1, 1]
+    for story in (" sA sA sA sA", " As As As As", " sAs A sA A", "s s A A A sA", " AsAsAsA"):
+        counts = counted(story)
+        steps = [count for name, count in zip(story.replace(" ", ""), counts, strict=True) if name == "A"]
+        assert steps == main, story
+
+
+def test_the_next_optimizer_takes_over_at_once_when_the_leader_is_gone() -> None:
+    counter = StepCounter(lambda optimizer: True)
+    first, second = Optimizer(), Optimizer()
+    assert counter.stepped(first, 1) == 1
+    del first
+    gc.collect()
+    assert counter.stepped(second, 2) == 1

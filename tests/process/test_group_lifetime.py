@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from pathlib import Path
@@ -15,7 +16,10 @@ from lockstep.testing.worlds import run_processes
 
 
 def gloo_threads() -> list[str]:
-    names = [Path(f"/proc/self/task/{task}/comm").read_text().strip() for task in os.listdir("/proc/self/task")]
+    names: list[str] = []
+    for task in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # a thread that has just ended
+            names.append(Path(f"/proc/self/task/{task}/comm").read_text().strip())
     return [name for name in names if "gloo" in name]
 
 

@@ -122,6 +122,7 @@ def test_a_skipped_collective_is_raised_at_the_end_of_a_step(tmp_path: Path) -> 
         ("kill", (1, -9), r"rank 1 \(.*pid \d+\)"),
         ("leave", (1, 0), "rank 1 "),
     ],
+    ids=["raise", "kill", "leave"],
 )
 def test_who_loses_a_rank_quotes_its_last_words(tmp_path: Path, case: str, codes: tuple[int, int], words: str) -> None:
     ended = run(tmp_path, case, LOCKSTEP_EVIDENCE="")

@@ -24,7 +24,7 @@ class GuardSettings:
 
     mode: Mode = "on"
     hang_s: float = 10.0
-    look_s: float = 0.25
+    look_s: float = 0.4
     evidence: str = ".lockstep"
 
     @classmethod

@@ -1,6 +1,6 @@
 """The guard of one rank: keeps its flight record, watches the others, and speaks up when the ranks are out of step.
 
-Its thread looks every 0.4 s. What it sees is compared by `diagnosis`, which is pure; what it finds is put up
+Its thread looks a few times a second. What it sees is compared by `diagnosis`, which is pure; what it finds is put up
 on the board for all ranks, said once, and raised: at the end of the step, or at once where this rank waits for what
 cannot come.
 """

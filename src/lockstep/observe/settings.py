@@ -24,7 +24,7 @@ class GuardSettings:
 
     mode: Mode = "on"
     hang_s: float = 10.0
-    look_s: float = 0.4
+    look_s: float = 0.25
     evidence: str = ".lockstep"
 
     @classmethod

@@ -49,6 +49,17 @@ _UNUSED_TAG = 2**31 - 1
 _splits: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how often each group was split: names its parts
 
 
+def close_connections(receive: Callable[[list[Tensor], int, int], dist.Work], rank: int, world_size: int) -> None:
+    """End what is under way in a Gloo group of which this is `rank`. receive: `ProcessGroup.recv` of the group.
+
+    Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already.
+    """
+    for peer in range(world_size):
+        if peer != rank:
+            with contextlib.suppress(RuntimeError):
+                receive([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
 @final
 class TorchTransport(Transport):
     """The collectives of one torch process group.
@@ -186,11 +197,7 @@ class TorchTransport(Transport):
         if self._nccl:
             self.process_group.abort()
             return
-        # Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already
-        for peer in range(self.world_size):
-            if peer != self.rank:
-                with contextlib.suppress(RuntimeError):
-                    self.process_group.recv([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        close_connections(self.process_group.recv, self.rank, self.world_size)
 
     def _subgroup(self, name: str, global_ranks: list[int], rank: int) -> TorchTransport:
         """A torch group of exactly these ranks, in this order, with this group's timeout.

@@ -178,9 +178,7 @@ class Guard:
     def _cause(self) -> Finding | None:
         """As if the newest operation, which has failed, were still under way: then one sees who it waits for."""
         with self._lock:
-            for hook in tuple(self.before_look):
-                hook()
-            self._read_records()
+            self._catch_up()
             status = self._status()
             newest = self._record.records(self._read - 1)
             if not newest:
@@ -206,9 +204,7 @@ class Guard:
         self._words = LastWords("", "", "") if error is None else last_words(error)
         if self._lock.acquire(timeout=_WORDS_S):
             try:
-                for hook in tuple(self.before_look):
-                    hook()
-                self._read_records()
+                self._catch_up()
                 self._board.tell(self._status())
             finally:
                 self._lock.release()
@@ -246,9 +242,7 @@ class Guard:
 
     def look(self) -> None:
         """What the thread does each time: say how this rank is, see how the others are, act on what is found."""
-        for hook in tuple(self.before_look):
-            hook()
-        self._read_records()
+        self._catch_up()
         self._board.tell(self._status())
         if self.finding is None or not self.finding.is_certain:
             self._find()
@@ -310,6 +304,12 @@ class Guard:
     def _sights(self) -> Mapping[int, Sight]:
         with self._lock:
             return self._board.sights(is_urgent=True)
+
+    def _catch_up(self) -> None:
+        """Know of all that this rank has done, also of what is only seen by looking."""
+        for hook in tuple(self.before_look):
+            hook()
+        self._read_records()
 
     def _read_records(self) -> None:
         first = min(self._followed, default=self._read)

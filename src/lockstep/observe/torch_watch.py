@@ -7,7 +7,6 @@ through: both have a guard of their own. No torch is imported here before the pr
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import itertools
 import math
@@ -16,12 +15,13 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
-from datetime import timedelta
+from functools import partial
 from typing import Any, final
 
 from lockstep.errors import CommError
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
+from lockstep.observe.patches import Patches
 from lockstep.observe.stacks import frame_of, stack_of
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_groups import Pending, WatchedGroup, name_of
@@ -30,7 +30,6 @@ from lockstep.observe.torch_operations import CALLS, read
 from lockstep.observe.torch_steps import StepCounter
 
 _SEAM = os.path.join("lockstep", "comm", "torch_transport.py")  # its operations are entered above it
-_UNUSED_TAG = 2**31 - 1
 _NEW_GROUP = "new_group"  # of all ranks of the job
 
 
@@ -80,7 +79,7 @@ class TorchWatch:
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # DDP's, by id
         self._aborted: set[str] = set()
         self._adopting = threading.Lock()  # the rank's own thread and the guard's may both see a group first
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         self._flights: TorchFlightRecorder | None = None
         self._receive: Any = None  # ProcessGroup.recv as it was
         self._main = threading.main_thread().ident
@@ -99,12 +98,11 @@ class TorchWatch:
             self._adopt(group, is_new=False)
         for name in CALLS:
             if hasattr(ProcessGroup, name):
-                self._replace(ProcessGroup, name, self._noting(name, getattr(ProcessGroup, name)))
-        self._replace(Work, "wait", self._leaving(Work.wait))
+                self._replace(ProcessGroup, name, partial(self._noting, name))
+        self._replace(Work, "wait", self._leaving)
         reducer = _distributed_c10d.Reducer
-        self._replace(reducer, "__init__", self._remembering(reducer.__init__))
-        made = distributed_c10d._new_group_with_tag
-        self._replace(distributed_c10d, "_new_group_with_tag", self._making(made))
+        self._replace(reducer, "__init__", self._remembering)
+        self._replace(distributed_c10d, "_new_group_with_tag", self._making)
 
     def watch_steps(self) -> None:
         """torch.optim is there: be told of each step of each optimizer."""
@@ -119,25 +117,21 @@ class TorchWatch:
                 for _ in range(count):
                     self._guard.step_done()
 
-        self._undo.append(register_optimizer_step_post_hook(stepped).remove)
+        self._patches.add(register_optimizer_step_post_hook(stepped).remove)
 
     def close(self) -> None:
         """Put back what was replaced."""
-        while self._undo:
-            self._undo.pop()()
+        self._patches.undo()
 
-    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
-        old = vars(owner)[name]  # as it lies there, not yet bound to the class
+    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         # torch's C++ asks a Python subclass for its own `name`, and takes what we put into the class for one; it sees
         # that it was called by just that, and does not call it again, by the name of the code
-        new.__code__ = new.__code__.replace(co_name=name)  # type: ignore[attr-defined]
-        setattr(owner, name, new)
+        def named(old: Callable[..., Any]) -> Callable[..., Any]:
+            new = wrap(old)
+            new.__code__ = new.__code__.replace(co_name=name)  # type: ignore[attr-defined]
+            return new
 
-        def restore() -> None:
-            if getattr(owner, name) is new:
-                setattr(owner, name, old)
-
-        self._undo.append(restore)
+        self._patches.replace(owner, name, named)
 
     def _noting(self, name: str, old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record."""
@@ -347,10 +341,6 @@ class TorchWatch:
         if watched.has_streams:
             group.abort()
             return
-        import torch
+        from lockstep.comm.torch_transport import close_connections
 
-        # Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already
-        for peer in range(len(watched.ranks)):
-            if peer != group.rank():
-                with contextlib.suppress(RuntimeError):
-                    self._receive(group, [torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+        close_connections(partial(self._receive, group), group.rank(), len(watched.ranks))

@@ -1,6 +1,7 @@
 # make train, make test: everything a fresh machine needs, then the thing itself. A second call installs nothing.
 #   PYTHON=python3.12   which Python makes .venv (3.10 or newer)      ARGS="..."   handed on to train, test, chaos and bench
 #   KILLS=100   of chaos        SEED=7   its plan, as it was printed by the run to be seen again
+#   make test ARGS="-n 0 --pdb"   the tests one after the other, in one process
 
 PYTHON ?= python3
 ARGS ?=
@@ -12,6 +13,9 @@ STAMP := $(VENV)/.installed
 STARTED := $(VENV)/.installing
 LOG := $(VENV)/install.log
 PIP = $(BIN)/python -m pip install --no-input --disable-pip-version-check -c constraints.txt
+# Two files at a time, in the order of their names: those of many ranks first, the many short ones last.
+SIDE_BY_SIDE = --numprocesses 2 --dist loadfile --no-loadscope-reorder
+unexport PYTHONDONTWRITEBYTECODE # the tests start hundreds of processes: each would compile the library anew
 TORCH := $(shell sed -n 's/^torch==/&/p' constraints.txt)
 
 # Scripts and the editable install hold absolute paths: a .venv that was moved or copied with its folder is installed again.
@@ -33,7 +37,7 @@ train: $(STAMP) ## train a small GPT-2 with two processes on this Python's own l
 	@$(BIN)/lockstep train $(ARGS)
 
 test: $(STAMP) ## the test suite; ARGS=--slow for all of it
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 chaos: $(STAMP) ## kill a training run KILLS times at random moments; it must end in the same bits
 	@$(BIN)/python -m lockstep.testing.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
@@ -44,6 +48,7 @@ check: $(STAMP) ## format, lint, types, layers, sizes
 	@$(BIN)/pyright
 	@$(BIN)/lint-imports --no-logo --no-cache
 	@$(BIN)/python -m pytest --quiet tests/unit/test_tidy.py
+	@$(BIN)/python -m pytest --collect-only >/dev/null # every name in tests/slow_tests.txt is that of a test
 
 format: $(STAMP) ## write the house format and sort imports
 	@$(BIN)/ruff check --quiet --fix-only . && $(BIN)/ruff format --quiet .

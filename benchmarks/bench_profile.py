@@ -52,8 +52,7 @@ def measure(rank: Rank) -> dict[str, Samples]:
 
     with tempfile.TemporaryDirectory() as folder:
         clock = guard.recorder.clock
-        world = {"rank": rank.rank, "world_size": rank.world_size}
-        profile = open_profile(Path(folder), guard, {}, **world)
+        profile = open_profile(Path(folder), guard, {}, rank=rank.rank, world_size=rank.world_size)
 
         def recorded() -> None:
             for phase in range(len(PHASES)):

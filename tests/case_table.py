@@ -15,14 +15,17 @@ from lockstep.comm.communicator import Communicator
 from lockstep.testing.failures import RankFailed, RankTimeout
 from lockstep.testing.worlds import run_processes
 
+LIMIT_S = 150.0  # for all cases of a table at one world size, on a machine that does other things too
+
 
 class CaseTable(abc.ABC):
     """The cases of one test module, which calls them CASES. A case has `worlds`; all else is the subclass's."""
 
-    def __init__(self, module: str, timeout_s: float = 60.0) -> None:
+    def __init__(self, module: str, timeout_s: float = LIMIT_S) -> None:
         self.module = module
         self.timeout_s = timeout_s
         self.by_name: dict[str, Any] = {}
+        self._asked: dict[int, list[str]] = {}
         self._outcomes: dict[int, dict[str, str | None]] = {}
 
     @abc.abstractmethod
@@ -37,15 +40,19 @@ class CaseTable(abc.ABC):
         """(name, world size) of every test."""
         return [(name, world) for name, case in self.by_name.items() for world in case.worlds]
 
+    def ask_for(self, name: str, world_size: int) -> None:
+        """This session has a test of the case."""
+        self._asked.setdefault(world_size, []).append(name)
+
     def check(self, name: str, world_size: int) -> None:
-        """Fail the test with what went wrong in one case; the first question runs all cases of that world size."""
+        """Fail the test with what went wrong in one case; the first one runs all that were asked for in its world."""
         outcome = self._outcome(name, world_size)
         if outcome is not None:
             pytest.fail(outcome, pytrace=False)
 
     def _outcome(self, name: str, world_size: int) -> str | None:
         if world_size not in self._outcomes:
-            names = [name for name, case in self.by_name.items() if world_size in case.worlds]
+            names = self._asked[world_size]
             try:
                 env = {"LOCKSTEP_SHM": self.shared_memory(world_size)}
                 answers = run_processes(world_size, run_cases, self.module, names, timeout_s=self.timeout_s, env=env)

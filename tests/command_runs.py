@@ -42,8 +42,9 @@ class Run:
         return self.output.read_text()
 
     def said(self) -> list[str]:
-        """The sentences that lockstep itself has said so far."""
-        return [line.removeprefix("lockstep: ") for line in self.text().splitlines() if line.startswith("lockstep: ")]
+        """The sentences that lockstep itself has said so far, but for where the report lies."""
+        lines = [line.removeprefix("lockstep: ") for line in self.text().splitlines() if line.startswith("lockstep: ")]
+        return [line for line in lines if not line.startswith("report: ")]
 
     def pids(self) -> list[int]:
         """Of all ranks that have come up so far."""
@@ -78,9 +79,9 @@ class Run:
 
 
 def complaints(output: str) -> list[str]:
-    """The lines in which somebody warns of something. That there is a profile of the run is no complaint."""
+    """The lines in which somebody warns of something. That there is a report of the run is no complaint."""
     lines = re.findall("(?i).*(?:lockstep|warning).*", output)
-    return [line for line in lines if not line.startswith("lockstep: where the time went: ")]
+    return [line for line in lines if not line.startswith("lockstep: report: ")]
 
 
 def wait_for(condition: Callable[[], object], what: str, context: Callable[[], str] = str) -> None:

@@ -14,8 +14,10 @@ from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.waiting import Parking, PollingParking
 from lockstep.comm.shm_transport import ShmTransport
+from lockstep.testing.waiting import wait_until
 
 LIMIT_S = 30.0  # of every operation: a test that gets there has failed
+_NAMES = Path("/dev/shm")
 
 
 def share(
@@ -99,3 +101,15 @@ def segment_bytes() -> int:
     """How much memory the open segments take, of all ranks together."""
     files = {(stat.st_dev, stat.st_ino): stat.st_blocks for stat in segment_files()}
     return 512 * sum(files.values())
+
+
+def named_memory() -> set[str]:
+    """Shared memory of this machine that has a name."""
+    return set(os.listdir(_NAMES))
+
+
+def named_since(before: set[str]) -> set[str]:
+    """What has got a name and keeps it; other programs' names come and go."""
+    new = named_memory() - before
+    wait_until(lambda: not new & named_memory(), LIMIT_S)
+    return new & named_memory()

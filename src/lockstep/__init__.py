@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from lockstep.launch.worker import REQUEUE, StopRequest
     from lockstep.observe.data_checks import DataCheck
     from lockstep.observe.init import init
+    from lockstep.observe.log import log
     from lockstep.observe.replica import ReplicaCheck
     from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from lockstep.parallel.ddp import DistributedDataParallel
@@ -92,6 +93,7 @@ _HOME = {
     "in_step": "lockstep.parallel.strategy",
     "init": "lockstep.observe.init",
     "load_safetensors": "lockstep.checkpoint.weights",
+    "log": "lockstep.observe.log",
     "materialize": "lockstep.parallel.materialize",
     "microbatch": "lockstep.parallel.strategy",
     "optimizer_for": "lockstep.parallel.strategy",
@@ -143,6 +145,7 @@ __all__ = [
     "in_step",
     "init",
     "load_safetensors",
+    "log",
     "materialize",
     "microbatch",
     "optimizer_for",

@@ -34,12 +34,7 @@ def test_every_row_has_a_demo() -> None:
     assert {demo.row for demo in DEMOS.values()} == set(_ROWS)
 
 
-_UNSEEN = pytest.mark.xfail(reason="what stock torch has in flight is not compared yet", strict=True)
-_NAMED = [
-    pytest.param(name, marks=_UNSEEN if name.endswith("_in_flight") else ())
-    for name, demo in DEMOS.items()
-    if not demo.quiet
-]
+_NAMED = [name for name, demo in DEMOS.items() if not demo.quiet]
 
 
 @pytest.mark.parametrize("name", _NAMED)

@@ -88,7 +88,7 @@ def check_late_rank(folder: Path, phase: str) -> None:
 def test_stock_ddp(start: Callable[..., Run], tmp_path: Path) -> None:
     (tmp_path / "stock.py").write_text(_STOCK.replace("{steps}", str(_STEPS)))
     said = start("run", "--nproc-per-node", "2", "--profile", "steps=10:12", "stock.py").end(0)
-    folder = re.search(r"lockstep profile (\S+)", said)
+    folder = re.search(r"lockstep: report: (\S+)/report.html", said)
     assert folder is not None, said
     check_late_rank(tmp_path / folder[1], "data")
     trace = json.loads((tmp_path / folder[1] / "trace.json").read_text())

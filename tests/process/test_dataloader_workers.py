@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 
 from lockstep import DataLoader, DistributedSampler
 from lockstep.data.order import epoch_order
-from lockstep.data.sample_rng import derived_seed, epoch_key, generators_kept, seed_generators
+from lockstep.data.sample_rng import GeneratorsKept, derived_seed, epoch_key, seed_generators
 from lockstep.errors import DataError
 from lockstep.testing.worlds import run_threads
 
@@ -62,7 +62,7 @@ def drawn_by_rank_0_of_2(epoch: int, start: int, stop: int) -> Rows:
     """Its rows in batches of 4, each drawn from generators that were seeded for it, as a worker does."""
     data, indices, rows = Noisy(), in_order(epoch)[start:stop:2], []
     data.told = 7
-    with generators_kept():
+    with GeneratorsKept():
         for first in range(0, len(indices), 4):
             seed_generators(derived_seed(epoch_key(7, epoch), start + 2 * first))
             rows += [data[index] for index in indices[first : first + 4]]

@@ -32,7 +32,7 @@ from lockstep.testing.worlds import run_processes
 from lockstep.train.evaluate import prove_equal
 from shard_models import MLP_UNITS, Branches, Checkpointed, Tiny, mlp
 from shard_sides import ADAMW, Side, difference, scalar, seeded, train
-from shm_ranks import LIMIT_S
+from shm_ranks import LIMIT_S, named_memory, named_since
 
 TWO_AND_TWO, ONE_AND_TWO, INTERLEAVED = (0, 0, 1, 1), (0, 1, 1), (0, 1, 0, 1)
 
@@ -268,7 +268,7 @@ def trained_and_killed(comm: Communicator, folder: str, victim: int, is_hybrid: 
     ids=["over all, in forward", "in hosts, the leader, in backward"],
 )
 def test_a_rank_that_is_killed(victim: int, is_hybrid: bool, place: str, tmp_path: Path) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = named_memory()
     with pytest.raises(RankFailed) as raised:
         run_processes(4, trained_and_killed, str(tmp_path), victim, is_hybrid, place, timeout_s=LIMIT_S)
     assert raised.value.errors.keys() == {victim}, str(raised.value)
@@ -277,4 +277,4 @@ def test_a_rank_that_is_killed(victim: int, is_hybrid: bool, place: str, tmp_pat
         assert isinstance(first, PeerLost)
         assert first.rank in (victim, victim // 2 * 2)  # a host's first rank speaks for it where it cannot say more
         assert len(later) >= 1
-    assert [file for file in sorted(os.listdir("/dev/shm")) if file not in before] == []
+    assert not named_since(before)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +19,7 @@ from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_processes
 from shard_models import MLP_UNITS, large, mlp
 from shard_sides import seeded
-from shm_ranks import LIMIT_S, share
+from shm_ranks import LIMIT_S, named_memory, named_since, share
 
 VICTIM = 1
 
@@ -71,7 +70,7 @@ def test_a_rank_that_is_killed_in_a_gather(tmp_path: Path) -> None:
     ids=["forward", "backward", "optimizer", "backward-gloo"],
 )
 def test_a_rank_that_is_killed(place: str, is_shared: bool, tmp_path: Path) -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = named_memory()
     with pytest.raises(RankFailed) as raised:
         run_processes(3, trained_and_killed, str(tmp_path), is_shared, place, timeout_s=LIMIT_S)
     assert raised.value.errors.keys() == {VICTIM}, str(raised.value)
@@ -80,4 +79,4 @@ def test_a_rank_that_is_killed(place: str, is_shared: bool, tmp_path: Path) -> N
         assert isinstance(first, PeerLost)
         assert first.rank == VICTIM or not is_shared  # Gloo cannot always say who
         assert len(later) >= 1  # whoever goes on all the same is told again, and does not hang
-    assert [file for file in sorted(os.listdir("/dev/shm")) if file not in before] == []
+    assert not named_since(before)

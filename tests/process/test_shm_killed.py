@@ -21,7 +21,7 @@ from lockstep.errors import CommError, PeerLost
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
-from shm_ranks import LIMIT_S, share
+from shm_ranks import LIMIT_S, named_memory, named_since, share
 
 
 class Heard(NamedTuple):
@@ -128,10 +128,10 @@ def test_two_ranks_that_are_killed_at_once() -> None:
         assert lost & {1, 2}
 
 
-def killed_while_meeting(comm: Communicator, step: int, before: bool) -> tuple[str, list[str]]:
+def killed_while_meeting(comm: Communicator, step: int, before: bool) -> tuple[str, set[str]]:
     """Rank 1 dies before or after it has spoken in this exchange; what the others raise, and what has a name then."""
     exchanges = 0
-    files = sorted(os.listdir("/dev/shm"))
+    before_they_meet = named_memory()
 
     def exchange(value: Any) -> list[Any]:
         nonlocal exchanges
@@ -162,7 +162,7 @@ def killed_while_meeting(comm: Communicator, step: int, before: bool) -> tuple[s
         meet_and_work()
     except CommError as error:
         name = type(error).__name__
-    return name, [file for file in sorted(os.listdir("/dev/shm")) if file not in files]
+    return name, named_since(before_they_meet)
 
 
 @pytest.mark.parametrize(("step", "before"), [(1, True), (1, False), (2, True), (2, False)])
@@ -170,7 +170,7 @@ def test_a_rank_that_is_killed_while_they_meet(step: int, before: bool) -> None:
     with pytest.raises(RankFailed) as raised:
         run_processes(3, killed_while_meeting, step, before)
     assert raised.value.errors.keys() == {1}
-    assert list(raised.value.results.values()) == [("PeerLost", [])] * 2
+    assert list(raised.value.results.values()) == [("PeerLost", set())] * 2
 
 
 def makes_and_dies(comm: Communicator) -> None:
@@ -180,7 +180,7 @@ def makes_and_dies(comm: Communicator) -> None:
 
 
 def test_nothing_stays_where_all_are_killed() -> None:
-    before = sorted(os.listdir("/dev/shm"))
+    before = named_memory()
     with pytest.raises(RankFailed):
         run_processes(3, makes_and_dies)
-    assert [file for file in sorted(os.listdir("/dev/shm")) if file not in before] == []
+    assert not named_since(before)

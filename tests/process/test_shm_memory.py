@@ -15,8 +15,17 @@ from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.testing.pool import open_files
 from lockstep.testing.waiting import wait_until
-from lockstep.testing.worlds import run_processes
-from shm_ranks import lies_in_segment, segment_bytes, segment_files, share, shared, shared_mappings
+from lockstep.testing.worlds import close_pools, run_processes
+from shm_ranks import (
+    lies_in_segment,
+    named_memory,
+    named_since,
+    segment_bytes,
+    segment_files,
+    share,
+    shared,
+    shared_mappings,
+)
 
 MIB = 2**20
 
@@ -61,20 +70,21 @@ def met_and_closed(comm: Communicator) -> None:
 
 
 def test_communicators_leave_no_file_thread_or_mapping() -> None:
+    close_pools()  # what earlier jobs have left may go while this one counts
     run_processes(3, met_and_closed)
 
 
-def one_file_for_this_user(comm: Communicator) -> tuple[int, list[str]]:
-    before = os.listdir("/dev/shm")
+def one_file_for_this_user(comm: Communicator) -> tuple[int, set[str]]:
+    before = named_memory()
     with shared(comm):
         modes = {stat.st_mode & 0o777 for stat in segment_files()}
         assert {stat.st_uid for stat in segment_files()} == {os.getuid()}
         (mode,) = modes
-        return mode, [name for name in os.listdir("/dev/shm") if name not in before]
+        return mode, named_since(before)
 
 
 def test_the_memory_has_no_name_and_is_this_user_s() -> None:
-    assert run_processes(2, one_file_for_this_user) == [(0o600, [])] * 2
+    assert run_processes(2, one_file_for_this_user) == [(0o600, set())] * 2
 
 
 def allocated(comm: Communicator) -> None:
@@ -201,4 +211,5 @@ def _drop_everything(ours: Communicator, tensors: list[Any]) -> None:
 
 
 def test_a_forked_child_takes_nothing_along() -> None:
+    close_pools()  # what earlier jobs have registered for the end of the process is not to run here
     run_processes(2, forked)

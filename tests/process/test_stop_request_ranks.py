@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import faulthandler
 import os
 import signal
 
@@ -10,7 +9,6 @@ import torch
 
 from lockstep.comm.communicator import Communicator
 from lockstep.launch.worker import StopRequest
-from lockstep.testing.worker import STACKS
 from lockstep.testing.worlds import run_processes
 
 Stop = tuple[int, str]  # the step before which a rank stopped, and why
@@ -44,10 +42,7 @@ def many_runs(comm: Communicator) -> list[Stop]:
         {0: (9, signal.SIGINT), 1: (40, signal.SIGTERM)},
         dict.fromkeys(range(3), (5, signal.SIGTERM)),
     ]
-    try:
-        return [steps_until_stopped(comm, signals) for signals in runs]
-    finally:
-        faulthandler.register(STACKS, file=2, all_threads=True)  # which SIGUSR1 means to these processes
+    return [steps_until_stopped(comm, signals) for signals in runs]
 
 
 def test_ranks_stop_before_the_same_step_for_the_same_reason() -> None:

@@ -20,15 +20,18 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.settings import GuardSettings
+from lockstep.observe.settings import GuardSettings, Mode
 from lockstep.observe.torch_training import REPLICA_EVERY, TrainingWatch, attach_training
 from lockstep.observe.torch_watch import attach
+from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 
 Case = Callable[[int, Path], Any]
 
 
-def guarded(rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True) -> tuple[str, Any]:
+def guarded(
+    rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True, mode: Mode = "on"
+) -> tuple[str, Any]:
     """(what rank 0's guard said and what was raised, the result) of `case`."""
     torch.manual_seed(0)
     place = Path(folder)
@@ -36,7 +39,9 @@ def guarded(rank: int, world_size: int, folder: str, case: Case, is_watched: boo
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setenv(REPLICA_EVERY, "2")
         recorder = FlightRecorder(flight_path(folder, rank), rank, world_size)
-        guard = Guard(recorder, Board(folder, recorder, range(world_size)), GuardSettings(evidence="", look_s=0.05))
+        guard = Guard(
+            recorder, Board(folder, recorder, range(world_size)), GuardSettings(mode, evidence="", look_s=0.05)
+        )
         undo = [attach(guard), attach_training(guard)] if is_watched else []
         guard.start()
         try:
@@ -220,6 +225,10 @@ def epochs(rank: int, sampler: bool, counts: bool, size: int = 96) -> None:
             model.module(x)
 
 
+def other_reduction_last(rank: int, _: Path) -> None:
+    dist.all_reduce(torch.ones(4), op=dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+
+
 def no_sampler(rank: int, _: Path) -> None:
     epochs(rank, False, False)
 
@@ -244,13 +253,14 @@ WRONG: dict[Case, tuple[str, ...]] = {
     past_the_wrapper: ("REPLICAS differ after step 1, equal when they were wrapped", ".module", "ReplicaDrift"),
     other_rate: ("REPLICAS differ", "lr of parameter group 0 is 0.1 on rank 0, 1.1 on rank 1"),
     flipped_bit: ("REPLICAS differ after step 4, equal after step 2", "parameter '2.weight' is", "a bit flipped"),
-    never_steps: ("NO STEP of the optimizer on some ranks since step 4.  Culprit: rank 1",),
-    out_of_sync: ("NO_SYNC on some ranks only, in step 4.  Culprit: rank 1",),
+    never_steps: ("step 4", "rank 1"),  # NO STEP, or where that is seen first MISMATCH: both are right
+    out_of_sync: ("in step 4", "Culprit: rank 1", "rank 1 ran 1 backward in no_sync()"),  # NO_SYNC or MISMATCH
     unused: ("UNUSED parameters in step 1, on every rank", "b.weight, b.bias", "find_unused_parameters"),
     unused_on_one: ("UNUSED parameters", "not on every rank.  Culprit: rank 1", "rank 1 did not use b.weight, b.bias"),
     nan_loss: ("NOT FINITE gradients in step 3.  Culprit: rank 1", "the loss is not finite at", "'0.weight' (28 NaN"),
     nan_in_backward: ("NOT FINITE gradients in step 3.  Culprit: rank 1", "not finite before averaging"),
     own_buffers: ("BUFFERS differ between the ranks",),
+    other_reduction_last: ("MISMATCH in step 0", "they differ in reduction", "raised CollectiveMismatch"),
     no_sampler: ("DATA: ranks train on the same samples", "anks 0, 1 got the very same first batch"),
     no_set_epoch: (
         "DATA: the samples come in the order of the last pass",
@@ -268,6 +278,22 @@ def test_what_is_wrong_is_named(case: Case, tmp_path: Path) -> None:
     said = " ".join(" ".join(text for text, _ in results).split())
     for words in WRONG[case]:
         assert " ".join(words.split()) in said, said
+
+
+@pytest.mark.parametrize("case", [frozen_before, flipped_bit, unused_on_one], ids=lambda case: case.__name__)
+def test_of_three_ranks_the_odd_one_is_named(case: Case, tmp_path: Path) -> None:
+    results = run_processes(3, guarded, 3, str(tmp_path), case, connect=False)
+    said = " ".join(" ".join(text for text, _ in results).split())
+    for words in (*WRONG[case], "Culprit: rank 1"):
+        assert " ".join(words.split()) in said, said
+
+
+@pytest.mark.parametrize("case", [other_rate, other_reduction_last], ids=lambda case: case.__name__)
+def test_strict_names_the_same(case: Case, tmp_path: Path) -> None:
+    results = run_processes(2, guarded, 2, str(tmp_path), case, True, "strict", connect=False)
+    said = " ".join(" ".join(text for text, _ in results).split())
+    assert all(" ".join(words.split()) in said for words in WRONG[case]), said
+    assert all("raised " in text for text, _ in results), said
 
 
 # ------------------------------------------------------------------ what is right
@@ -397,6 +423,24 @@ def test_what_is_right_is_left_alone(case: Case, tmp_path: Path) -> None:
     for (said, with_guard), (_, without) in zip(watched, plainly, strict=True):
         assert said == ""
         same(without, with_guard)
+
+
+def fail_with_an_operation_under_way(rank: int, folder: Path) -> None:
+    if rank == 1:
+        dist.all_reduce(torch.ones(3), async_op=True)
+        raise RuntimeError("label 7")
+    assert wait_until((folder / "left").exists, 20)  # sooner than the limit of the operation
+
+
+def leave_first(rank: int, folder: str) -> str:
+    said, _ = guarded(rank, 2, folder, fail_with_an_operation_under_way)
+    (Path(folder) / "left").touch()
+    return said
+
+
+def test_a_rank_that_fails_waits_for_nobody(tmp_path: Path) -> None:
+    said = run_processes(2, leave_first, str(tmp_path), connect=False)
+    assert said == ["", "raised RuntimeError: label 7"]
 
 
 def test_all_is_put_back(tmp_path: Path) -> None:

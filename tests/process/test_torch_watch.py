@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -376,6 +378,24 @@ def world_of_its_own(rank: int, folder: str) -> int:
 
 def test_a_world_of_other_ranks_is_left_alone(tmp_path: Path) -> None:
     assert run_processes(2, world_of_its_own, str(tmp_path), connect=False) == [0, 0]
+
+
+def end_a_group_before_its_reducer(rank: int, folder: str) -> None:
+    with listening(folder, rank, 2):
+        with default_group("gloo", folder, rank, 2):
+            wrapped = DistributedDataParallel(model())
+            wrapped(torch.randn(4, 6)).sum().backward()
+            group = weakref.ref(dist.group.WORLD)
+        reducer = wrapped.reducer
+        del wrapped
+        gc.collect()
+        assert group() is not None  # else the reducer ends it with the interpreter locked, and may do so for good
+        del reducer
+        assert group() is None
+
+
+def test_a_group_ends_after_the_reducer_that_uses_it(tmp_path: Path) -> None:
+    run_processes(2, end_a_group_before_its_reducer, str(tmp_path), connect=False)
 
 
 class Delegating(dist.ProcessGroup):

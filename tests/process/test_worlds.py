@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import PeerLost
@@ -62,6 +65,19 @@ def test_jobs_share_processes_but_nothing_else(tmp_path: Path, monkeypatch: pyte
 
 def without_a_group(rank: int) -> tuple[int, bool]:
     return rank, dist.is_initialized()
+
+
+def sum_over_an_axis(comm: Communicator, groups_before: int) -> list[float]:
+    for _ in range(groups_before):
+        dist.new_group(list(range(comm.world_size)))
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))["shard"]
+    return (DTensor.from_local(torch.full((2,), float(comm.rank)), mesh, [Shard(0)]) + 1).full_tensor().tolist()
+
+
+def test_torch_keeps_no_mesh_of_an_earlier_job() -> None:
+    first, second = [1.0, 1.0, 2.0, 2.0], [3.0, 3.0, 4.0, 4.0]
+    for groups_before in (1, 0):
+        assert run_processes(4, sum_over_an_axis, groups_before) == [first, first, second, second]
 
 
 def test_a_job_may_make_its_own_group() -> None:
@@ -137,6 +153,18 @@ def test_stacks_of_processes_that_are_idle() -> None:
     assert "in serve" in process_stacks()
 
 
+def takes_the_signal(rank: int) -> None:
+    signal.signal(pool.STACKS, lambda *_: None)
+    signal.signal(pool.STACKS, signal.SIG_DFL)
+
+
+def test_stacks_after_a_job_that_had_the_signal_for_itself() -> None:
+    close_pools()
+    run_processes(1, takes_the_signal, connect=False)
+    assert "in serve" in process_stacks()
+    run_processes(1, own_pid, connect=False)
+
+
 def own_pid(rank: int) -> int:
     return os.getpid()
 
@@ -146,6 +174,15 @@ def is_gone(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def test_a_rank_that_died_between_two_jobs_is_named() -> None:
+    pids = run_processes(2, own_pid, connect=False)
+    os.kill(pids[1], signal.SIGKILL)
+    assert wait_until(lambda: is_gone(pids[1]), 10)
+    with pytest.raises(RankFailed, match=r"rank 1 of 2 in waiting for own_pid: ProcessDied: killed by SIGKILL"):
+        run_processes(2, own_pid, connect=False)
+    assert pids[0] not in run_processes(2, own_pid, connect=False)
 
 
 def test_processes_die_with_their_parent(tmp_path: Path) -> None:

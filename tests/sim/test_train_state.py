@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import held, is_dtensor
+from lockstep.comm.tensor_parts import AnyTensor, held, is_dtensor
 from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.strategy import optimizer_for, parallelize
-from lockstep.parallel.train_state import OptimizerState, TrainState
+from lockstep.parallel.train_state import OptimizerState, State, TrainState
 from lockstep.testing.worlds import run_threads
 
 pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
@@ -82,10 +83,10 @@ def with_zero(model: nn.Module, groups: list[dict[str, Any]], comm: Communicator
 
 
 def with_zero_in_copies(model: nn.Module, groups: list[dict[str, Any]], comm: Communicator) -> Pair:
-    """Ranks 0 to 2 cut the optimizer, the others have copies of what these have."""
-    half = comm.split(comm.rank // 3, name="half")
-    assert half is not None
-    return model, ShardedOptimizer(groups, torch.optim.AdamW, process_group=half, lr=0.1)
+    """Ranks 0, 2 and 4 cut the optimizer into three; the others have copies of what these have, cut into two."""
+    group = comm.split(comm.rank % 2, name="parity")
+    assert group is not None
+    return model, ShardedOptimizer(groups, torch.optim.AdamW, process_group=group, lr=0.1)
 
 
 def plain(model: nn.Module, groups: list[dict[str, Any]], comm: Communicator) -> Pair:
@@ -99,7 +100,7 @@ MAKES: dict[str, tuple[Make, int]] = {
     "full": (by_strategy("full"), 4),
     "gradients": (by_strategy("gradients"), 2),
     "zero": (with_zero, 4),
-    "zero in copies": (with_zero_in_copies, 6),
+    "zero in copies": (with_zero_in_copies, 5),
     "hybrid": (by_strategy("hybrid"), 2),
     "torch's optimizer": (with_torchs_optimizer, 3),
     "optimizer of two": (by_strategy("optimizer"), 2),
@@ -107,14 +108,8 @@ MAKES: dict[str, tuple[Make, int]] = {
 }
 
 
-def made(make: Make, comm: Communicator, seed: int) -> Pair:
-    torch.manual_seed(seed)  # ranks take turns: each makes its own
-    model = Odd()
-    return make(model, groups_of(model), comm)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    model(torch.arange(7)).square().sum().backward()
+def step(model: nn.Module, optimizer: torch.optim.Optimizer, inputs: Tensor | None = None) -> None:
+    model(torch.arange(7) if inputs is None else inputs).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()
 
@@ -193,6 +188,66 @@ def test_any_strategy_goes_on_where_any_other_was(first: str, tmp_path: Path) ->
         assert not torch.equal(after["model"]["norm.weight"], expected["train"]["model"]["norm.weight"]), name
 
 
+# ------------------------------------------------------------------ every pair of strategies and numbers of ranks
+
+
+def small() -> nn.Module:
+    """Sizes that no number of ranks divides."""
+    return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1))
+
+
+_PAIRED: dict[str, Make] = {
+    name: MAKES[name][0] for name in ("none", "optimizer", "gradients", "full", "zero", "fsdp1")
+}
+
+
+def values_of(number: int) -> State:
+    """The whole state of a small model and its AdamW, other values for each number."""
+    torch.manual_seed(number)
+    model = small()
+    optimizer = torch.optim.AdamW(groups_of(model), lr=0.1 + number)
+    step(model, optimizer, torch.randn(3, 5))
+    return copy.deepcopy(TrainState(model, optimizer).state_dict())
+
+
+def save_values(comm: Communicator, models: list[nn.Module], make: Make, values: State, directory: Path) -> None:
+    train = TrainState(*make(models[comm.rank], groups_of(models[comm.rank]), comm))
+    train.load_state_dict(copy.deepcopy(values))
+    Checkpointer(directory, comm).save(1, {"train": train})
+
+
+def differences(comm: Communicator, models: list[nn.Module], make: Make, saved: dict[Path, State]) -> list[str]:
+    """What this rank has of each checkpoint and is not in it, once it was loaded."""
+    train = TrainState(*make(models[comm.rank], groups_of(models[comm.rank]), comm))
+    found = []
+    for directory, values in saved.items():
+        assert Checkpointer(directory, comm).load({"train": train}) is not None
+        expected, here = flat(values), flat(train.state_dict())
+        assert expected.keys() == here.keys()
+        for path, leaf in here.items():
+            value = expected[path]
+            mine = (
+                [torch.equal(x, value[p.slices]) for p, x in held(leaf)]
+                if isinstance(leaf, AnyTensor)
+                else [leaf == value]
+            )
+            found += [] if all(mine) else [f"{path} of {directory.name}"]
+    return found
+
+
+def test_every_pair_of_strategies_and_numbers_of_ranks(tmp_path: Path) -> None:
+    """Each of 24 kinds of runs, and one process alone, loads what each of the others has saved."""
+    kinds = [(name, make, world_size) for name, make in _PAIRED.items() for world_size in (1, 2, 3, 4)]
+    kinds.append(("plain", plain, 1))
+    saved = {tmp_path / f"{name} of {ranks}": values_of(number) for number, (name, _, ranks) in enumerate(kinds)}
+    first = small()
+    for (_, make, ranks), (directory, values) in zip(kinds, saved.items(), strict=True):
+        run_threads(ranks, save_values, [copy.deepcopy(first) for _ in range(ranks)], make, values, directory)
+    for name, make, ranks in kinds:
+        results = run_threads(ranks, differences, [copy.deepcopy(first) for _ in range(ranks)], make, saved)
+        assert not any(results), f"{name} of {ranks}: {results}"
+
+
 class Counting(torch.optim.SGD):
     """Keeps something of another shape than the parameter, too."""
 
@@ -227,6 +282,32 @@ def test_torchs_optimizer_of_dtensors_is_saved_and_loaded_by_itself(cls: Any, tm
 
 
 # ------------------------------------------------------------------ where only the optimizer is cut
+
+
+def cut_beside(comm: Communicator, models: list[nn.Module], is_cut: bool, source: Path | None, target: Path) -> int:
+    """An optimizer that knows no names, saved and loaded without a TrainState. Returns: elements of state here."""
+    model = models[comm.rank]
+    make: Any = partial(ShardedOptimizer, optimizer_cls=torch.optim.AdamW, process_group=comm)
+    state = {"model": model, "optimizer": (make if is_cut else torch.optim.AdamW)(model.parameters(), lr=0.1)}
+    if source is None:
+        step(model, state["optimizer"], torch.ones(3, 5))
+    else:
+        assert Checkpointer(source, comm).load(state) is not None
+    Checkpointer(target, comm).save(1, state)
+    return sum(value.numel() for entry in state["optimizer"].state.values() for value in entry.values() if value.ndim)
+
+
+def test_cut_optimizer_is_saved_and_loaded_by_itself(tmp_path: Path) -> None:
+    first = small()
+    expected = None
+    kinds = [(3, True), (2, True), (1, False), (4, True)]
+    for number, (ranks, is_cut) in enumerate(kinds):
+        models: list[nn.Module] = [copy.deepcopy(first) for _ in range(ranks)]
+        source, target = (tmp_path / str(number - 1) if number else None), tmp_path / str(number)
+        kept = run_threads(ranks, cut_beside, models, is_cut, source, target)
+        assert sum(kept) == 2 * sum(param.numel() for param in first.parameters()), "each element is on one rank"
+        expected = everything(target) if expected is None else expected
+        assert_same(everything(target), expected)
 
 
 class Loose(nn.Module):
@@ -381,7 +462,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
         (lambda s: s["model"].update({"norm.bias": torch.ones(4)}), r"'norm.bias' is \[4\], not \[5\]"),
         (lambda s: s["optimizer"]["state"].update(new={}), "optimizer state for 'new'"),
         (lambda s: s["optimizer"]["param_groups"].pop(), "'blocks.0.bias' is in none"),
-        (lambda s: _split_first_group(s["optimizer"]["param_groups"]), "in several there"),
+        (lambda s: _split_first_group(s["optimizer"]["param_groups"], lr=0.7), "other options there"),
     ]
     model = Odd()
     train = TrainState(model, torch.optim.AdamW(groups_of(model), lr=0.3))
@@ -390,15 +471,16 @@ def test_what_does_not_fit_is_refused_before_anything_is_changed() -> None:
         with pytest.raises(CheckpointMismatch, match=words):
             train.load_state_dict(changed(change))
         assert_same(train.state_dict(), before)
-    train.load_state_dict(good)
-    assert_same(train.state_dict(), good)
+    for state in (good, changed(lambda s: _split_first_group(s["optimizer"]["param_groups"]))):
+        train.load_state_dict(state)
+        assert_same(train.state_dict(), good)
     with pytest.raises(ConfigError, match=r"1 parameter\(s\) that are not in the model, of shapes \[\(2,\)\]"):
         TrainState(model, torch.optim.SGD([nn.Parameter(torch.ones(2))])).state_dict()
 
 
-def _split_first_group(groups: list[dict[str, Any]]) -> None:
+def _split_first_group(groups: list[dict[str, Any]], **options: Any) -> None:
     first, *rest = groups[0]["params"]
-    groups.append({**groups[0], "params": [first]})
+    groups.append({**groups[0], "params": [first], **options})
     groups[0]["params"] = rest
 
 

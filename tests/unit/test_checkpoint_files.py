@@ -22,7 +22,7 @@ from lockstep.checkpoint import open_files, shares, tensor_file
 from lockstep.checkpoint import reader as reader_module
 from lockstep.checkpoint.manifest import NAME, Manifest, file_name, to_text
 from lockstep.checkpoint.reader import open_checkpoint
-from lockstep.checkpoint.shares import Layout, is_tiled, layout_of, plan_pieces
+from lockstep.checkpoint.shares import Layout, is_tiled, layout_of, plan_pieces, without
 from lockstep.checkpoint.tensor_file import DTYPES, FileRecord, Piece, Stored, read_header, write_tensor_file
 from lockstep.comm.tensor_parts import Part, boxes_of_range
 from lockstep.errors import CheckpointError
@@ -355,3 +355,24 @@ def test_a_checkpoint_of_more_ranks_than_files_may_be_open_is_read(
         with pytest.raises(CheckpointError, match=f"{file_name(0)} was changed while it was read"):
             reader.read("t")
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@given(
+    shape=st.lists(st.integers(1, 6), max_size=4).map(tuple),
+    groups=st.lists(st.lists(st.integers(0, 400), max_size=4), min_size=1, max_size=3),
+    data=st.data(),
+)
+def test_of_copies_that_are_cut_otherwise_every_element_is_written_once(
+    shape: tuple[int, ...], groups: list[list[int]], data: st.DataObject
+) -> None:
+    """Each rank writes what those before it do not have, in whatever order the groups' members come."""
+    numel = math.prod(shape)
+    held: list[list[Part]] = []
+    for cuts in groups:
+        at = sorted({0, numel, *(min(cut, numel) for cut in cuts)})
+        held += [boxes_of_range(shape, start, stop) for start, stop in itertools.pairwise(at)]
+    held = data.draw(st.permutations(held))
+    written = [without(boxes, [box for rank in held[:number] for box in rank]) for number, boxes in enumerate(held)]
+    assert is_tiled(shape, [box for rank in written for box in rank])
+    for boxes, mine in zip(held, written, strict=True):
+        assert all(any(box.overlap(other) == box for other in boxes) for box in mine), "nobody writes what it has not"

@@ -81,7 +81,7 @@ def test_clocks_of_machines_are_brought_together(tmp_path: Path) -> None:
             rank: m._replace(zero_us=m.zero_us - fix[rank].time_ns / 1e3 + fix[rank].clock_ns / 1e3)
             for rank, m in ops.items()
         }
-        for ops in moments_of(run, 3, 6)
+        for ops in moments_of(run, range(3, 7))
     ]
     assert len(moments) == 4 * 3
     hosts = {0: "a", 1: "b", 2: "b"}
@@ -106,7 +106,7 @@ def test_profilers_are_put_beside_each_other(tmp_path: Path) -> None:
     run = world().run(tmp_path)
     hosts = dict.fromkeys(run.ranks, "a")
     start_us = run.ranks[0].starts[0].time_ns // 1000
-    trace = merge({rank: kineto(rank, start_us + 100 * rank) for rank in (0, 2)}, moments_of(run, 2, 3), hosts)
+    trace = merge({rank: kineto(rank, start_us + 100 * rank) for rank in (0, 2)}, moments_of(run, range(2, 4)), hosts)
     check_trace(trace)
     ops = {event["pid"]: event for event in trace["traceEvents"] if event["name"] == "aten::mm"}
     assert set(ops) == {0, 2}

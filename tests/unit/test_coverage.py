@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from lockstep import Coverage
 from lockstep.comm.communicator import Communicator
-from lockstep.data.coverage import DIGEST_BYTES, Tally, tally_from, tally_of, whole_tally
 from lockstep.data.sample_log import Span, differences, sample_ids, sample_record, samples_by_epoch, stream_spans
 from lockstep.errors import DataError
+from lockstep.observe.tally import DIGEST_BYTES, Tally, tally_from, tally_of, whole_tally
 from lockstep.testing.worlds import run_threads
 
 PINNED_10 = "0a00000000000000b052481bf7bb0489fd26069c078aa46c"

@@ -167,7 +167,7 @@ def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
         clock.steps.append(Step(step, 0, 6, (1,) * len(PHASES), 0, 0, (0, 0), ()))
         writer.look()
     writer.close()
-    assert capsys.readouterr().err.count("the steps of rank 3 are not recorded any more") == 1
+    assert capsys.readouterr().err.count("rank 3 is not recorded any more") == 1
 
 
 def test_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

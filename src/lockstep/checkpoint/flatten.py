@@ -167,7 +167,10 @@ def _check_tensor(tensor: Tensor, path: str) -> None:
 def _asked(value: Any) -> Any:
     if type(value) in _SCALARS or type(value) is dict or isinstance(value, Tensor | type):
         return value
-    return value.state_dict() if callable(getattr(value, "state_dict", None)) else value
+    for name in ("state_dict_in_pieces", "state_dict"):  # the first gathers nothing
+        if callable(getattr(value, name, None)):
+            return getattr(value, name)()
+    return value
 
 
 def _dict_kind(value: dict[Any, Any], path: str) -> str:

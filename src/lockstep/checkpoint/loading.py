@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import Manifest
-from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint, overlaps_itself
+from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint, overlaps_itself, some
 from lockstep.checkpoint.state import SHARDS, FlatState, State, join, keys_of, unflatten
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.checkpoint.together import together
@@ -160,7 +160,7 @@ class _Plan:
             if not self._has(prefix) and not allowed("missing", prefix):
                 problems.append(f"{prefix} is not in the checkpoint")
         if problems:
-            raise CheckpointMismatch("; ".join(problems))
+            raise CheckpointMismatch(some(problems, "; "))
 
     def fill(self, reader: CheckpointReader) -> None:
         """Let the tensors have the checkpoint's elements. Memory: blocks of 16 MiB where they have to be converted."""
@@ -258,22 +258,27 @@ class _Plan:
         if isinstance(owner, Optimizer):
             params = [param for group in owner.param_groups for param in group["params"]]
             above = keys_of(join(path, "state"))
-            return self._subtree(path, lambda tensor: self._state_room(tensor, above, params))
+            return self._subtree(path, lambda tensor: self._state_room(tensor, above, params, owner))
         return self._subtree(path, self._room)
 
-    def _state_room(self, path: str, above: Sequence[str], params: Sequence[Any]) -> Tensor:
-        """Of a DTensor the state is DTensors: cut as it is, and where it has another shape whole on every rank."""
+    def _state_room(self, path: str, above: Sequence[str], params: Sequence[Any], owner: Any) -> AnyTensor:
+        """Of a DTensor the state is DTensors: cut as it is, and where it has another shape whole on every rank.
+
+        Of a whole parameter, an optimizer that is itself cut has room for its elements.
+        """
         *before, number, key = keys_of(path)
         room = self._like(path, "meta")
         if before != list(above) or not number.isdecimal() or int(number) >= len(params):
             return self._room(path)
         param = params[int(number)]
+        if not is_dtensor(param) and hasattr(owner, "room_of") and room.ndim > 0 and room.shape == param.shape:
+            return owner.room_of(param, room.dtype)
         if not is_dtensor(param) or (room.ndim == 0 and (param.ndim > 0 or key == "step")):
             return self._room(path)
         with torch.no_grad():
             return param.new_empty(room.shape, dtype=room.dtype)
 
-    def _subtree(self, prefix: str, make: Callable[[str], Tensor]) -> Any:
+    def _subtree(self, prefix: str, make: Callable[[str], AnyTensor]) -> Any:
         """What lies under `prefix`, its tensors made by `make`."""
         below = f"{prefix}/"
         if prefix in self.manifest.values:

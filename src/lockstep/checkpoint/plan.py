@@ -16,12 +16,12 @@ from torch import Tensor
 
 from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.generation import STEP_END
-from lockstep.checkpoint.shares import Layout, layout_of, plan_pieces
+from lockstep.checkpoint.shares import Layout, layout_of, plan_pieces, without
 from lockstep.checkpoint.state import SHARDS, FlatState, State
 from lockstep.checkpoint.tensor_file import Piece, dtype_name
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import AnyTensor, TensorPieces, held, is_dtensor, local_of
+from lockstep.comm.tensor_parts import AnyTensor, Part, TensorPieces, held, is_dtensor, local_of
 from lockstep.errors import CheckpointError, CheckpointMismatch
 
 _DIFFERENCES_SHOWN = 5
@@ -154,12 +154,12 @@ def _planned(comm: Communicator, what: str, structure: StateStructure, common: F
     aliases = {path: target for seen in ties for path, target in seen.items()}
     if any(seen != aliases for seen in ties):
         common, _ = together(comm, what, lambda: (tied_as(common, aliases), None))
-    earlier = {boxed for seen in boxes[: comm.rank] for boxed in seen.items()}
-    copies = {path for path, _ in boxes[comm.rank].items() & earlier}  # that an earlier rank writes
-    alone = own.tensors | {p: t for p, t in common.tensors.items() if p not in layouts and p not in copies}
+    alone = own.tensors | {path: tensor for path, tensor in common.tensors.items() if path not in layouts}
     pieces = plan_pieces({p: t for p, t in layouts.items() if p in common.tensors}, comm.rank, comm.world_size)
     for path, tensor in alone.items():
-        pieces += [Piece(path, dtype_name(tensor.dtype, path), part) for part, _ in held(tensor)]
+        earlier = [box for seen in boxes[: comm.rank] for box in seen.get(path, ())]  # that those ranks write
+        mine = without([part for part, _ in held(tensor)], [Part(*map(tuple, box)) for box in earlier])
+        pieces += [Piece(path, dtype_name(tensor.dtype, path), part) for part in mine]
     everything = common.tensors | own.tensors
     sources = [_source(piece, everything[piece.path]) for piece in pieces]
     table = _table(common)
@@ -205,10 +205,10 @@ def _with_aliases(flat: FlatState) -> Table:
     return table | {path: table[target] for path, target in flat.aliases.items()}
 
 
-def _boxes(flat: FlatState) -> dict[str, str]:
-    """A digest of the boxes that this rank has of each tensor in pieces."""
-    cut = {path: t for path, t in flat.tensors.items() if isinstance(t, TensorPieces) and t.pieces}
-    return {path: _digest([part for part, _ in tensor.pieces]) for path, tensor in cut.items()}
+def _boxes(flat: FlatState) -> dict[str, list[Part]]:
+    """What this rank has of each tensor in pieces; groups of ranks may have copies, cut in other ways."""
+    cut = {path: tensor for path, tensor in flat.tensors.items() if isinstance(tensor, TensorPieces)}
+    return {path: [part for part, _ in tensor.pieces] for path, tensor in cut.items() if tensor.pieces}
 
 
 # ------------------------------------------------------------------ what differs

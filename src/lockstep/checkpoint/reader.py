@@ -10,7 +10,7 @@ import contextlib
 import math
 import os
 import zlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -25,7 +25,7 @@ from lockstep.comm.tensor_parts import Part
 from lockstep.errors import CheckpointDamaged
 
 _BLOCK_BYTES = 16 << 20
-_NAMED_MAX = 10  # of damaged things, in a message
+_NAMED_MAX = 10  # things, in a message
 
 
 class _Held(NamedTuple):
@@ -76,7 +76,7 @@ class CheckpointReader:
             except CheckpointDamaged as fault:
                 faults.append(str(fault))
         if faults:
-            raise CheckpointDamaged(_some(faults))
+            raise CheckpointDamaged(some(faults))
         self._pieces()
 
     def read(self, path: str) -> Tensor:
@@ -107,6 +107,10 @@ class CheckpointReader:
             if common == held.part and copy.crc32 != held.crc32:
                 raise CheckpointDamaged(f"{self.folder / held.file}: tensor {path} is damaged")
 
+    def files_of_tensors(self) -> dict[str, list[str]]:
+        """Which files have elements of a tensor, by its path. Raises: CheckpointDamaged, as their headers are read."""
+        return {path: list(dict.fromkeys(held.file for held in pieces)) for path, pieces in self._pieces().items()}
+
     # -------------------------------------------------------------- checking
 
     def _check_folder(self, allowed: Collection[str]) -> None:
@@ -123,7 +127,7 @@ class CheckpointReader:
                 found.add(entry.name)
         missing = sorted(expected - found)
         if missing:
-            raise CheckpointDamaged(f"{self.folder} lacks {_some(missing)}")
+            raise CheckpointDamaged(f"{self.folder} lacks {some(missing)}")
 
     def _verify_file(self, name: str) -> None:
         record = self.manifest.files[name]
@@ -150,7 +154,7 @@ class CheckpointReader:
         ]
         if len(stored) != len(crc32) or not wrong:
             return "its header" if size == self.manifest.files[name].bytes else "what follows the tensors"
-        return f"tensors {_some(wrong)}"
+        return f"tensors {some(wrong)}"
 
     def _header(self, fd: int, name: str) -> list[Stored]:
         def read_at(offset: int, count: int) -> bytes:
@@ -175,7 +179,7 @@ class CheckpointReader:
                 if not is_tiled(shape, [held.part for held in index.get(path, ())])
             ]
             if wrong:
-                raise CheckpointDamaged(f"{self.folder}: the files do not hold every element once of {_some(wrong)}")
+                raise CheckpointDamaged(f"{self.folder}: the files do not hold every element once of {some(wrong)}")
             self._index = index
         return self._index
 
@@ -259,6 +263,7 @@ def overlaps_itself(tensor: Tensor) -> bool:
     return len(offsets.unique()) < len(offsets)
 
 
-def _some(names: list[str]) -> str:
+def some(names: Sequence[str], between: str = ", ") -> str:
+    """The first of many, for a message."""
     more = len(names) - _NAMED_MAX
-    return ", ".join(names[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")
+    return between.join(names[:_NAMED_MAX]) + (f" and {more} more" if more > 0 else "")

@@ -70,6 +70,27 @@ def plan_pieces(tensors: Mapping[str, Layout], rank: int, world_size: int) -> li
     return pieces
 
 
+def without(parts: Sequence[Part], others: Sequence[Part]) -> list[Part]:
+    """The elements of `parts` that are in none of `others`, in boxes that straight cuts have made."""
+    left = list(parts)
+    for other in others:
+        left = [rest for part in left for rest in _rest_of(part, part.overlap(other))]
+    return left
+
+
+def _rest_of(part: Part, taken: Part | None) -> list[Part]:
+    if taken is None:
+        return [part]
+    rest: list[Part] = []
+    start, shape = part
+    for dim, (begin, count) in enumerate(zip(*taken, strict=True)):
+        for low, high in ((start[dim], begin), (begin + count, start[dim] + shape[dim])):
+            if low < high:
+                rest.append(Part(_with(start, dim, low), _with(shape, dim, high - low)))
+        start, shape = _with(start, dim, begin), _with(shape, dim, count)
+    return rest
+
+
 def is_tiled(shape: Sequence[int], parts: Sequence[Part]) -> bool:
     """Whether `parts` have every element of a tensor of `shape` exactly once.
 

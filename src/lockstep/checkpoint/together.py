@@ -39,7 +39,7 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
         result, said = action()
     except Exception as error:  # noqa: BLE001 - raised below, on every rank
         cause, kind = error, type(error).__name__
-        reason = str(error) if isinstance(error, LockstepError) else f"{kind}: {error}"
+        reason = _words_of(error)
     answers = _said_by_all(comm, [kind, reason[:_REASON_CHARS], said, what])
     calls: dict[str, list[int]] = {}
     for rank, (*_, call) in enumerate(answers):
@@ -59,6 +59,12 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
     if len(texts) == 1 and len(failed) == comm.world_size:
         raise error_class(f"{what}: {next(iter(texts))}") from cause
     raise error_class(f"{what}: " + "; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from cause
+
+
+def _words_of(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:  # a full disk is no class of Python's
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) if isinstance(error, LockstepError) else f"{type(error).__name__}: {error}"
 
 
 def _said_by_all(comm: Communicator, mine: list[Any]) -> list[Any]:

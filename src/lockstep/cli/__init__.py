@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
 import lockstep
 from lockstep.cli.words import nearest
 from lockstep.errors import ConfigError
 
-_COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "doctor", "demo")
+_COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
 _USER_ERROR = 2
 _INTERRUPTED = 130
 
@@ -24,8 +25,12 @@ commands:
   checkpoint  look at checkpoints: `lockstep checkpoint ls|verify|show|export|import`
   samples     which samples a step was trained on: `lockstep samples runs/gpt2-tiny 10`
   profile     where the time of a run went, and what would make it faster: `lockstep profile runs/gpt2-tiny`
+  report      a run as one HTML file: `lockstep report`, `lockstep report runs/gpt2-tiny`
+  watch       the same page while the run goes on, and a line per rank here: `lockstep watch`
   doctor      is this machine, are these machines fit for a run: `lockstep doctor`, `lockstep doctor --nproc-per-node 4`
   demo        watch stock torch go wrong, and lockstep say why: `lockstep demo`, `lockstep demo skipped_collective`
+  learn       from send and receive to a whole training system, on real processes: `lockstep learn send_receive`
+  puzzle      fill in the hole, and see whether it is right: `lockstep puzzle 1`
 
 `lockstep COMMAND --help` explains one."""
 
@@ -54,33 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _command(name: str, words: Sequence[str]) -> int:
-    if name == "train":
-        from lockstep.cli.train import train
-
-        return train(words)
-    if name == "run":
-        from lockstep.cli.run import run
-
-        return run(words)
-    if name == "checkpoint":
-        from lockstep.cli.checkpoint import checkpoint
-
-        return checkpoint(words)
-    if name == "samples":
-        from lockstep.cli.samples import samples
-
-        return samples(words)
-    if name == "profile":
-        from lockstep.cli.profile import profile
-
-        return profile(words)
-    if name == "doctor":
-        from lockstep.cli.doctor import doctor
-
-        return doctor(words)
-    if name == "demo":
-        from lockstep.cli.demo import demo
-
-        return demo(words)
-    near = nearest(name, _COMMANDS)
-    raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
+    if name not in _COMMANDS:
+        near = nearest(name, _COMMANDS)
+        raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
+    command = getattr(import_module(f"lockstep.cli.{name}"), name)
+    return command(words)

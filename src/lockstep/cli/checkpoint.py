@@ -72,7 +72,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, whose errors are ours and name what was meant."""
 
     def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        options, unknown = self.parse_known_args(words)
+        options, unknown = self.parse_known_intermixed_args(words)  # a pattern may follow the options
         wrong = next((word for word in unknown if word.startswith("-")), None)
         if wrong is not None:
             names = [name for action in self._actions for name in action.option_strings]

@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from lockstep.checkpoint.foreign.window import open_window
 from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
-from lockstep.checkpoint.tensor_file import DTYPES, Piece, read_header
+from lockstep.checkpoint.tensor_file import DTYPES, Piece
 from lockstep.comm.tensor_parts import Part
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
@@ -203,14 +202,15 @@ def _faults(reader: CheckpointReader) -> list[str]:
 def show_checkpoint(directory: Path, step: int | None, pattern: str, *, with_values: bool) -> int:
     """Print the tensors whose paths match, and values where asked; 1 where nothing does."""
     with open_checkpoint(checkpoint_of(directory, step)) as reader:
-        manifest, files = reader.manifest, _files_of(reader)
+        manifest, files = reader.manifest, reader.files_of_tensors()
     rows, count, total = [], 0, 0
     for path, (dtype, shape) in manifest.tensors.items():
         if _matches(path, pattern):
             size = Piece(path, dtype, Part((), shape)).nbytes
             count, total = count + 1, total + size
             name = str(DTYPES[dtype]).removeprefix("torch.")
-            rows.append((path, name, str(list(shape)), size_text(size), ", ".join(files.get(path, ()))))
+            places = ", ".join(file.removesuffix(".safetensors") for file in files.get(path, ()))
+            rows.append((path, name, str(list(shape)), size_text(size), places))
     rows += [(path, "is", of, "", "") for path, of in manifest.aliases.items() if _matches(path, pattern)]
     values = {path: value for path, value in manifest.values.items() if _matches(path, pattern)}
     if not rows and not values:
@@ -226,16 +226,6 @@ def show_checkpoint(directory: Path, step: int | None, pattern: str, *, with_val
     more = f"; {len(values)} values, seen with --values" if values and not with_values else ""
     print(f"{count} tensor{'' if count == 1 else 's'}, {size_text(total)}{more}")
     return 0
-
-
-def _files_of(reader: CheckpointReader) -> dict[str, list[str]]:
-    """Which files have parts of a tensor, by its path."""
-    found: dict[str, list[str]] = {}
-    for name, record in reader.manifest.files.items():
-        with open_window(reader.folder / name) as file:
-            for piece, _ in read_header(file.read, record.bytes, file.name):
-                found.setdefault(piece.path, []).append(name.removesuffix(".safetensors"))
-    return found
 
 
 def _matches(path: str, pattern: str) -> bool:

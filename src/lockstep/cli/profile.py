@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +13,9 @@ from typing import Annotated
 import tyro
 
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.chrome_trace import merge_files
 from lockstep.observe.profile.run_record import Run, read_run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.verdict import Verdict, judge
-from lockstep.observe.profile.window import PROFILE, RUN, read_window
 
 _MATMUL, _MATMUL_S = 1024, 0.3
 _PAIRS_MAX = 5
@@ -141,22 +139,3 @@ def measured_peak(threads: int) -> float:
     finally:
         torch.set_num_threads(before)
     return 2 * _MATMUL**3 / best
-
-
-def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
-    """Merge the windows of torch.profiler that the ranks have left, and say where the record of the run lies.
-
-    is_quiet: say nothing, because the run has failed and that is the last word.
-    """
-    place = environ.get(RUN, "")
-    if not place or not any(Path(place).glob("rank-*.jsonl")):
-        return
-    steps = read_window(environ.get(PROFILE, ""))
-    found = merge_files(read_run(Path(place)), steps) if steps else None
-    if is_quiet:
-        return
-    if found is not None:
-        path, ranks, residual_us = found
-        ends = f"collectives end within {residual_us:.0f} us"
-        print(f"lockstep: trace of {ranks} ranks in {path}, {ends}", file=sys.stderr)
-    print(f"lockstep: where the time went: lockstep profile {os.path.relpath(place)}", file=sys.stderr)

@@ -27,7 +27,7 @@ def run(words: Sequence[str]) -> int:
         folder = stack.enter_context(private_folder())
         job = read_flags(words, folder, server)
         code = launch(job, settle)
-    from lockstep.cli.profile import tell_record
+    from lockstep.cli.report import tell_record
 
     tell_record(job.supervision.variables, is_quiet=code != 0)
     return code

@@ -91,10 +91,9 @@ def train(words: Sequence[str]) -> int:
         raise ConfigError(f"--restarts {command.restarts} --grace_s {command.grace_s}: neither can be below 0")
     processes = choose_processes(command.run, smallest, largest)
     print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
-    if processes == 1 and not command.restarts:
-        return run_rank(command, place)
-    code = _launch(command, words, processes, smallest or processes)
-    from lockstep.cli.profile import tell_record
+    is_alone = processes == 1 and not command.restarts
+    code = run_rank(command, place) if is_alone else _launch(command, words, processes, smallest or processes)
+    from lockstep.cli.report import tell_record
 
     tell_record({RUN: str(command.run.out / "profile"), PROFILE: command.profile}, is_quiet=code != 0)
     return code
@@ -147,6 +146,7 @@ def _launch(command: TrainCommand, words: Sequence[str], processes: int, smalles
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with leaving_at_once() as settle, loading_ahead(_MODULES) as server:
         from lockstep.launch.agent import Supervision
+        from lockstep.launch.launch_log import LaunchLog
         from lockstep.launch.launcher import Launch, launch, local_config
 
         supervision = Supervision(
@@ -156,6 +156,7 @@ def _launch(command: TrainCommand, words: Sequence[str], processes: int, smalles
             again="the same command with --resume auto",
             fits=partial(_fits, command.run),
             newest=partial(newest_step, command),
+            log=LaunchLog(command.run.out / "profile", command=["lockstep", "train", *words], is_ours=False),
         )
         program = Program("module", "lockstep", ("train", *words))
         with private_folder() as folder:

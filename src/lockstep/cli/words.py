@@ -11,7 +11,11 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
     def likeness(name: str) -> float:
         whole = difflib.SequenceMatcher(None, word, name).ratio()
-        last = difflib.SequenceMatcher(None, word.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+        last = difflib.SequenceMatcher(None, _last(word), _last(name)).ratio()
         return whole + last
 
     return max(names, key=likeness)
+
+
+def _last(option: str) -> str:
+    return option.rpartition(".")[2].lstrip("-")

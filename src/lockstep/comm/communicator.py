@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm import objects
+from lockstep.comm.algorithms.choice import by_messages
 from lockstep.comm.farewell import end_what_others_wait_for
-from lockstep.comm.op import CommOp, Kind, Reduction, ThenWork, Work
+from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Kind, Reduction, ThenWork, Work
 from lockstep.comm.operands import SUM_LIKE, WIDER, check_reduction, dense, in_place, in_place_list
 from lockstep.comm.pulse import open_pulse
 from lockstep.comm.transport import Transport
@@ -27,6 +28,8 @@ class Communicator:
 
     Every operation takes tensors of any shape, also non-contiguous and empty ones. By default it blocks until the
     result may be read; with `async_op=True` it returns at once and `Work.wait()` is the moment. Both return a `Work`.
+    A collective is the transport's own, or made of messages where `algorithm=` names one of `algorithms.choice`; that
+    is the same on all ranks, and blocks.
 
     Collective: every rank of the group calls the same operations in the same order (messages are between two ranks).
     Raises: ConfigError before anything is sent, for arguments that cannot be right; CommError from the waiting.
@@ -162,25 +165,34 @@ class Communicator:
 
     # ------------------------------------------------------------------ one to all, all to one
 
-    def broadcast(self, tensor: Tensor, src: int = 0, *, async_op: bool = False, label: str = "") -> Work:
+    def broadcast(
+        self, tensor: Tensor, src: int = 0, *, algorithm: str | None = None, async_op: bool = False, label: str = ""
+    ) -> Work:
         """Every rank's `tensor` becomes rank `src`'s. Same shape and dtype everywhere."""
         self._check_peer("src", src)
         flat, copy_back = in_place(tensor)
         inputs = (flat,) if self.rank == src else ()
-        return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, peer=src)
+        return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, src, algorithm=algorithm)
 
     def reduce(
-        self, tensor: Tensor, dst: int = 0, reduce: Reduction = "sum", *, async_op: bool = False, label: str = ""
+        self,
+        tensor: Tensor,
+        dst: int = 0,
+        reduce: Reduction = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        label: str = "",
     ) -> Work:
         """Rank `dst`'s `tensor` becomes the reduction over all ranks; on the others it keeps its value."""
         self._check_peer("dst", dst)
         check_reduction(reduce, tensor)
         if self.rank == dst:
             flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
-            return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, peer=dst, reduce=reduce)
+            return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, dst, reduce, algorithm)
         flat = dense(tensor)
         flat = torch.view_as_real(flat) if flat.is_complex() else flat
-        return self._collective("reduce", (flat,), (), None, async_op, label, peer=dst, reduce=reduce)
+        return self._collective("reduce", (flat,), (), None, async_op, label, dst, reduce, algorithm)
 
     def gather(
         self,
@@ -215,14 +227,28 @@ class Communicator:
 
     # ------------------------------------------------------------------ all to all
 
-    def all_reduce(self, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = "") -> Work:
+    def all_reduce(
+        self,
+        tensor: Tensor,
+        reduce: Reduction = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        label: str = "",
+    ) -> Work:
         """Every rank's `tensor` becomes the reduction over all ranks: the same bits everywhere. Equal shapes."""
         check_reduction(reduce, tensor)
         flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
-        return self._collective("all_reduce", (flat,), (flat,), copy_back, async_op, label, reduce=reduce)
+        return self._collective("all_reduce", (flat,), (flat,), copy_back, async_op, label, None, reduce, algorithm)
 
     def all_gather(
-        self, tensor_list: Sequence[Tensor], tensor: Tensor, *, async_op: bool = False, label: str = ""
+        self,
+        tensor_list: Sequence[Tensor],
+        tensor: Tensor,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        label: str = "",
     ) -> Work:
         """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks, if every rank's list says so."""
         self._check_list("tensor_list", tensor_list, tensor)
@@ -232,15 +258,25 @@ class Communicator:
                 f"elements, but this rank's tensor has {tensor.numel()}"
             )
         outputs, copy_back = in_place_list(tensor_list)
-        return self._collective("all_gather", (dense(tensor),), outputs, copy_back, async_op, label)
+        return self._collective(
+            "all_gather", (dense(tensor),), outputs, copy_back, async_op, label, algorithm=algorithm
+        )
 
     def all_gather_into_tensor(
-        self, output: Tensor, tensor: Tensor, *, async_op: bool = False, label: str = ""
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        label: str = "",
     ) -> Work:
         """`output` [W * n] becomes the ranks' `tensor` [n] one after the other; `tensor` may be part of it."""
         self._check_even("all_gather_into_tensor", whole=output, part=tensor)
         flat, copy_back = in_place(output)
-        return self._collective("all_gather", (dense(tensor),), (flat,), copy_back, async_op, label)
+        return self._collective(
+            "all_gather", (dense(tensor),), (flat,), copy_back, async_op, label, algorithm=algorithm
+        )
 
     def reduce_scatter(
         self,
@@ -248,6 +284,7 @@ class Communicator:
         input_list: Sequence[Tensor],
         reduce: Reduction = "sum",
         *,
+        algorithm: str | None = None,
         async_op: bool = False,
         label: str = "",
     ) -> Work:
@@ -264,10 +301,17 @@ class Communicator:
         inputs = tuple(dense(t) for t in input_list)
         if output.is_complex():
             inputs = tuple(torch.view_as_real(t) for t in inputs)
-        return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, reduce=reduce)
+        return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, None, reduce, algorithm)
 
     def reduce_scatter_tensor(
-        self, output: Tensor, tensor: Tensor, reduce: Reduction = "sum", *, async_op: bool = False, label: str = ""
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        reduce: Reduction = "sum",
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        label: str = "",
     ) -> Work:
         """`output` [n] becomes this rank's part of the reduction of `tensor` [W * n]; it may be that part itself.
 
@@ -279,21 +323,29 @@ class Communicator:
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
         whole = dense(tensor)
         whole = torch.view_as_real(whole) if whole.is_complex() else whole
-        return self._collective("reduce_scatter", (whole,), (flat,), copy_back, async_op, label, reduce=reduce)
+        return self._collective(
+            "reduce_scatter", (whole,), (flat,), copy_back, async_op, label, None, reduce, algorithm
+        )
 
     def all_to_all(
-        self, output_list: Sequence[Tensor], input_list: Sequence[Tensor], *, async_op: bool = False, label: str = ""
+        self,
+        output_list: Sequence[Tensor],
+        input_list: Sequence[Tensor],
+        *,
+        algorithm: str | None = None,
+        async_op: bool = False,
+        label: str = "",
     ) -> Work:
         """`output_list[r]` becomes what rank r has in `input_list[rank]`. Sizes may differ; pairs must agree."""
         self._check_list("output_list", output_list)
         self._check_list("input_list", input_list, output_list[0])
         outputs, copy_back = in_place_list(output_list)
         inputs = tuple(dense(t) for t in input_list)
-        return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label)
+        return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label, algorithm=algorithm)
 
-    def barrier(self, *, async_op: bool = False, label: str = "") -> Work:
+    def barrier(self, *, algorithm: str | None = None, async_op: bool = False, label: str = "") -> Work:
         """Return when every rank has called it."""
-        return self._collective("barrier", (), (), None, async_op, label)
+        return self._collective("barrier", (), (), None, async_op, label, algorithm=algorithm)
 
     # ------------------------------------------------------------------ small JSON objects
 
@@ -352,10 +404,13 @@ class Communicator:
         label: str,
         peer: int | None = None,
         reduce: Reduction | None = None,
+        algorithm: str | None = None,
     ) -> Work:
         if self._closed:
             raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
         op = CommOp(self._collectives, kind, inputs, outputs, peer, reduce, 0, label, (), async_op)
+        if algorithm is not None:
+            op = by_messages(self, op, algorithm)
         work = self.transport.submit(op)
         self._pulse.beat()
         self._collectives += 1
@@ -397,8 +452,8 @@ class Communicator:
 
     @staticmethod
     def _check_tag(tag: int) -> None:
-        if not 0 <= tag < 2**31 - 1:
-            raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 2")
+        if not 0 <= tag < COLLECTIVE_TAG:
+            raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 3")
 
     def _check_list(self, argument: str, tensors: Sequence[Tensor], beside: Tensor | None = None) -> None:
         if len(tensors) != self.world_size:

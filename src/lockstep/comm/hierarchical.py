@@ -100,6 +100,8 @@ class HierarchicalTransport(Transport):
     def submit(self, op: CommOp) -> Work:
         if self._closed:
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
+        if op.algorithm is not None:
+            return op.algorithm.start(op)
         if op.kind in ("send", "recv", "batch_send_recv"):
             return self.beneath.submit(op)
         check_on_cpu(op)

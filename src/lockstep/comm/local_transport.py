@@ -165,6 +165,8 @@ class LocalTransport(Transport):
         self._shared = 0
 
     def submit(self, op: CommOp) -> Work:
+        if op.algorithm is not None:
+            return op.algorithm.start(op)
         if op.kind == "batch_send_recv":
             return AllWork([self.submit(part) for part in op.parts])
         group = self._group

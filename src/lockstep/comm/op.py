@@ -30,6 +30,7 @@ Kind = Literal[
 ]
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "min", "max", "product")
+COLLECTIVE_TAG = 2**31 - 2  # of messages that a collective is made of; users have the tags below
 
 
 class CommOp(NamedTuple):
@@ -63,6 +64,7 @@ class CommOp(NamedTuple):
     label: str = ""  # what it is for, in the caller's words: "bucket3", "init.weights"
     parts: tuple[CommOp, ...] = ()
     async_op: bool = True  # False: the caller waits at once, so a transport may do the work in `wait`
+    algorithm: Algorithm | None = None  # carries this collective out by messages, in place of the transport
 
     @property
     def nbytes(self) -> int:
@@ -89,6 +91,8 @@ def signature(op: CommOp) -> str:
             words.append("in " + str(op.outputs[0].dtype).removeprefix("torch."))
     if op.peer is not None and op.kind not in ("send", "recv"):
         words.append(f"root={op.peer}")
+    if op.algorithm is not None:
+        words.append(f"by {op.algorithm.name}")
     return " ".join(words)
 
 
@@ -96,7 +100,8 @@ def describe(op: CommOp) -> str:
     """The signature with what only this rank knows: number, peer, label, sizes."""
     text = f"{signature(op)} (seq {op.seq}"
     if op.kind in ("send", "recv"):
-        text += f", {'to' if op.kind == 'send' else 'from'} rank {'any' if op.peer is None else op.peer}, tag {op.tag}"
+        text += f", {'to' if op.kind == 'send' else 'from'} rank {'any' if op.peer is None else op.peer}"
+        text += f", tag {op.tag}" if op.tag != COLLECTIVE_TAG else ""
     if op.label:
         text += f", {op.label!r}"
     return text + f", {op.nbytes} bytes)"
@@ -121,6 +126,16 @@ class Work(abc.ABC):
     def source_rank(self) -> int | None:
         """For a finished recv from any rank: the rank the message came from. None for every other operation."""
         return None
+
+
+class Algorithm(abc.ABC):
+    """A way to carry out collectives by messages, see `comm/algorithms/`."""
+
+    name: str
+
+    @abc.abstractmethod
+    def start(self, op: CommOp) -> Work:
+        """What a transport does with `op`, which asks for it. Its messages pass all layers, as any message does."""
 
 
 class DoneWork(Work):

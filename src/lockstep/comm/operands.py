@@ -76,6 +76,11 @@ def check_on_cpu(op: CommOp) -> None:
     for tensor in (*op.inputs, *op.outputs):
         if not tensor.is_cpu:
             raise ConfigError(f"{op.kind} of a tensor on {tensor.device}: this communicator is for tensors on the CPU")
+    check_reducible(op)
+
+
+def check_reducible(op: CommOp) -> None:
+    """Raises: ConfigError where torch has no such reduction of this dtype."""
     if op.reduce is not None and not is_reducible(op.inputs[0].dtype, op.reduce):
         raise ConfigError(
             f"{op.kind} of {op.inputs[0].dtype}: the {op.reduce} of this dtype cannot be computed; convert it first, "

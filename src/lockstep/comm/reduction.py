@@ -31,6 +31,11 @@ _COMBINE: dict[Reduction, Callable[..., Tensor]] = {
 }
 
 
+def combine(left: Tensor, right: Tensor, reduce: Reduction, out: Tensor) -> None:
+    """One step of a reduction, into `out`, which may be one of the two; of a mean it is the sum."""
+    _COMBINE[reduce](left, right, out=out)
+
+
 def tree_reduce(parts: Sequence[Tensor], reduce: Reduction) -> Tensor:
     """The reduction of `parts` in a balanced binary tree: neighbours first, then neighbouring pairs, ...
 

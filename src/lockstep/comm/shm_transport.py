@@ -130,6 +130,8 @@ class ShmTransport(Transport):
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
         if op.kind == "batch_send_recv":
             return AllWork([self.submit(part) for part in op.parts])
+        if op.algorithm is not None:
+            return op.algorithm.start(op)
         check_on_cpu(op)
         if op.kind in ("send", "recv"):
             return self._mail.submit(op, self)

@@ -50,8 +50,8 @@ class Part(NamedTuple):
 class TensorPieces:
     """Boxes of a whole tensor, for what no DTensor can say: state of elements that begin in the middle of a row.
 
-    Every element of the whole is in one piece, of one rank, or of several that have equal boxes. A rank without any has
-    no pieces, but names the tensor too.
+    Every element of the whole is in a piece of some rank; groups of ranks may have copies, in other boxes. A rank
+    without any has no pieces, but names the tensor too.
     """
 
     dtype: torch.dtype

@@ -7,6 +7,7 @@ has checked. Where a backend lacks a form (uneven lists, a mean, a dtype) it is 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -150,6 +151,8 @@ class TorchTransport(Transport):
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
         if self.aborted is not None:
             return Refused(blamed_on(self.aborted, CommError(f"{describe(op)}: aborted on rank {self.rank}")))
+        if op.algorithm is not None:
+            return op.algorithm.start(op)
         try:
             return _START[op.kind](self, op)
         except RuntimeError as error:  # Gloo refuses at once what needs a lost connection: that is for `wait` to say
@@ -427,6 +430,14 @@ def has_default_group() -> bool:
 def destroy_default_group() -> None:
     """End the default group of torch.distributed, whoever made it, and with it all others."""
     dist.destroy_process_group()
+
+
+def forget_meshes() -> None:
+    """Make torch find out about DTensors anew: what it keeps holds meshes, also those whose groups have ended."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()
 
 
 _START: dict[str, Callable[[TorchTransport, CommOp], Work]] = {

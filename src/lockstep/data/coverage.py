@@ -17,9 +17,8 @@ Steele, Lea and Flood 2014 (splitmix64). It finds faults, not forgeries: the has
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -27,59 +26,20 @@ import numpy.typing as npt
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_names import communicator_over
-from lockstep.data.permutation import scramble
 from lockstep.errors import DataError
+from lockstep.observe.profile.notes import note, takes_notes
+from lockstep.observe.tally import (
+    CHUNK,
+    Ids,
+    Tally,
+    bins_of,
+    coverage_fields,
+    tally_from,
+    tally_of,
+    whole_tally,
+)
 
-DIGEST_BYTES = 24
 MAX_EPOCHS = 1 << 20  # of one state: a damaged one cannot ask for all memory
-
-_COUNT_BYTES = 8
-_WORD, _SUM = 1 << 64, 1 << 128
-_CHUNK = 1 << 14  # ids hashed at a time: their words stay in the processor's cache
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_KEYS = np.uint64(0x6C6F636B73746570), np.uint64(0xD1B54A32D192ED03)  # of the low and of the high word
-
-Ids = Sequence[int] | npt.NDArray[np.int64]
-
-
-@final
-@dataclass(frozen=True)
-class Tally:
-    """How many samples, and the sum of their hashes. Tallies of parts add up to the tally of the whole."""
-
-    count: int = 0
-    total: int = 0
-
-    def __add__(self, other: Tally) -> Tally:
-        return Tally(self.count + other.count, (self.total + other.total) % _SUM)
-
-    def __sub__(self, other: Tally) -> Tally:
-        return Tally(self.count - other.count, (self.total - other.total) % _SUM)
-
-    def digest(self) -> bytes:
-        """Shapes: 24 bytes, the count first, little-endian."""
-        return (self.count % _WORD).to_bytes(_COUNT_BYTES, "little") + self.total.to_bytes(16, "little")
-
-
-def tally_of(ids: Ids) -> Tally:
-    """The tally of `ids`, each counted as often as it is there. About 20 million a second."""
-    words = np.asarray(ids, dtype=np.int64).astype(np.uint64)
-    total = sum(_sum_of_hashes(words[first : first + _CHUNK]) for first in range(0, len(words), _CHUNK))
-    return Tally(len(words), total % _SUM)
-
-
-@lru_cache(maxsize=16)
-def whole_tally(length: int) -> Tally:
-    """The tally of [0, length), each once: what a complete epoch has."""
-    parts = (np.arange(first, min(first + _CHUNK, length)) for first in range(0, length, _CHUNK))
-    return sum((tally_of(part) for part in parts), start=Tally())
-
-
-def tally_from(digest: bytes) -> Tally:
-    """The tally whose digest this is. Raises: DataError for another number of bytes."""
-    if len(digest) != DIGEST_BYTES:
-        raise DataError(f"a coverage digest has {DIGEST_BYTES} bytes, not {len(digest)}")
-    return Tally(int.from_bytes(digest[:_COUNT_BYTES], "little"), int.from_bytes(digest[_COUNT_BYTES:], "little"))
 
 
 class Verdict(NamedTuple):
@@ -118,11 +78,13 @@ class Coverage:
         self._unhashed, self._unhashed_epoch = array("q"), 0  # the last of its own: many small lists at once
         self._given: dict[int, Tally] = {}  # this rank's part of what met, since the state was loaded
         self._tails: dict[int, Tail] = {}
+        self._bins: dict[int, npt.NDArray[np.int64]] = {}  # of its own: how many in each part of the epoch
+        self._told: tuple[int, Tally] | None = None  # what was written down last
         self._unknown_through = -1  # epochs whose beginning was not counted: a state without sums was loaded
 
     def add(self, ids: Ids, epoch: int = 0) -> None:
         """This rank has trained on `ids`."""
-        if epoch != self._unhashed_epoch or len(self._unhashed) >= _CHUNK:
+        if epoch != self._unhashed_epoch or len(self._unhashed) >= CHUNK:
             self._hash()
             self._unhashed_epoch = epoch
         if isinstance(ids, list):
@@ -132,8 +94,9 @@ class Coverage:
 
     def _hash(self) -> None:
         if self._unhashed:
-            new, epoch = tally_of(np.frombuffer(self._unhashed, dtype=np.int64)), self._unhashed_epoch
-            self._own[epoch] = self._own.get(epoch, Tally()) + new
+            ids, epoch = np.frombuffer(self._unhashed, dtype=np.int64), self._unhashed_epoch
+            self._own[epoch] = self._own.get(epoch, Tally()) + tally_of(ids)
+            self._bins[epoch] = self._bins.get(epoch, 0) + bins_of(ids, self.length)
             self._unhashed = array("q")
 
     def restart(self, epoch: int, start: int = 0) -> None:
@@ -143,6 +106,7 @@ class Coverage:
         """
         self._hash()
         self._tails.pop(epoch, None)
+        self._bins.pop(epoch, None)
         if start:
             self._own[epoch] = Tally() - self._given.get(epoch, Tally())
         else:
@@ -154,12 +118,14 @@ class Coverage:
         self._tails[epoch] = Tail(tally_of(repeated), tally_of(dropped))
 
     def combine(self, comm: Communicator | None = None) -> None:
-        """Put together what every rank has added since the last meeting.
+        """Put together what every rank has added since the last meeting; the record of the run has it then.
 
         comm: the ranks; None makes one of torch's default group for this call.
         Collective: every rank; blocks.
         """
+        self._hash()
         if self.world_size == 1:
+            self._note()
             return
         if comm is not None:
             self._meet(comm)
@@ -168,7 +134,6 @@ class Coverage:
             self._meet(default)
 
     def _meet(self, comm: Communicator) -> None:
-        self._hash()
         own = [[epoch, tally.count, f"{tally.total:x}"] for epoch, tally in self._own.items()]
         for rank, part in enumerate(comm.all_gather_object(own, label="coverage")):
             for epoch, count, total in part:
@@ -177,6 +142,27 @@ class Coverage:
                 if rank == comm.rank:
                     self._given[epoch] = self._given.get(epoch, Tally()) + added
         self._own.clear()
+        self._note()
+
+    def _note(self) -> None:
+        """Write down what is known of the epochs of which samples were used since the last time."""
+        newest = max(self._bins, default=0)
+        for epoch, bins in self._bins.items() if takes_notes() else ():
+            own = self._given.get(epoch, Tally()) + self._own.get(epoch, Tally())
+            used, tail = self.tally(epoch), self._tails.get(epoch, Tail())
+            total: dict[str, Any] = {"samples": used.count, "digest": used.digest().hex()}
+            right = self.length + tail.repeated.count - tail.dropped.count
+            if used.count < right:
+                total["verdict"] = f"{used.count} of {right} samples so far"
+            else:
+                verdict = self.verdict(epoch)
+                total |= {"verdict": "exact" if verdict.is_exact else verdict.words, "words": verdict.words}
+            if self._told == (epoch, used):
+                continue
+            self._told = epoch, used
+            later = partial(coverage_fields, self.length, own, bins)
+            note("coverage", later, epoch=epoch, total=total, repeated=tail.repeated.count, dropped=tail.dropped.count)
+        self._bins = {epoch: bins for epoch, bins in self._bins.items() if epoch == newest}
 
     @property
     def is_combined(self) -> bool:
@@ -281,11 +267,4 @@ class Coverage:
         except (KeyError, TypeError, ValueError) as error:
             raise DataError(f"the coverage in the state is damaged: {error}") from error
         self._met, self._tails, self._unknown_through = met, tails, unknown_through
-        self._own, self._given, self._unhashed = {}, {}, array("q")
-
-
-def _sum_of_hashes(words: npt.NDArray[np.uint64]) -> int:
-    low, high = (scramble(scramble(words * _GOLDEN + key)) for key in _KEYS)
-    # The low words' sum carries into the high ones: halves of 32 bits add up without loss.
-    halves = int((low & np.uint64(0xFFFFFFFF)).sum()) + (int((low >> np.uint64(32)).sum()) << 32)
-    return halves + (int(high.sum()) << 64)
+        self._own, self._given, self._bins, self._unhashed = {}, {}, {}, array("q")

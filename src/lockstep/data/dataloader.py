@@ -6,6 +6,7 @@ inside, whose dataset numbers the batches and seeds the generators. So nothing p
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar, final, get_args
 
@@ -17,7 +18,7 @@ from lockstep.data.batches import BatchPass, BatchSource
 from lockstep.data.coverage import Coverage
 from lockstep.data.cursor import STATE_VERSION, check_state
 from lockstep.data.sample_log import sample_record
-from lockstep.data.sample_rng import Collate, KeyedDataset, Reply, SeedPer, StartWorker, epoch_key, generators_kept
+from lockstep.data.sample_rng import Collate, GeneratorsKept, KeyedDataset, Reply, SeedPer, StartWorker, epoch_key
 from lockstep.data.sampler import DistributedSampler
 from lockstep.errors import ConfigError, DataError, UnsupportedArgument
 
@@ -30,11 +31,12 @@ class DataLoader(TorchDataLoader[T]):
     sampler: lockstep's `DistributedSampler`; without one, every sample, in `shuffle`d order if asked for.
     seed: of that order and of random numbers. None takes the sampler's, else the `generator`'s initial seed, else 0.
         From a generator no number is drawn.
-    seed_per: what makes the random numbers of a dataset (crops, noise) the same after a restart. "batch": each worker's
-        generators are seeded before each batch, from its place in the epoch: exact for the same number of ranks and
-        batch size. Without workers the dataset draws from the script's own generators, as in torch: those a checkpoint
-        holds as `lockstep.rng_state()`. "sample": seeded before each sample, with workers or without: exact for any
-        ranks and batches, for some 10 microseconds a sample, and 100 a batch without workers. "never": as in torch.
+    seed_per: what makes the random numbers of a dataset (crops, noise) the same after a restart. "batch": Python's,
+        numpy's and torch's generators are seeded before each batch, from its place in the epoch: exact for the same
+        number of ranks and batch size, with any number of workers. "sample": before each sample: exact for any ranks
+        and batches, for some 10 microseconds a sample. "never": as in torch; without workers the dataset then draws
+        from the script's own generators, whose state a checkpoint holds only as `lockstep.rng_state()`. Otherwise the
+        script's own are as before after each batch, for some 30 microseconds.
 
     A batch counts as trained on once `next()` has handed it out; what workers have prefetched does not. So save after
     the optimizer's step on it. The state is a few numbers that hold for any number of ranks, workers and any batch
@@ -82,8 +84,6 @@ class DataLoader(TorchDataLoader[T]):
         batches = self.batch_sampler
         size, drops = (batches.batch_size, batches.drop_last) if isinstance(batches, BatchSampler) else (1, False)
         self.seed = dealer.seed if seed is None and self.generator is None else _seed_of(seed, self.generator)
-        if seed_per == "batch" and self.num_workers == 0:
-            seed_per = "never"  # keeping the script's generators as they are costs more than loading a small batch
         self._source = BatchSource(dealer, size, drops, self.seed, seed_per)
         self._inner: TorchDataLoader[Any] | None = None
 
@@ -181,16 +181,14 @@ class BatchIterator(Iterator[Any]):
         self._progress = source.latest
         self._replies = replies
         self._length = length
-        self._keeps_generators = num_workers == 0 and source.seed_per == "sample"
+        keeps = num_workers == 0 and source.seed_per != "never"
+        self._generators = GeneratorsKept() if keeps else contextlib.nullcontext()
         self._workers_stay = workers_stay
 
     def __next__(self) -> Any:
         if self._workers_stay and self._source.latest is not self._progress:
             raise DataError("the workers have gone on to a later iter() of this loader: use that one")
-        if self._keeps_generators:
-            with generators_kept():
-                reply = next(self._replies)
-        else:
+        with self._generators:
             reply = next(self._replies)
         self._progress.hand_out(reply.number)
         return reply.value

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lockstep.errors import ConfigError
+from lockstep.observe.tally import scramble
 
 MAX_LENGTH = 2**62
 
@@ -26,8 +27,6 @@ _MIN_BITS = 6
 
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
-_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 
 
 @final
@@ -61,16 +60,6 @@ class KeyedPermutation:
             high ^= scramble(low + first) & self._high_mask
             low ^= scramble(high + second) & self._low_mask
         return (high << self._low_bits) | low
-
-
-def scramble(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64, in place; arithmetic is modulo 2**64."""
-    words ^= words >> _SHIFTS[0]
-    words *= _FACTORS[0]
-    words ^= words >> _SHIFTS[1]
-    words *= _FACTORS[1]
-    words ^= words >> _SHIFTS[2]
-    return words
 
 
 def _round_keys(seed: int, epoch: int) -> list[np.uint64]:

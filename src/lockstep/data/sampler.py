@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, Literal, get_args
 
 from torch.utils.data import Dataset, IterableDataset
@@ -19,6 +20,8 @@ from lockstep.comm.torch_names import default_rank_and_world
 from lockstep.data.cursor import STATE_VERSION, EpochCursor, Pass, check_state
 from lockstep.data.order import Order, Tail, deal, sample_chunks
 from lockstep.errors import ConfigError, DataError, UnsizedDataset
+from lockstep.observe.dealt_samples import DEALT, Dealt
+from lockstep.observe.profile.notes import takes_notes
 
 Pad = Literal["repeat", "none"]
 
@@ -107,8 +110,18 @@ class DistributedSampler(TorchDistributedSampler[int]):
             raise DataError(f"the dataset had {self._length} samples and has {length} now: make a new sampler for it")
         epoch, start = self._cursor.next(length)
         new = Pass(epoch, start, self._deal(start), self.num_replicas, length, self._cursor.seeks)
+        if takes_notes():
+            order = partial(self._samples, range(length), epoch)
+            vars(self)[DEALT] = Dealt(epoch, length, self.total_size, partial(self._first, new), order)
         # No Python runs per sample: chain draws from a chunk's list, and the pass asks its iterator what is left.
         return itertools.chain.from_iterable(self._chunks(new))
+
+    def _samples(self, positions: range, epoch: int) -> list[int]:
+        chunks = sample_chunks(positions, self._length, self.used_order, self.seed, epoch)
+        return list(itertools.chain.from_iterable(chunks))
+
+    def _first(self, new: Pass, count: int) -> list[int]:
+        return self._samples(new.positions[:count], new.epoch)
 
     def _chunks(self, new: Pass) -> Iterator[Iterator[int]]:
         left = self._cursor.begin(new)

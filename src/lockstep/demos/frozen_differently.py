@@ -8,5 +8,4 @@ rank = dist.get_rank()
 model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False), torch.nn.Linear(4, 4, bias=False))
 model[rank].weight.requires_grad_(False)
 ddp = torch.nn.parallel.DistributedDataParallel(model)
-for _ in range(2000):
-    ddp(torch.randn(8, 4)).sum().backward()
+ddp(torch.randn(8, 4)).sum().backward()

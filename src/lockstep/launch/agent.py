@@ -7,6 +7,7 @@ and the decision to restart are lockstep's.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -14,11 +15,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple, final
 
+from torch.distributed import PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -33,6 +36,8 @@ from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as may
 from lockstep.comm.pulse import NONE, PULSE, Beat, create_pulses, read_pulses
 from lockstep.launch.ended import Ended, describe, first_failure, signal_name
 from lockstep.launch.fork_server import Start
+from lockstep.launch.launch_log import LaunchLog
+from lockstep.launch.machines import Machines
 from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.processes import WorkerProcess, reap_strangers
 from lockstep.launch.program import Program
@@ -43,10 +48,14 @@ from lockstep.launch.watch import Watch, process_states
 from lockstep.launch.worker import ERROR_FILE, REQUEUE
 from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.post_mortem import post_mortem
-from lockstep.observe.process_guard import FLIGHT
+from lockstep.observe.process_guard import FLIGHT, STORE
+from lockstep.observe.profile.run_facts import ORIGINS
+from lockstep.observe.profile.writer import attempt_of
 from lockstep.observe.settings import GUARD
 
 _LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
+_OTHERS_END_S = 300.0  # torchrun's: programs of other machines may end later
+_STOPPING_S = 10.0  # beyond the grace: for another machine to hear of it, and to end its processes
 _CONSEQUENCE_S = 2.0  # a rank that saw another one fail may be quicker than that one's own end
 
 
@@ -67,6 +76,8 @@ class Supervision:
     fits: Callable[[int], bool] | None = None  # whether the run can be done by that many processes
     # step of the checkpoint that a start goes on from before it has told of one; NONE: there is none, None: not known
     newest: Callable[[], int | None] = lambda: None
+    log: LaunchLog = field(default_factory=LaunchLog)
+    origins: Mapping[str, str] = field(default_factory=dict)  # how variables came to their values, where that is known
 
 
 class _Request(NamedTuple):
@@ -80,6 +91,7 @@ class _Request(NamedTuple):
 class _Life:
     """One start of the workers, until all have ended."""
 
+    attempt: str  # its name in the record of the run
     workers: Workers
     pulses: Path
     flights: Path
@@ -108,12 +120,15 @@ class Agent(SimpleElasticAgent):
         logs_specs: LogsSpecs,
         prefix: str | None,
         folder: Path,
-        is_alone: bool,
+        machines: tuple[int, int],
     ) -> None:
-        super().__init__(spec, exit_barrier_timeout=300, shutdown_timeout=0)
+        """machines: the least that the run needs, and the most that may come."""
+        super().__init__(spec, shutdown_timeout=0)
         self._program, self._supervision = program, supervision
         self._starter, self._signals = starter, signals
-        self._logs_specs, self._prefix, self._folder, self._is_alone = logs_specs, prefix, folder, is_alone
+        self._logs_specs, self._prefix, self._folder = logs_specs, prefix, folder
+        self._least, self._is_alone = machines[0], machines[1] == 1
+        self._machines: Machines | None = None  # of the last start, where there may be several
         self._generation = -1
         self._life: _Life | None = None
         self._history: list[Fault] = []
@@ -142,6 +157,12 @@ class Agent(SimpleElasticAgent):
             self._worker_group.spec.local_world_size = decision.processes
             self._start_anew()
 
+    def leave_early(self) -> None:
+        """A signal came before there were workers to pass it on to: let the other machines stop too."""
+        if self._machines is not None:
+            self._machines.tell_stop(self._signals.arrived[0])
+            self._meet(self._machines, self._supervision.grace_s)
+
     def _start_anew(self) -> None:
         self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] (torch's decorator has no types)
 
@@ -156,7 +177,7 @@ class Agent(SimpleElasticAgent):
             self._starter.look()
             reap_strangers([*workers.pids().values(), self._starter.server_pid])
             now_s, beats, was_asked = time.monotonic(), read_pulses(life.pulses), life.request is not None
-            life.request = life.request or self._request(life, beats)
+            self._hear(life, beats)
             if now_s >= deadline_s or signals.count > 1:
                 workers.kill()
             elif life.request is None:
@@ -169,10 +190,20 @@ class Agent(SimpleElasticAgent):
                 return False
         return True
 
+    def _hear(self, life: _Life, beats: list[Beat]) -> None:
+        """Find out whether somebody wants the run to stop, and let the other machines know."""
+        if life.request is None:
+            life.request = self._request(life, beats)
+            if life.request is not None and self._machines is not None:
+                self._machines.tell_stop(life.request.number)
+
     def _request(self, life: _Life, beats: list[Beat]) -> _Request | None:
-        """Whether somebody has asked the run to stop: us, or one of the ranks, which has heard it or ended by it."""
+        """Whether somebody has asked the run to stop: us, another machine, or a rank, that has heard or died of it."""
         if self._signals.count:
             return _Request(self._signals.arrived[0], "stopping; once more ends all processes at once")
+        told = None if self._machines is None else self._machines.told_stop()
+        if told is not None:
+            return _Request(told.number, f"{told.host} was asked to stop by {signal_name(told.number)}: stopping")
         if life.are_asked_to_end:
             return None
         for beat in beats:
@@ -215,6 +246,7 @@ class Agent(SimpleElasticAgent):
         if now_s < life.look_s or not pids:
             return
         life.look_s = now_s + _LOOK_S
+        self._supervision.log.flush()
         stuck = life.watch.look(now_s, process_states(pids), beats)
         if stuck is not None:
             what = f"{stuck.what} ({stuck.detail})" if stuck.detail else stuck.what
@@ -229,7 +261,8 @@ class Agent(SimpleElasticAgent):
         shutil.rmtree(life.flights)
         self._committed = max([self._committed, *(beat.committed for beat in beats)])
         ended = life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills)
-        life.request = life.request or self._request(life, beats)
+        self._supervision.log.ended(life.attempt, ended, found)
+        self._hear(life, beats)
         life.shall_stop = life.request is not None or any(e.was_stopped for e in ended)
         return ended, beats
 
@@ -267,24 +300,31 @@ class Agent(SimpleElasticAgent):
 
     def _end(self, ended: list[Ended], life: _Life, decision: Decision | None) -> RunResult:
         """The run is over."""
-        newest = self.newest
-        self.exit_code = exit_code_of(ended, decision, newest=newest, will_not_wait=self._signals.count > 1)
         failures = life.workers.failures(self._ranks())
         if {e.exit_code for e in ended} <= {0, REQUEUE}:
             failures = {}
-        elif decision is not None and not decision.restart:
+        machines = self._machines
+        if machines is not None and life.shall_stop and not machines.can_spare_one:
+            self._meet(machines, self._supervision.grace_s + _STOPPING_S)
+        elif machines is not None and not failures:
+            self._meet(machines, _OTHERS_END_S)
+        newest = self.newest
+        self.exit_code = exit_code_of(ended, decision, newest=newest, will_not_wait=self._signals.count > 1)
+        if failures and decision is not None and not decision.restart:
             first = first_failure(ended)
             assert first is not None
             _tell_launcher_above(life.workers.error_files, first, self._ranks())
-        elif not any(e.exit_code == REQUEUE for e in ended):
+        elif failures and not any(e.exit_code == REQUEUE for e in ended):
             how = "the processes were ended before they could save" if any(e.was_ended for e in ended) else "stopped"
             say(how if newest in (None, NONE) else f"{how}; the newest checkpoint is that of step {newest}")
         state = WorkerState.FAILED if failures else WorkerState.SUCCEEDED
         self._worker_group.state = state
-        if not failures and not self._is_alone:
-            self._exit_barrier()
         well = [rank for rank in self._ranks().values() if rank not in failures]
         return RunResult(state, return_values=dict.fromkeys(well), failures=failures)
+
+    def _meet(self, machines: Machines, limit_s: float) -> None:
+        """Wait for the other machines' ends: who holds the store leaves last, and all know of the same checkpoints."""
+        self._committed = machines.meet(self._committed, limit_s, self._signals)
 
     def _ranks(self) -> dict[int, int]:
         return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
@@ -298,19 +338,25 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """torch's, and then all machines agree on the number of this start: their next ones may differ."""
         worker_group.store = self._store = None  # the last start's, whose port may be asked for again
-        with self._signals.raising():  # other machines may never come
+        listening = nullcontext() if self._machines is None else self._machines.listening()
+        with self._signals.raising(), listening:  # other machines may never come
             super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
             store: Any
             store, here, machines = worker_group.store, worker_group.group_rank, worker_group.group_world_size
             store.set(f"lockstep/generation/{here}", str(self._generation + 1))
             numbers = store.multi_get([f"lockstep/generation/{machine}" for machine in range(machines or 1)])
         self._generation = max(int(number) for number in numbers)
+        if not self._is_alone:
+            self._machines = Machines(store, here or 0, machines or 1, self._least)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec, generation = worker_group.spec, self._generation
         pulses, flights = self._folder / f"pulse-{generation}", self._folder / f"flight-{generation}"
         create_pulses(pulses, spec.local_world_size)
         flights.mkdir()
+        place = (
+            "" if self._is_alone else _place_of(worker_group.store, f"{spec.rdzv_handler.get_run_id()}/{generation}")
+        )
         envs = {}
         for worker in worker_group.workers:
             env = environment_of(
@@ -322,10 +368,11 @@ class Agent(SimpleElasticAgent):
                 uses_agent_store=spec.rdzv_handler.use_agent_store,
             )
             if not spec.virtual_local_rank:  # under which no worker knows its place on this machine
-                env |= {PULSE: str(pulses), FLIGHT: str(flights)}
+                env |= {PULSE: str(pulses), FLIGHT: str(flights), STORE: place}
             env |= self._supervision.variables
             if self._supervision.guard:
                 env[GUARD] = self._supervision.guard
+            env[ORIGINS] = json.dumps({**dict.fromkeys(env, "launcher"), **self._supervision.origins})
             envs[worker.local_rank] = env
         filters = {
             "duplicate_stdout_filters": spec.duplicate_stdout_filters,
@@ -334,7 +381,9 @@ class Agent(SimpleElasticAgent):
         workers = Workers(spec.role, self._program, envs, self._logs_specs, self._prefixes(worker_group), **filters)
         limits = self._supervision
         watch = Watch(limits.stopped_limit_s, limits.hang_limit_s)
-        self._life = _Life(workers, pulses, flights, watch, time.monotonic(), out_of_memory_kills())
+        attempt = attempt_of(next(iter(envs.values())))
+        limits.log.attempt(attempt, worker_group.workers[0].world_size, flights)
+        self._life = _Life(attempt, workers, pulses, flights, watch, time.monotonic(), out_of_memory_kills())
         workers.start_with(self._start_worker)
         return workers.pids()
 
@@ -366,6 +415,13 @@ class Agent(SimpleElasticAgent):
         if self._life is not None:
             self._life.workers.close(signal.SIGKILL)
             self._life = None
+
+
+def _place_of(store: Any, run: str) -> str:
+    """Where this start's guards meet: a corner of the machines' store; "" where that takes no connections."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f"{store.host}:{store.port}/lockstep/guard/{run}" if isinstance(store, TCPStore) else ""
 
 
 def _tell_launcher_above(error_files: dict[int, str], first: Ended, ranks: dict[int, int]) -> None:

@@ -26,10 +26,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.launch.preload import WITH_TORCH, is_installed
-from lockstep.launch.program import Program, read_program, run_program
+from lockstep.launch.program import DEBUG, Program, read_program, run_program
 from lockstep.launch.worker import die_with_launcher
 
-DEBUG = "LOCKSTEP_DEBUG"  # set to anything: failed imports of the fork server are told
 _HEADER = struct.Struct("!I")
 
 

@@ -69,6 +69,7 @@ def launch(job: Launch, settle: Callable[[], None] = lambda: None) -> int:
     ranks time to save; a second one kills them.
     """
     silence_torch()
+    job.supervision.log.begin()
     gc.freeze()  # or the interpreter walks all that torch has made once more when it ends, for a second
     numbers = stop_numbers(job.config.signals_to_handle)
     variables = {
@@ -87,13 +88,15 @@ def launch(job: Launch, settle: Callable[[], None] = lambda: None) -> int:
             server=job.server,
         )
         try:
-            return _supervise(job, starter, signals)
+            code = _supervise(job, starter, signals)
         except (RendezvousError, DistError, LaunchError) as error:
             say(f"{type(error).__name__}: {error}")
-            return 1
+            code = 1
         finally:
             starter.close()
             settle()
+    job.supervision.log.over(code)
+    return code
 
 
 def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
@@ -137,12 +140,13 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         logs_specs=logs,
         prefix=config.log_line_prefix_template,
         folder=job.folder,
-        is_alone=config.max_nodes == 1,
+        machines=(config.min_nodes, config.max_nodes),
     )
     try:
         result = agent.run()
     except StoppedEarly:
         say("stopped while the processes were starting")
+        agent.leave_early()
         return INTERRUPTED if agent.newest in (None, NONE) else REQUEUE
     finally:
         if not signals.count and agent.exit_code not in (REQUEUE, INTERRUPTED):  # or no other machine could join later

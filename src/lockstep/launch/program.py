@@ -21,12 +21,15 @@ from typing import Literal
 
 import lockstep
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
+from lockstep.observe.call_site import is_users
 from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import sees_another
-from lockstep.observe.process_guard import begin
+from lockstep.observe.process_guard import STORE, begin
 from lockstep.observe.profile.session import follow_program
 from lockstep.observe.torch_training import attach_training
-from lockstep.observe.torch_watch import attach
+from lockstep.observe.torch_watch import attach, meet_machines
+
+DEBUG = "LOCKSTEP_DEBUG"  # set to anything: whole traces, and failed imports of the fork server, are told
 
 
 @dataclass(frozen=True)
@@ -98,7 +101,8 @@ def run_program(program: Program) -> None:
     guard = begin(os.environ)
     if guard is not None:
         attach(guard)
-        follow_program(guard, os.environ)
+        meet_machines(guard, os.environ.get(STORE, ""))
+        follow_program(guard, os.environ, [program.name, *program.arguments])
         attach_training(guard)
     here = types.ModuleType("__main__")
     here.__dict__["__builtins__"] = builtins
@@ -140,9 +144,23 @@ def _say(error: BaseException, guard: Guard | None) -> None:
     error.__traceback__ = trace
     if guard is not None:
         error = guard.cause_of(error)
+    if sees_another(error) and DEBUG not in os.environ:
+        _end_in_users_code(error)
+        trace = error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     _leave_for_launcher(error, os.environ)
     sys.excepthook(type(error), error, trace)
+
+
+def _end_in_users_code(error: BaseException) -> None:
+    """How another rank's failure was met in our code and torch's tells nobody anything: its words say all."""
+    last, trace = None, error.__traceback__
+    while trace is not None:
+        last = trace if is_users(trace.tb_frame.f_code.co_filename) else last
+        trace = trace.tb_next
+    if last is not None:
+        last.tb_next = None
+        error.__cause__, error.__suppress_context__ = None, True
 
 
 def _leave_for_launcher(error: BaseException, environ: Mapping[str, str]) -> None:

@@ -7,7 +7,8 @@ import signal
 import sys
 import time
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig
@@ -16,11 +17,13 @@ from torch.distributed.run import config_from_args, get_args_parser, parse_min_m
 from lockstep.errors import ConfigError
 from lockstep.launch.agent import Supervision
 from lockstep.launch.guess import FLAGS
+from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.launcher import LOOPBACK, SIGNALS, Launch, silence_torch
 from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
+from lockstep.observe.loggers import LOG, logger_names
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.settings import GUARD, MODES, GuardSettings
 
@@ -68,6 +71,12 @@ def parser() -> ArgumentParser:
         metavar="steps=A:B",
         help="run torch.profiler over these steps on every rank, and merge what they saw into one trace",
     )
+    own.add_argument(
+        "--log",
+        default=os.environ.get(LOG, ""),
+        metavar="NAMES",
+        help="loggers that get what `lockstep.log` is given: tensorboard, wandb, trackio, with commas between them",
+    )
     seconds = (
         ("--grace-s", "after a signal: how long workers may save before they are killed", 60.0),
         ("--failure-grace-s", "after a worker failed: how long the others may say what they saw", 0.2),
@@ -89,15 +98,20 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
 
     --help and what the parser itself refuses end the process, as command lines do. Raises: ConfigError.
     """
-    args = parser().parse_args(list(words))
+    made = parser()
+    args = made.parse_args(list(words))
+    given = {name: value for name, value in vars(args).items() if value != made.get_default(name)}
+    origins = {GUARD: _origin("guard", GUARD, given), RUN: _origin("record", RUN, given)}
+    origins |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "launcher"}
     _refuse(args)
     read_window(args.profile)
+    logger_names(args.log)
     args.guard = GuardSettings.of(os.environ, args.guard).mode
     smallest = _smallest(args)
     port = _meet_on_loopback(args)
     if args.log_dir is None:
         args.log_dir = str(folder)
-    if args.signals_to_handle == parser().get_default("signals_to_handle"):
+    if "signals_to_handle" not in given:
         args.signals_to_handle = ",".join(SIGNALS)
     silence_torch()
     try:
@@ -109,10 +123,18 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     if config.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
     program = _program(args)
+    record = _record_of(args)
+    del given["training_script"], given["training_script_args"]
+    supervision = replace(
+        _supervision(args, smallest or config.nproc_per_node, config),
+        variables={RUN: record, PROFILE: args.profile, LOG: args.log},
+        log=LaunchLog(Path(record) if record else None, command=["lockstep", "run", *words], flags=given),
+        origins=origins,
+    )
     return Launch(
         program,
         config,
-        _supervision(args, smallest or config.nproc_per_node, config),
+        supervision,
         folder,
         modules=tuple(modules_to_preload(program, Path.cwd())),
         is_warm=args.start == "warm",
@@ -120,6 +142,10 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
         server=server,
         port=port,
     )
+
+
+def _origin(flag: str, variable: str, given: Mapping[str, object]) -> str:
+    return f"--{flag}" if flag in given else "environment" if variable in os.environ else "default"
 
 
 def _record_of(args: Namespace) -> str:
@@ -212,5 +238,4 @@ def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Superv
         stopped_limit_s=args.stopped_limit_s,
         hang_limit_s=args.hang_limit_s,
         guard=args.guard,
-        variables={RUN: _record_of(args), PROFILE: args.profile},
     )

@@ -7,10 +7,10 @@ import json
 import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, final
+from typing import Protocol, TypeVar, final
 
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import ConfigError
@@ -22,7 +22,11 @@ _ANSWER_S = 1.5  # how long a rank of another machine may take to show its recor
 _OPEN = 8  # operations under way that are shown
 _SHOWN = 128  # records that travel between machines
 _PERIOD_S = 0.5  # between two statuses through the store
+_GONE = "gone "  # before the status of a rank whose machine has seen its process end
 _SILENT_S = 1.0  # what a rank said longer ago is completed from its record
+
+
+_T = TypeVar("_T")
 
 
 class Store(Protocol):
@@ -64,6 +68,12 @@ class Board:
         self._heard: dict[int, tuple[bytes, float]] = {}  # of ranks of other machines: what they said last, and when
         self._told_s = 0.0
         self._answered = ""
+        self._is_lost = False  # the store
+        self._gone: set[int] = set()  # ranks of this machine whose end the others know of
+
+    def use(self, store: Store) -> None:
+        """See the ranks of other machines through `store` from now on."""
+        self._store = store if self._away else None
 
     def open_all(self) -> None:
         """Open the records of this machine's ranks now; after that their files need no names any more."""
@@ -77,9 +87,8 @@ class Board:
         now_s = time.monotonic()
         if self._store is not None and now_s - self._told_s >= _PERIOD_S:
             self._told_s = now_s
-            with contextlib.suppress(RuntimeError):  # whoever held the store has ended: nobody is left to be told
-                self._store.set(f"guard/status/{self._recorder.rank}", text.decode())
-                self._answer(self._store)
+            self._put(f"guard/status/{self._recorder.rank}", text.decode())
+            self._answer()
 
     def sights(self, *, is_urgent: bool = False) -> dict[int, Sight]:
         """All ranks that have said something, as they are now; this one too.
@@ -87,26 +96,24 @@ class Board:
         is_urgent: what the ranks of this machine have done since they said so counts too.
         """
         seen: dict[int, Sight] = {}
-        now_ns, now_s = time.monotonic_ns(), time.monotonic()
+        now_s = time.monotonic()
         for rank in (self._recorder.rank, *self._here):
             record = self._record_of(rank)
-            if record is not None:
-                age_s = max(0.0, (now_ns - record.header().alive_ns) / 1e9)
-                is_gone = self._has_ended(rank, record)
-                status = status_of(record.status())
-                if is_urgent or is_gone or age_s > _SILENT_S:
-                    status = from_record(record, status)
-                if status is not None:
-                    seen[rank] = Sight(status, age_s, is_gone)
+            sight = record and sight_of(record, is_gone=self._has_ended(rank, record), is_urgent=is_urgent)
+            if sight is not None:
+                seen[rank] = sight
+                if sight.is_gone and self._store is not None and rank not in self._gone:
+                    self._gone.add(rank)
+                    self._put(f"guard/status/{rank}", _GONE + sight.status.to_json().decode())
         for rank in self._away if self._store is not None else ():
             said = self._ask(f"guard/status/{rank}")
             if said is not None and self._heard.get(rank, (b"", 0.0))[0] != said:
                 self._heard[rank] = (said, now_s)
             if rank in self._heard:
                 text, heard_s = self._heard[rank]
-                status = status_of(text)
+                status = status_of(text.removeprefix(_GONE.encode()))
                 if status is not None:
-                    seen[rank] = Sight(status, now_s - heard_s, False)
+                    seen[rank] = Sight(status, now_s - heard_s, text.startswith(_GONE.encode()))
         return seen
 
     def records_of(self, rank: int) -> list[Record]:
@@ -117,24 +124,21 @@ class Board:
         if self._store is None:
             return []
         key = f"guard/records/{rank}/{self._recorder.rank}-{time.monotonic_ns()}"
-        try:
-            self._store.set(f"guard/wanted/{rank}", key)
-        except RuntimeError:
-            return []
+        self._put(f"guard/wanted/{rank}", key)
         deadline = time.monotonic() + _ANSWER_S
-        while time.monotonic() < deadline:
+        while not self._is_lost and time.monotonic() < deadline:
             said = self._ask(key)
             if said is not None:
                 return [Record(*fields) for fields in json.loads(said)]
             time.sleep(0.05)
         return []
 
-    def _answer(self, store: Store) -> None:
+    def _answer(self) -> None:
         """Show this rank's records to a rank of another machine that wants them."""
         wanted = self._ask(f"guard/wanted/{self._recorder.rank}")
         if wanted is not None and wanted.decode() != self._answered:
             self._answered = wanted.decode()
-            store.set(self._answered, json.dumps(self._records[self._recorder.rank].records()[-_SHOWN:]))
+            self._put(self._answered, json.dumps(self._records[self._recorder.rank].records()[-_SHOWN:]))
 
     def announce(self, finding: str) -> str:
         """Put `finding` up for all to see, unless there is one; the one that is up."""
@@ -164,18 +168,28 @@ class Board:
         return rank in self._peers and record.header().pid != os.getpid() and self._peers[rank].has_ended(0)
 
     def _ask(self, key: str) -> bytes | None:
-        assert self._store is not None
-        try:
-            return self._store.get(key) if self._store.check([key]) else None
-        except RuntimeError:  # whoever held the store has ended: what was heard stays
-            return None
+        store = self._store
+        return None if store is None else self._try(lambda: store.get(key) if store.check([key]) else None)
+
+    def _put(self, key: str, text: str) -> None:
+        store = self._store
+        if store is not None:
+            self._try(lambda: store.set(key, text))
 
     def _compare_set(self, key: str, text: str) -> str:
-        assert self._store is not None
+        store = self._store
+        up = None if store is None else self._try(lambda: store.compare_set(key, "", text))
+        return text if up is None else up.decode()
+
+    def _try(self, call: Callable[[], _T]) -> _T | None:
+        """None where whoever held the store has ended: it is not asked again, and what was heard stays."""
+        if self._is_lost:
+            return None
         try:
-            return self._store.compare_set(key, "", text).decode()
+            return call()
         except RuntimeError:
-            return text
+            self._is_lost = True
+            return None
 
     def close(self) -> None:
         """Give back the memory."""
@@ -183,6 +197,15 @@ class Board:
             record.close()
         self._records.clear()
         self._peers.clear()
+
+
+def sight_of(record: FlightRecord, *, is_gone: bool, is_urgent: bool = False) -> Sight | None:
+    """The rank of `record` as it is now; None where it has said nothing yet. is_urgent: see `Board.sights`."""
+    age_s = max(0.0, (time.monotonic_ns() - record.header().alive_ns) / 1e9)
+    status = status_of(record.status())
+    if is_urgent or is_gone or age_s > _SILENT_S:
+        status = from_record(record, status)
+    return None if status is None else Sight(status, age_s, is_gone)
 
 
 def from_record(record: FlightRecord, said: Status | None) -> Status:

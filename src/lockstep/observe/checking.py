@@ -19,10 +19,11 @@ from lockstep.comm.torch_work import Refused
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CollectiveMismatch, CommError
 from lockstep.observe.call_site import call_site
+from lockstep.observe.in_flight import changed_in_flight
 from lockstep.observe.recording import text_of
+from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.tensor_digest import digests
 
-STEPS = 3
 _SAID_BYTES = 512  # of what a rank says of its collective
 _TEXT_MAX = 300
 _SHOWN_MAX = 8  # different collectives that a message lists
@@ -50,7 +51,7 @@ class CheckLayer(TransportLayer):
     exchange. After a difference nothing of the group is sent any more.
     """
 
-    def __init__(self, inner: Transport, recorder: Steps, steps: int = STEPS) -> None:
+    def __init__(self, inner: Transport, recorder: Steps, steps: int = CHECKED_STEPS) -> None:
         super().__init__(inner)
         self._recorder = recorder
         self._steps = steps
@@ -141,11 +142,8 @@ class Flight:
         self.has_landed = True
         self._results = self._outputs = self._tensors = ()
         if changed:
-            self.error = CommError(
-                f"{self._said.text} at {self._said.site}, step {self._said.step}, rank {self._rank}: {changed} was "
-                f"changed while the operation was under way, between its start and its wait(). Outside of this check "
-                f"some ranks get the old values and some the new. Next: call wait() before the tensor is written to"
-            )
+            said = self._said
+            self.error = changed_in_flight(f"{said.text} at {said.site}, step {said.step}, rank {self._rank}", changed)
 
     def _changed(self) -> str:
         """Which of the user's tensors is not as it was; "" where all are."""
@@ -153,7 +151,7 @@ class Flight:
             self._names, self._tensors, self._before, digests(self._tensors), strict=True
         ):
             if now != before:
-                return f"its {name}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)},"
+                return f"its {name}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return ""
 
 

@@ -8,13 +8,14 @@ it is. With three ranks the majority is right; with two, whoever does other than
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from lockstep.observe import wording
 from lockstep.observe.flight import Record
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.status import Progress
+from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.wording import Finding, call, names, times
 
 _PATIENCE = 64  # collectives that a rank may go on while the majority is waited for
@@ -87,8 +88,11 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
         usual, odd, fault = odd, usual, _INVERSE[fault]
         difference = difference._replace(usual=difference.odd, odd=difference.usual)
     everybody = {rank for ranks in classes for rank in ranks}
+    unsynced = _unsynced(scene, everybody, step)
+    if blamed is None and unsynced and not unsynced.keys() & set(usual.ranks):
+        blamed = odd
     culprits = tuple(sorted(everybody - set(usual.ranks) if blamed is not None else everybody))
-    return _report(scene, group, usual, odd, difference, fault, culprits)
+    return _report(scene, group, usual, odd, difference, fault, culprits, unsynced.values())
 
 
 def _classes(members: dict[int, Progress]) -> list[tuple[int, ...]]:
@@ -179,11 +183,12 @@ def _is_drift(usual: _Class, odd: _Class, difference: _Difference) -> bool:
     """True where both make the same calls from the same lines, and only number their steps differently."""
     step = min(difference.usual.step, difference.odd.step)
     pairs = [(a, b) for a, b in _pairs(usual.history, odd.history) if min(a.step, b.step) >= step]
-    is_same_program = all(a.text and (a.text, a.site) == (b.text, b.site) for a, b in pairs)
+    is_same_program = all(a.text and _line(a) == _line(b) for a, b in pairs)
     is_constant = len({a.step - b.step for a, b in pairs if a.seq >= difference.usual.seq}) == 1
     late = usual if difference.usual.step == step else odd
     has_gone_on = late.history[-1].step > step
-    is_several = _are_several(_shape(late.history, step), _shapes((usual, odd), step))
+    shape, known = _shape(late.history, step), _shapes((usual, odd), step)
+    is_several = shape not in known and _are_several(shape, known)
     return is_same_program and is_constant and has_gone_on and is_several
 
 
@@ -226,6 +231,19 @@ def _unusual(usual: _Class, odd: _Class, step: int) -> _Class | None:
     return odd if knows_usual else usual
 
 
+def _unsynced(scene: Scene, ranks: Iterable[int], step: int) -> dict[int, str]:
+    """The ranks that ran backwards of that step within no_sync(), and where."""
+    told = {
+        rank: value
+        for rank in sorted(ranks)
+        for topic, values in scene.status(rank).facts.items()
+        if topic.startswith("sync ") and (value := values.get(str(step))) and value[1]
+    }
+    return {
+        rank: f"{names([rank])} ran {value[1]} backward in no_sync(), at {value[2]}" for rank, value in told.items()
+    }
+
+
 def _is_known(history: Sequence[Record], step: int, known: set[_Shape]) -> bool:
     shape = _shape(history, step)
     if history[-1].step == step:  # it is still in it
@@ -234,7 +252,12 @@ def _is_known(history: Sequence[Record], step: int, known: set[_Shape]) -> bool:
 
 
 def _shape(history: Sequence[Record], step: int) -> _Shape:
-    return tuple((record.text, record.site) for record in history if record.step == step)
+    return tuple(_line(record) for record in history if record.step == step)
+
+
+def _line(record: Record) -> tuple[str, str]:
+    """Text and site; what C++ has started was seen from this line or that one."""
+    return record.text, "" if record.text == FROM_CPP else record.site
 
 
 def _shapes(sides: Sequence[_Class], but: int) -> set[_Shape]:
@@ -262,6 +285,7 @@ def _report(
     difference: _Difference,
     fault: Fault,
     culprits: tuple[int, ...],
+    unsynced: Iterable[str],
 ) -> Finding:
     a, b = difference.usual, difference.odd
     step = min(a.step, b.step)
@@ -276,7 +300,7 @@ def _report(
         first = f"first difference: collective #{a.seq}" + ", in what the record has no room for" * bool(is_cut)
     body = [counts, first] if counts else [first]
     body += [f"  {names(usual.ranks)}: {call(a)} (step {a.step})", f"  {names(odd.ranks)}: {call(b)} (step {b.step})"]
-    body += _deed(usual, odd, step, fault, difference)
+    body += [*unsynced, *_deed(usual, odd, step, fault, difference)]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     advice = _FIX[fault] if fault in ("skipped", "extra") else _FIX[differing[0] if differing else ""]

@@ -19,9 +19,10 @@ import mmap
 import os
 import struct
 import threading
-import time
 import zlib
 from pathlib import Path
+from threading import get_ident
+from time import monotonic_ns
 from typing import NamedTuple, final
 
 from lockstep.errors import ConfigError
@@ -104,7 +105,7 @@ class _Caller(threading.local):
     """Whether the steps of the rank are those of the thread that calls: not of one that the program has started."""
 
     def __init__(self, owner: int) -> None:
-        mine = threading.get_ident()
+        mine = get_ident()
         started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
         self.has_steps = mine == owner or mine not in started  # autograd runs hooks in threads that Python did not make
 
@@ -129,9 +130,10 @@ class FlightRecorder:
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._numbers = itertools.count()
         self._digests: dict[str, int] = {}  # group -> of its collectives so far
-        self._thread = _Caller(threading.get_ident())
+        self._owner = get_ident()
+        self._thread = _Caller(self._owner)
         self._words[_RANK], self._words[_WORLD], self._words[_PID] = rank, world_size, os.getpid()
-        self._words[_ALIVE_NS] = time.monotonic_ns()
+        self._words[_ALIVE_NS] = monotonic_ns()
         self._words[_IS] = _MAGIC
 
     @property
@@ -141,15 +143,16 @@ class FlightRecorder:
 
     def enter(self, seq: int, words: Words, is_message: bool = False) -> int:
         """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible."""
-        number, step = next(self._numbers), self.step if self._thread.has_steps else 0
+        number = next(self._numbers)
+        step = self.step if get_ident() == self._owner or self._thread.has_steps else 0
+        stored, group, code = words
         if is_message:
             digest = 0
         else:
-            before = self._digests.get(words.group, 0)
-            digest = self._digests[words.group] = (before * _PRIME + words.code + step * _STEP_PRIME) & _MASK
+            before = self._digests.get(group, 0)
+            digest = self._digests[group] = (before * _PRIME + code + step * _STEP_PRIME) & _MASK
         at = _RING_AT + number % RECORDS * _RECORD_BYTES
-        now_ns = time.monotonic_ns()
-        _RECORD.pack_into(self._memory, at, number, seq, step, now_ns, 0, digest, is_message, 0, words.stored)
+        _RECORD.pack_into(self._memory, at, number, seq, step, monotonic_ns(), 0, digest, is_message, 0, stored)
         if number >= self._words[_COUNT]:  # another thread may be ahead
             self._words[_COUNT] = number + 1
         return number
@@ -158,7 +161,7 @@ class FlightRecorder:
         """Operation `number` has ended."""
         if number >= self._words[_COUNT] - RECORDS:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
-            _LEFT.pack_into(self._memory, at, time.monotonic_ns())
+            _LEFT.pack_into(self._memory, at, monotonic_ns())
 
     def count_this_thread(self) -> None:
         """What the calling thread enters belongs to the rank's steps, though the program has started the thread."""
@@ -176,7 +179,7 @@ class FlightRecorder:
         self._memory[_STATUS_AT : _STATUS_AT + len(status)] = status
         words[_LENGTH] = len(status)
         words[_VERSION] += 1
-        words[_ALIVE_NS] = time.monotonic_ns()
+        words[_ALIVE_NS] = monotonic_ns()
 
     def close(self) -> None:
         """Give back the memory; the file stays for whoever has it open. What is recorded from now on goes nowhere."""

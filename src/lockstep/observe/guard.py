@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import final
+from typing import TextIO, final
 
 from lockstep.errors import (
     CollectiveMismatch,
@@ -28,7 +28,7 @@ from lockstep.errors import (
     PeerLost,
     ReplicaDrift,
 )
-from lockstep.observe.board import Board, waits_of
+from lockstep.observe.board import Board, Store, waits_of
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
 from lockstep.observe.evidence import keep_evidence
 from lockstep.observe.facts import Facts
@@ -64,6 +64,7 @@ class Guard:
         self.finding: Finding | None = None
         self.before_look: list[Callable[[], None]] = []  # called by the thread, each time
         self.before_close: list[Callable[[], None]] = []
+        self.on_finding: list[Callable[[Finding], None]] = []  # called with what this rank says
         self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end
         self.facts = Facts()  # of this rank's training
         self._noted: set[str] = set()
@@ -87,6 +88,10 @@ class Guard:
         self._pid = os.getpid()
 
     # ------------------------------------------------------------------ what the rank tells it
+
+    def meet(self, store: Store) -> None:
+        """See the ranks of other machines through `store`, which is for this guard alone."""
+        self._board.use(store)
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         """There is a group of this name, of these ranks of the job, in its order."""
@@ -134,6 +139,18 @@ class Guard:
         if self.finding is not None and self.finding.is_certain:
             raise error_of(self.finding)
 
+    def as_shown(self, error: BaseException) -> BaseException:
+        """What to print for `error` at this rank's end: its first line, where the same output has all of it already."""
+        found, here = self.finding, _place_of(sys.__stderr__)  # torch prints by way of a `sys.stderr` of its own
+        if found is None or not here or found.said_to != here or str(error) != _message(found):
+            return error
+        head = str(error).partition("\n")[0]
+        shown = type(error).__new__(type(error))
+        shown.args = (f"{head}\n  (all of it: see lockstep's report in this output)",)
+        shown.__cause__, shown.__suppress_context__ = error.__cause__, error.__suppress_context__
+        shown.__context__ = error.__context__
+        return shown.with_traceback(error.__traceback__)
+
     def lost(self, error: CommError) -> CommError:
         """The error to raise in place of `error`, which ended an operation: with what is known of its cause."""
         found = self.finding if self.finding is not None and self.finding.is_certain else self._examine()
@@ -170,9 +187,7 @@ class Guard:
             time.sleep(0.02)  # the others may be about to say it
         if found is not None:
             with self._lock:
-                self.finding = Finding.from_json(self._board.announce(found.to_json()))
-                if self.finding == found:
-                    self._say_with_evidence(found, self._board.sights())
+                self._put_up(found, self._board.sights())
         return found and self.finding
 
     def _cause(self) -> Finding | None:
@@ -208,6 +223,10 @@ class Guard:
                 self._board.tell(self._status())
             finally:
                 self._lock.release()
+
+    def give_up(self, error: BaseException) -> None:
+        """This rank leaves its groups by `error`: what it has under way ends now, for nobody may ever join it there."""
+        self._abort(CommError(f"rank {self.rank} gave up: {type(error).__name__}: {error}"))
 
     def records(self, since: int, until: int) -> list[Record]:
         """Of this rank's flight record: numbers `since` to `until`, without that one, which are still there."""
@@ -247,9 +266,11 @@ class Guard:
         if self.finding is None or not self.finding.is_certain:
             self._find()
         if self.finding is not None and self.finding.is_certain and self._must_break():
-            error = _comm_error(self.finding)
-            for abort in tuple(self.aborts):
-                abort(error)
+            self._abort(_comm_error(self.finding))
+
+    def _abort(self, error: CommError) -> None:
+        for abort in tuple(self.aborts):
+            abort(error)
 
     def look_now(self) -> Finding | None:
         """Look at once, in the rank's own thread; what has been found so far."""
@@ -272,14 +293,20 @@ class Guard:
         if found is None or (self.finding is not None and found.key == self.finding.key):
             return
         if found.is_certain:
-            self.finding = Finding.from_json(self._board.announce(found.to_json()))
+            self._put_up(found, sights)
         else:  # only said: it may pass
             self.finding = found
+            self._say_with_evidence(found, sights)
+
+    def _put_up(self, found: Finding, sights: Mapping[int, Sight]) -> None:
+        """For all ranks to see; said, unless another one was up before."""
+        found = replace(found, said_to=_place_of(sys.stderr))
+        self.finding = Finding.from_json(self._board.announce(found.to_json()))
         if self.finding == found:
             self._say_with_evidence(found, sights)
 
     def _say_with_evidence(self, found: Finding, sights: Mapping[int, Sight]) -> None:
-        _say(found.text)
+        self._say(found)
         if self._limits.evidence:
             keep_evidence(self._limits.evidence, found, sights, self._board.records_of)
 
@@ -289,7 +316,13 @@ class Guard:
             if note.key not in self._noted:
                 self._noted.add(note.key)
                 if is_lookout:
-                    _say(note.text)
+                    self._say(note)
+
+    def _say(self, found: Finding) -> None:
+        sys.stderr.write(found.text.rstrip("\n") + "\n")
+        sys.stderr.flush()
+        for hook in tuple(self.on_finding):
+            hook(found)
 
     def _is_lookout(self, sights: Mapping[int, Sight]) -> bool:
         """Whether this is the first rank whose guard looks: one is enough."""
@@ -351,7 +384,7 @@ class Guard:
 
 def error_of(finding: Finding) -> LockstepError:
     """What is raised for it."""
-    text = finding.text.removeprefix("lockstep: ")
+    text = _message(finding)
     if finding.kind == "model":
         return ModelMismatch(text)
     if finding.kind == "replica":
@@ -361,6 +394,19 @@ def error_of(finding: Finding) -> LockstepError:
     if finding.kind in ("raised", "finished", "gone"):
         return PeerFailed(text, finding.culprits[0] if finding.culprits else None)
     return CollectiveMismatch(text)
+
+
+def _message(finding: Finding) -> str:
+    return finding.text.removeprefix("lockstep: ")
+
+
+def _place_of(stream: TextIO | None) -> str:
+    """Equal for ranks whose messages go to one terminal, file or pipe."""
+    try:
+        place = os.fstat(stream.fileno() if stream is not None else -1)
+    except (OSError, ValueError):  # it is no file
+        return ""
+    return f"{socket.gethostname()} {place.st_dev} {place.st_ino}"
 
 
 def _comm_error(finding: Finding) -> CommError:
@@ -391,8 +437,3 @@ def _culprit(me: int, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
                 f"rank {rank} came to the end of its program after {done} collectives, in step {sight.status.step}",
             )
     return None
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text.rstrip("\n") + "\n")
-    sys.stderr.flush()

@@ -13,6 +13,7 @@ from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED
 from lockstep.observe.wording import Finding, names, seconds
 
+_LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
 _Root = Literal["unseen", "ended", "silent", "active", "moving", "stuck", "inside"]
@@ -53,12 +54,13 @@ def find_hang(scene: Scene) -> Finding | None:
 
 
 def find_waiting(scene: Scene) -> Finding | None:
-    """Somebody works while others wait: no fault, but after a minute worth a line."""
+    """Somebody works while others wait: no fault, but worth a line; later where it is known to be long work."""
+    notice_s = max(scene.limits.notice_s, scene.hang_s)
     for wait in scene.waits:
-        if wait.age_s < max(scene.limits.notice_s, scene.hang_s):
+        if wait.age_s < notice_s:
             return None
-        states = {rank: _state(scene, rank) for rank in _roots(scene, wait)}
-        busy = [rank for rank, state in states.items() if state in ("active", "moving", "unseen")]
+        told = ("moving", "unseen", "active") if wait.age_s >= _LONG_WORK_TIMES * notice_s else ("moving",)
+        busy = [rank for rank in _roots(scene, wait) if _state(scene, rank) in told]
         if busy and wait.rank in scene.blocked:
             return _report_waiting(scene, wait, busy)
     return None
@@ -242,8 +244,8 @@ def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
         f"waiting for {names(busy)} for {seconds(wait.age_s)} in step {scene.step}; no fault so far",
         [*lines, *wording.waiters(_waits_for(scene, busy) or [wait])],
     )
-    record = wait.record
-    return Finding("waiting", tuple(busy), text, is_certain=False, key=f"waiting:{record.group}:{record.seq}")
+    key = f"waiting:{wait.record.group}:{wait.record.site}:{busy}"  # once, also where it is so in every epoch
+    return Finding("waiting", tuple(busy), text, is_certain=False, key=key)
 
 
 def _key(kind: str, scene: Scene, ranks: list[int]) -> str:

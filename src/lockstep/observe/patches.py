@@ -22,7 +22,7 @@ class Patches:
         setattr(owner, name, new)
 
         def restore() -> None:
-            if getattr(owner, name) is new:
+            if vars(owner).get(name) is new:
                 delattr(owner, name) if old is _MISSING else setattr(owner, name, old)
 
         self._undo.append(restore)

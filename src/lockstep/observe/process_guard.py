@@ -13,9 +13,11 @@ from types import TracebackType
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
+from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
 
 FLIGHT = "LOCKSTEP_FLIGHT"  # folder of the flight records of one start of a run on one machine; set by the launcher
+STORE = "LOCKSTEP_GUARD_STORE"  # "host:port/prefix": where the guards of several machines meet; set by the launcher
 
 _guards: list[Guard] = []  # of this process: at most one
 _listening: weakref.WeakSet[Guard] = weakref.WeakSet()  # are told how this process ends
@@ -29,7 +31,7 @@ def begin(environ: Mapping[str, str]) -> Guard | None:
     """
     folder, size = environ.get(FLIGHT, ""), int(environ.get("WORLD_SIZE", "1"))
     settings = GuardSettings.of(environ)
-    if not folder or size == 1 or settings.mode == "off":
+    if not folder or (size == 1 and not environ.get(RUN)) or settings.mode == "off":
         return None
     rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
     first = rank - local_rank
@@ -74,6 +76,7 @@ def activity(name: str) -> Iterator[None]:
 def _last_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for guard in tuple(_listening):
         guard.end(error)
+        error = guard.as_shown(error)
     _before[0](kind, error, trace)
 
 

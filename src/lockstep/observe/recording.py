@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Protocol, final
 
-from lockstep.comm.op import CommOp, Work, signature
+from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work, signature
 from lockstep.comm.operands import pieces
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CommError
@@ -67,6 +67,7 @@ class GuardLayer(TransportLayer):
         """owns_guard: it is closed with this layer. made: how many groups of which ranks there are: see `over`."""
         super().__init__(inner)
         self._guard = guard
+        self._recorder = guard.recorder
         self._group = name
         self._owns_guard = owns_guard
         self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
@@ -76,11 +77,10 @@ class GuardLayer(TransportLayer):
         guard.group(name, inner.global_ranks)
 
     def submit(self, op: CommOp) -> Work:
-        site, recorder = call_site(), self._guard.recorder
-        if op.parts:
-            numbers = tuple([self._enter(part, site, recorder) for part in op.parts])
-        else:
-            numbers = (self._enter(op, site, recorder),)
+        if op.parts and op.parts[0].tag == COLLECTIVE_TAG:  # of a collective that is recorded as such
+            return self.inner.submit(op)
+        site, recorder = call_site(), self._recorder
+        numbers = tuple([self._enter(part, site) for part in op.parts]) if op.parts else (self._enter(op, site),)
         begun = None if op.async_op else recorder.clock.wait_begins()
         try:
             work = self.inner.submit(op)
@@ -90,24 +90,25 @@ class GuardLayer(TransportLayer):
             if begun is not None:
                 recorder.clock.wait_ends(begun)
             raise
-        return RecordedWork(work, self._guard, numbers, begun)
+        return RecordedWork(work, self._guard, recorder, numbers, begun)
 
-    def _enter(self, op: CommOp, site: str, recorder: Recorder) -> int:
-        _, kind, inputs, outputs, peer, reduce, tag, label, _, _ = op
+    def _enter(self, op: CommOp, site: str) -> int:
+        _, kind, inputs, outputs, peer, reduce, tag, label, _, _, algorithm = op
+        way = algorithm and algorithm.name
         if kind == "all_reduce":
             tensor = inputs[0]
-            key = (site, tensor.shape, tensor.dtype, reduce, label)
+            key = (site, tensor.shape, tensor.dtype, reduce, label, way)
         else:
             shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs)])
-            key = (site, kind, len(inputs), shapes, reduce, peer, tag, label)
+            key = (site, kind, len(inputs), shapes, reduce, peer, tag, label, way)
         words = self._known.get(key)
         if words is None:
             words = self._pack(op, site, key)
         if kind in ("send", "recv"):
             seq, self._messages = self._messages, self._messages + 1
-            return recorder.enter(seq, words, True)
+            return self._recorder.enter(seq, words, True)
         seq, self._collectives = self._collectives, self._collectives + 1
-        return recorder.enter(seq, words)
+        return self._recorder.enter(seq, words)
 
     def _pack(self, op: CommOp, site: str, key: tuple[object, ...]) -> Words:
         if len(self._known) >= _REMEMBERED:
@@ -135,22 +136,24 @@ class GuardLayer(TransportLayer):
 class RecordedWork(Work):
     """The completion of what stands in the record under `numbers`."""
 
-    __slots__ = ("_begun", "_guard", "_numbers", "_own", "_told", "_work")
+    __slots__ = ("_begun", "_guard", "_numbers", "_own", "_recorder", "_told", "_work")
 
-    def __init__(self, work: Work, guard: Watch, numbers: tuple[int, ...], begun: int | None = None) -> None:
+    def __init__(
+        self, work: Work, guard: Watch, recorder: Recorder, numbers: tuple[int, ...], begun: int | None = None
+    ) -> None:
         """begun: the wait, where it began with the operation."""
         self._work = work
         self._guard = guard
+        self._recorder = recorder
         self._numbers = numbers
         self._begun = begun
         self._own: CommError | None = None  # what the transport raised
         self._told: CommError | None = None  # what is raised in its place
 
     def wait(self, timeout_s: float | None = None) -> None:
-        clock = self._guard.recorder.clock
-        number = self._numbers[0] if self._numbers else None
-        begun = clock.wait_begins() if self._begun is None else self._begun
-        self._begun = None
+        numbers, begun, clock = self._numbers, self._begun, self._recorder.clock
+        if begun is None:
+            begun = clock.wait_begins()
         try:
             self._work.wait(timeout_s)
         except CommError as error:
@@ -161,8 +164,10 @@ class RecordedWork(Work):
                 raise
             raise self._told from error
         finally:
-            self._leave()
-            clock.wait_ends(begun, number)
+            if numbers:
+                self._leave()
+            self._begun = None
+            clock.wait_ends(begun, numbers[0] if numbers else None)
 
     def is_done(self) -> bool:
         is_done = self._work.is_done()
@@ -176,7 +181,7 @@ class RecordedWork(Work):
     def _leave(self) -> None:
         numbers, self._numbers = self._numbers, ()
         for number in numbers:
-            self._guard.recorder.leave(number)
+            self._recorder.leave(number)
 
     def __del__(self) -> None:
         if self._numbers:

@@ -11,6 +11,7 @@ forward takes rank 0's. One that changed on some ranks and not on others is.
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, final
 
@@ -22,6 +23,7 @@ from torch.optim import Optimizer
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import is_dtensor
 from lockstep.errors import ConfigError, ReplicaDrift
+from lockstep.observe.profile.notes import note
 from lockstep.observe.replica_diff import OF_GROUP, Entry, agree, differences, drift_in_words, fold
 from lockstep.observe.tensor_digest import digests
 
@@ -54,7 +56,7 @@ def replica_entries(model: Module, optimizer: Optimizer | None = None, ignore: C
     numbers: list[Entry] = []
     if optimizer is not None:
         for what, value in _optimizer_values(optimizer, params):
-            if isinstance(value, Tensor) and value.numel() != 1:
+            if isinstance(value, Tensor) and (value.numel() != 1 or is_dtensor(value)):  # whose piece may be empty
                 named.append((what, value))
             else:
                 numbers.append(Entry(what, repr(value.item() if isinstance(value, Tensor) else value)))
@@ -160,6 +162,7 @@ class ReplicaCheck:
         self._model = model
         self._optimizer = optimizer
         self._ignore = frozenset(ignore)
+        self._what = "parameters, buffers" if optimizer is None else "parameters, buffers, optimizer state"
         self._compares_moving = not getattr(model, "broadcast_buffers", False)
         self._buffers = self._buffers_in(replica_entries(model, None, self._ignore)) if comm.world_size > 1 else {}
 
@@ -183,7 +186,10 @@ class ReplicaCheck:
         folds = torch.empty(self._comm.world_size * len(mine), dtype=torch.int64, device=self._comm.device)
         self._comm.all_gather_into_tensor(folds, mine, label="replica")
         rows = folds.view(self._comm.world_size, -1).tolist()
-        if not agree(rows):
+        is_equal = agree(rows)
+        digest = f"{zlib.crc32(repr(rows[self._comm.rank]).encode()):08x}"
+        note("replicas", step=step, equal=is_equal, digest=digest, what=self._what)
+        if not is_equal:
             self._raise_drift(entries, step)
         if not agree(rows, moving=True):
             self._warn_of_moving()

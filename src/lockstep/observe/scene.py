@@ -31,7 +31,7 @@ class Limits:
     """How long is too long, and where the evidence is kept."""
 
     hang_s: float = 10.0
-    notice_s: float = 60.0  # after which a rank that works while others wait is mentioned
+    notice_s: float = 20.0  # after which a rank that works while others wait is mentioned
     grace_s: float = GRACE_S  # 0 where it is known that what is waited for has failed
     evidence: str = ""  # a path, for the reader
 

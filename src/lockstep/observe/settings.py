@@ -10,6 +10,7 @@ from lockstep.errors import ConfigError
 
 Mode = Literal["off", "on", "strict", "check"]
 MODES: tuple[Mode, ...] = ("off", "on", "strict", "check")
+CHECKED_STEPS = 3  # of the mode "check"
 GUARD, HANG_S, EVIDENCE = "LOCKSTEP_GUARD", "LOCKSTEP_HANG_S", "LOCKSTEP_EVIDENCE"
 
 

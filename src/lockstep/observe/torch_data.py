@@ -10,11 +10,14 @@ import functools
 import os
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.dealt_samples import DEALT, Dealt, dealing
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.profile.notes import note
 
 _PASS = "_lockstep_pass"
 
@@ -25,12 +28,16 @@ class _Pass:
 
     def __init__(self, loader: Any, step: int) -> None:
         self.loader = weakref.ref(loader)
+        self.sampler: Any = getattr(loader, "sampler", None)
+        self.size: int = getattr(loader, "batch_size", None) or 0
         self.step = step  # of the job, when it began
         self.batches = 0
         self.first = ""  # digest of the first batch
         self.order = ""
         self.site = ""
         self.is_told = False
+        self.dealt: Dealt | None = None  # to this rank, where that is to be noted
+        self.number = 0  # among the passes over this sampler
 
 
 @final
@@ -52,6 +59,9 @@ class DataWatch:
         self._team = team
         self._loaders: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
         self._count = 0
+        self._sampler: weakref.ref[Any] | None = None  # the first that is trained on
+        self._current: _Pass | None = None  # over it
+        self._passes = 0
         self._patches = Patches()
 
     def watch_loaders(self) -> None:
@@ -60,6 +70,12 @@ class DataWatch:
 
         self._patches.replace(dataloader.DataLoader, "__iter__", self._beginning)
         self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._going_on)
+
+    def watch_samplers(self) -> None:
+        """torch's DistributedSampler is there."""
+        from torch.utils.data.distributed import DistributedSampler
+
+        self._patches.replace(DistributedSampler, "__iter__", dealing)
 
     def watch_saves(self) -> None:
         """torch.save is there, or about to be."""
@@ -79,6 +95,12 @@ class DataWatch:
     def close(self) -> None:
         """Put back what was replaced."""
         self._patches.undo()
+
+    def finish(self) -> None:
+        """The program is at its end, maybe within a pass."""
+        current, self._current = self._current, None
+        if current is not None:
+            self._note_samples(current)
 
     # ------------------------------------------------------------------ passes
 
@@ -122,6 +144,8 @@ class DataWatch:
     def _end(self, current: _Pass) -> None:
         if current.batches and not current.is_told and self._guard.recorder.step > current.step:
             self._tell(current)
+        if current is self._current:
+            self.finish()
         loader = current.loader()
         seen = None if loader is None else self._loaders.get(loader)
         if seen is not None and current.is_told:
@@ -131,6 +155,7 @@ class DataWatch:
         from lockstep.observe.data_facts import same_order
 
         current.is_told = True
+        self._follow_samples(current)
         loader = current.loader()
         if loader is None:
             return
@@ -151,6 +176,25 @@ class DataWatch:
         seen.before = None
         self._guard.facts.tell(f"data {team}/{seen.number}", seen.passes, value)
         seen.passes += 1
+
+    def _follow_samples(self, current: _Pass) -> None:
+        """Which samples it has is noted at its end, or when the next one begins."""
+        if not hasattr(current.sampler, DEALT):
+            return
+        if self._sampler is None:
+            self._sampler = weakref.ref(current.sampler)
+        if self._sampler() is current.sampler:
+            self.finish()  # with one that was left early
+            current.dealt = vars(current.sampler)[DEALT]
+            current.number, self._current = self._passes, current
+            self._passes += 1
+
+    @staticmethod
+    def _note_samples(current: _Pass) -> None:
+        """Write down which samples this rank was given."""
+        if current.dealt is not None:
+            epoch = max(current.dealt.epoch, current.number)
+            note("coverage", partial(current.dealt.fields, current.batches * current.size), epoch=epoch)
 
     @staticmethod
     def _facts(current: _Pass) -> Any:

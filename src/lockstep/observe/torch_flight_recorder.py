@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 # of Gloo and others; of NCCL. Where an operation has the number that the groups count by
@@ -55,10 +55,14 @@ class TorchFlightRecorder:
                 self._counts[name, int(number)] = count
         if self._counts.keys() - self._groups.keys():  # a new group: its name stands with its operations only
             self._groups.update({entry.source: entry.group for entry in self._entries()})
+        doubtful = []
         for source, count in self._counts.items():
             same = self._same[source] = self._same.get(source, 0) + 1 if before.get(source) == count else 0
             if count.ended < count.started and same and same & (same - 1) == 0:  # seldom, and ever more seldom
-                self._verified[source] = count, self._ended(source, count)
+                doubtful.append(source)
+        entries = self._entries() if doubtful else []
+        for source in doubtful:
+            self._verified[source] = self._counts[source], _ended(source, self._counts[source], entries)
 
     def ended(self, group: str) -> float | None:
         """All operations of the group up to this number have ended; None where nothing is known of it."""
@@ -78,11 +82,6 @@ class TorchFlightRecorder:
         found = (entry.text for entry in self._entries() if (entry.group, entry.number) == (group, number))
         return next(found, "")
 
-    def _ended(self, source: Source, count: Count) -> int:
-        """As `Count.ended`, which is that of whichever operation ended last: an earlier one, at times."""
-        open_ = [entry.number for entry in self._entries() if entry.source == source and not entry.has_ended]
-        return min(open_, default=count.started + 1) - 1
-
     def _entries(self) -> list[Entry]:
         """The last operations, newest first. The recorder's `pg_config` is no help: Gloo leaves the names empty."""
         return [
@@ -97,6 +96,12 @@ class TorchFlightRecorder:
             for entry in reversed(json.loads(dump(True, False)).get("entries", ()))
             if not entry["is_p2p"]
         ]
+
+
+def _ended(source: Source, count: Count, entries: Sequence[Entry]) -> int:
+    """As `Count.ended`, which is that of whichever operation ended last: an earlier one, at times."""
+    open_ = [entry.number for entry in entries if entry.source == source and not entry.has_ended]
+    return min(open_, default=count.started + 1) - 1
 
 
 def _text_of(entry: Mapping[str, Any]) -> str:

@@ -68,10 +68,10 @@ class WatchedGroup:
     ) -> None:
         """Enter what C++ has started since the last call from Python, up to torch's number.
 
-        if_idle: only if no call has begun meanwhile.
+        if_idle: only if no call has begun meanwhile. What was entered since the number was read stays.
         """
         with self._lock:
-            if if_idle and self.inside:
+            if torch_number <= self.seen or (if_idle and self.inside):
                 return
             for number in range(self.seen + 1, torch_number + 1):
                 label = "before this line" if labels is None else labels.get(number, "")
@@ -93,3 +93,13 @@ def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:
         return "WORLD"  # as torch.distributed.group has it
     listed = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
     return f"{torch_name[:8]} [{listed}]"[:_NAME_CHARS]
+
+
+def outlive(reducer: Any, groups: Sequence[Any]) -> None:
+    """Keep `groups` until `reducer`, which uses them, is gone.
+
+    It lets go of its groups with the interpreter locked. If that ends one, it waits for the group's threads, of which
+    one may need the lock to let go of a work: torch 2.13 stands still for good. Python itself ends groups unlocked, and
+    calls back about an object of C++ once that is gone.
+    """
+    weakref.finalize(reducer, tuple, groups).atexit = False

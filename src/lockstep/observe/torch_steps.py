@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
 _TAKES_OVER = 2  # steps of another optimizer without one of the leading one between them
+
+_averaged: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
+
+
+def mark_averaged(params: Iterable[Any]) -> None:
+    """The ranks average the gradients of `params`, by calls of ours that no guard sees."""
+    _averaged.update((id(param), param) for param in params)
+
+
+def is_averaged(param: Any) -> bool:
+    """Whether `mark_averaged` was told of it."""
+    return _averaged.get(id(param)) is param
 
 
 @final

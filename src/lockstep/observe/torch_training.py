@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import functools
-import gc
 import hashlib
 import inspect
 import json
@@ -56,15 +55,16 @@ def attach_training(guard: Guard) -> Callable[[], None]:
         when_imported("torch.optim.optimizer", watch.watch_steps),
         when_imported("torch.autograd", watch.gradients.watch_backward),
         when_imported("torch.utils.data.dataloader", watch.data.watch_loaders),
+        when_imported("torch.utils.data.distributed", watch.data.watch_samplers),
         when_imported("torch.serialization", watch.data.watch_saves),
         when_imported("safetensors.torch", watch.data.watch_safetensors),
     ]
-    atexit.register(watch.finish)
+    atexit.register(watch.end)
 
     def detach() -> None:
         for call in undo:
             call()
-        atexit.unregister(watch.finish)
+        atexit.unregister(watch.end)
         watch.close()
 
     here = weakref.ref(watch)
@@ -72,7 +72,7 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     def forked() -> None:
         mine = here()
         if mine is not None:
-            atexit.unregister(mine.finish)
+            atexit.unregister(mine.end)
             mine.close()  # the facts are the parent's
 
     os.register_at_fork(after_in_child=forked)
@@ -403,25 +403,39 @@ class TrainingWatch:
 
     # ------------------------------------------------------------------ the end
 
+    def end(self) -> None:
+        """The program has come to its end, with its groups or without."""
+        self.finish()
+        self._give_up_if_failed()
+
     def _ending(self, old: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(old)
         def destroy_process_group(group: Any = None) -> None:
             if group is None:
                 self.finish()
+            self._give_up_if_failed()
             old(group)
             self._guard.raise_if_found()
 
         return destroy_process_group
 
+    def _give_up_if_failed(self) -> None:
+        """The end of a group waits for what is under way in it, to which the other ranks may never come."""
+        found = self._guard.finding
+        error = _failure() or (error_of(found) if found is not None and found.is_certain else None)
+        if error is not None:
+            self._guard.give_up(error)
+
     def finish(self) -> None:
         """Compare once more, when the program is done. Waits for the other ranks a little, where they are as far."""
-        if self._is_over or getattr(sys, "last_value", None) is not None or sys.exc_info()[0] is not None:
+        if self._is_over or _failure() is not None:
             return
         self._is_over = True
-        if not self._step:
+        self.data.finish()
+        if not self._wrapped and not self._guard.recorder.started:
             return
         pending, self.gradients.before_backward = self.gradients.before_backward, None
-        if pending is None and self._every and self._checked != self._step:
+        if pending is None and self._every and self._step and self._checked != self._step:
             pending = self._plan_check(self._step)
         if pending is not None:
             pending()
@@ -445,6 +459,12 @@ def _every(environ: Mapping[str, str]) -> tuple[int, bool]:
     return (int(text), True) if text else (_EVERY, False)
 
 
+def _failure() -> BaseException | None:
+    """What is being raised, or has ended the program."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) else error
+
+
 def _joins(model: _Model) -> bool:
     """Whether ranks may run out of batches at different times: then their steps do not belong together."""
     config = getattr(model.module(), "_join_config", None)
@@ -465,9 +485,6 @@ def _trained_by(optimizer: Any) -> set[int]:
 
 def _module_of(optimizer: Any) -> Any:
     """The smallest module that holds all that `optimizer` trains, whoever keeps it; None where there is none."""
-    from torch.nn import Module
+    from lockstep.observe.layout import modules_training
 
-    wanted = _trained_by(optimizer)
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module)]
-    holding = [module for module in modules if wanted <= {id(param) for param in module.parameters()}]
-    return min(holding, key=lambda module: sum(1 for _ in module.modules()), default=None)
+    return next(iter(modules_training(optimizer)), None)

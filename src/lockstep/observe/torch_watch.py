@@ -15,21 +15,27 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from lockstep.errors import CommError
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
-from lockstep.observe.torch_groups import Pending, WatchedGroup, name_of
+from lockstep.observe.torch_groups import Pending, WatchedGroup, name_of, outlive
 from lockstep.observe.torch_import import when_imported
-from lockstep.observe.torch_operations import CALLS, read
-from lockstep.observe.torch_steps import StepCounter
+from lockstep.observe.torch_operations import CALLS, Operation, read, text_of
+from lockstep.observe.torch_steps import StepCounter, is_averaged
+
+if TYPE_CHECKING:
+    from lockstep.observe.in_flight import InFlight  # imports torch, which comes when the program wants it
 
 _SEAM = os.path.join("lockstep", "comm", "torch_transport.py")  # its operations are entered above it
+_MEET = timedelta(seconds=5)
 _NEW_GROUP = "new_group"  # of all ranks of the job
 
 
@@ -61,6 +67,24 @@ def attach(guard: Guard) -> Callable[[], None]:
     return detach
 
 
+def meet_machines(guard: Guard, place: str) -> None:
+    """Let `guard` see the ranks of other machines, once the program has torch. place: see `process_guard.STORE`."""
+    address, _, prefix = place.partition("/")
+    host, _, port = address.rpartition(":")
+
+    def meet() -> None:  # in the guard's thread
+        from torch.distributed import PrefixStore, TCPStore
+
+        guard.before_look.remove(meet)
+        try:
+            guard.meet(PrefixStore(prefix, TCPStore(host, int(port), is_master=False, timeout=_MEET)))
+        except RuntimeError as error:
+            sys.stderr.write(f"lockstep: ranks of other machines are not seen: {error}\n")
+
+    if place:
+        when_imported("torch.distributed", lambda: guard.before_look.append(meet))
+
+
 # A call from Python that has returned its Work: number of the record, group, the Work, torch's number (0 for a message)
 _Open = tuple[int, WatchedGroup, "weakref.ref[Any]", int]
 
@@ -81,6 +105,7 @@ class TorchWatch:
         self._adopting = threading.Lock()  # the rank's own thread and the guard's may both see a group first
         self._patches = Patches()
         self._flights: TorchFlightRecorder | None = None
+        self._in_flight: InFlight | None = None  # in the mode "check"
         self._receive: Any = None  # ProcessGroup.recv as it was
         self._main = threading.main_thread().ident
 
@@ -93,6 +118,10 @@ class TorchWatch:
         from torch.distributed.distributed_c10d import ProcessGroup, Work
 
         self._flights = TorchFlightRecorder(vars(_distributed_c10d))
+        if self._guard.settings.mode == "check":
+            from lockstep.observe.in_flight import InFlight
+
+            self._in_flight = InFlight()
         self._receive = ProcessGroup.recv
         for group in tuple(distributed_c10d._world.pg_map):
             self._adopt(group, is_new=False)
@@ -148,7 +177,7 @@ class TorchWatch:
                     return old(group, *args, **kwargs)
             site = call_site()
             watched.inside += 1
-            number, tensor = -1, None
+            number, operation, tensor = -1, (), None
             try:
                 if watched.inside == 1 and (before := group._get_sequence_number_for_group()) != watched.seen:
                     watched.catch_up(before, site)
@@ -166,9 +195,22 @@ class TorchWatch:
                 watched.inside -= 1
             if number >= 0:
                 self._follow(watched, number, work, tensor, is_message)
+                if self._in_flight is not None:
+                    self._check(watched, work, operation, tensor, site, is_message)
             return work
 
         return call
+
+    def _check(
+        self, watched: WatchedGroup, work: Any, operation: Any, tensor: Any, site: str, is_message: bool
+    ) -> None:
+        """In the first steps: keep what the tensor is like, to see whether it is so still when it is waited for."""
+        assert self._in_flight is not None
+        if work is None or tensor is None or is_message or not tensor.is_cpu or self._recorder.step >= CHECKED_STEPS:
+            return
+        text = text_of(Operation(*operation), watched.ranks)
+        what = f"{text} at {site}, step {self._recorder.step}, rank {self._guard.rank}"
+        self._in_flight.started(work, tensor, what)
 
     def _follow(self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool) -> None:
         """See to it that record `number` is left when its operation has ended."""
@@ -188,22 +230,28 @@ class TorchWatch:
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
             begun = clock.wait_begins()
+            changed = None if self._in_flight is None else self._in_flight.waited(work)
             try:
-                return old(work, *args, **kwargs)
+                is_done = old(work, *args, **kwargs)
             finally:
                 ended = pop(id(work), None)
                 if ended is not None:
                     leave(ended[0])
                 clock.wait_ends(begun, None if ended is None else ended[0])
+            if changed is not None:
+                raise changed
+            return is_done
 
         return wait
 
     def _remembering(self, old: Callable[..., None]) -> Callable[..., None]:
         """Reducer.__init__ of DistributedDataParallel, whose parameters all ranks share."""
+        from torch.distributed.distributed_c10d import ProcessGroup
 
         def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
             self._reduced.update((id(param), param) for param in params)
             old(reducer, params, *args, **kwargs)
+            outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, ProcessGroup)])
 
         return init
 
@@ -285,8 +333,10 @@ class TorchWatch:
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""
+        if self._guard.world_size == 1:
+            return True
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(self._reduced.get(id(param)) is param for param in params):
+        if any(self._reduced.get(id(param)) is param or is_averaged(param) for param in params):
             return True
         tensor = sys.modules.get("torch.distributed.tensor")
         kinds = () if tensor is None else (tensor.DTensor,)
@@ -333,6 +383,7 @@ class TorchWatch:
         """End what is under way in this process: it cannot end by itself any more."""
         for group, watched in self._watched():
             is_open = watched.pending or watched.inside or any(call[1] is watched for call in list(self._open.values()))
+            is_open = is_open or group._get_sequence_number_for_group() != watched.seen  # C++ may be at it
             if is_open and watched.name not in self._aborted:
                 self._aborted.add(watched.name)
                 self._break(group, watched)

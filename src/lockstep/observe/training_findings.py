@@ -27,6 +27,7 @@ from lockstep.observe.replica_diff import (
     odd_ranks,
 )
 from lockstep.observe.scene import Scene
+from lockstep.observe.status import Sight
 from lockstep.observe.wording import Finding, Kind, names
 
 _AHEAD = 3  # steps: whoever is so far ahead of a rank that goes on computing has not waited for it
@@ -58,16 +59,17 @@ def training_notes(scene: Scene) -> list[Finding]:
 
 def _findings(scene: Scene) -> Iterator[Finding]:
     topics: dict[str, list[Topic]] = defaultdict(list)
-    for topic in _topics(scene):
+    for topic in topics_told(scene.sights):
         topics[topic.name.partition(" ")[0]].append(topic)
     for kind, case in _CASES.items():
         for topic in topics[kind]:
             yield from case(scene, topic)
 
 
-def _topics(scene: Scene) -> Iterator[Topic]:
+def topics_told(sights: Mapping[int, Sight]) -> Iterator[Topic]:
+    """All that ranks have told."""
     told: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
-    for rank, sight in sorted(scene.sights.items()):
+    for rank, sight in sorted(sights.items()):
         for name, values in sight.status.facts.items():
             if name != DETAILS:
                 for key, value in values.items():
@@ -259,14 +261,14 @@ def _replica(scene: Scene, topic: Topic) -> Iterator[Finding]:
         if agree(folds) and agree(folds, moving=True):
             good = step
         elif not agree(folds):
-            if _are_meant_equal(told) and (rows := _shown(scene, topic, step)):
+            if are_meant_equal(told) and (rows := _shown(scene, topic, step)):
                 yield from _drift(scene, topic, step, good, rows)
             return
         elif any(value[3] for value in told.values()):
             yield _moving(scene, topic)
 
 
-def _are_meant_equal(told: Mapping[int, Any]) -> bool:
+def are_meant_equal(told: Mapping[int, Any]) -> bool:
     """Replicas of DDP are; others where the same gradients were applied to them."""
     kinds, gradients = {value[1] for value in told.values()}, {value[2] for value in told.values()}
     return kinds == {"ddp"} or (len(gradients) == 1 and gradients != {""})
@@ -378,7 +380,7 @@ _HEADS = {
 
 
 def _has_equal_replicas(scene: Scene) -> bool:
-    topics = [topic for topic in _topics(scene) if topic.name.startswith("replica hand")]
+    topics = [topic for topic in topics_told(scene.sights) if topic.name.startswith("replica hand")]
     steps = [told for topic in topics for told in topic.told.values() if len(told) > 1]
     return any(agree([value[0] for value in told.values()]) for told in steps)
 

@@ -40,6 +40,7 @@ class Finding:
     text: str  # at most 12 lines of 110 characters
     is_certain: bool  # results are wrong, or ranks cannot get on: to be raised; else only to be told
     key: str  # equal for the same finding, whoever makes it and when
+    said_to: str = ""  # which terminal or file has it
 
     def to_json(self) -> str:
         """As `from_json` reads it."""

@@ -32,6 +32,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
 from lockstep.errors import ConfigError, ReplicaError, TransportClosed
 from lockstep.observe.gradients import GradientWatch
+from lockstep.observe.torch_steps import mark_averaged
 from lockstep.parallel.backward import BackwardPass, Runs
 from lockstep.parallel.bucket import Bucket, Dense, Layout, no_entries
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
@@ -62,6 +63,7 @@ class GradReducer:
     ) -> None:
         self.comm = comm
         self.params = list(params)
+        mark_averaged(self.params)
         self.names = list(names)
         self.hook: CommHook = Mean()
         self.sync = True  # what `no_sync` switches off

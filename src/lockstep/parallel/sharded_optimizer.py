@@ -306,7 +306,7 @@ class ShardedOptimizer(Optimizer):
             found.update(zip(shared, states_in_pieces(self.comm, shared, [found[c] for c in shared]), strict=True))
         return self._numbered(found)
 
-    def room_for(self, param: Tensor, dtype: torch.dtype) -> TensorPieces:
+    def room_of(self, param: Tensor, dtype: torch.dtype) -> TensorPieces:
         """Memory for state of a whole parameter's elements, of which this rank has a share: for `load_state_dict`."""
         part, index = self._home[id(param)]
         assert isinstance(part.chunk, ReplicatedChunk), "state of a DTensor is a DTensor"

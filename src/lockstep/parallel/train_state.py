@@ -186,7 +186,7 @@ class OptimizerState:
             if isinstance(param, DTensor):
                 return sharded_like(torch.empty_like(local_of(param), dtype=like.dtype), param)
             if isinstance(self._optimizer, ShardedOptimizer):
-                return self._optimizer.room_for(param, like.dtype)
+                return self._optimizer.room_of(param, like.dtype)
             return torch.empty_like(like, device=param.device)
 
         state = {name: {key: room(name, key, like) for key, like in entry.items()} for name, entry in entries.items()}
@@ -229,11 +229,14 @@ class OptimizerState:
 
 
 def _common_group(names: list[str], home: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The saved group that has all parameters `names`. Raises: CheckpointMismatch where there is none."""
+    """A saved group with the options of all parameters `names`. Raises: CheckpointMismatch where there is none."""
     lost = [name for name in names if name not in home]
     groups = {id(home[name]): home[name] for name in names if name in home}
-    if lost or len(groups) > 1:
-        why = f"{lost[0]!r} is in none" if lost else f"{names[0]!r} and others of one group here are in several there"
+    options = [_options(group) for group in groups.values()]
+    if lost or any(other != options[0] for other in options):
+        why = (
+            f"{lost[0]!r} is in none" if lost else f"{names[0]!r} and others of one group here have other options there"
+        )
         raise CheckpointMismatch(
             f"the checkpoint's optimizer has other groups of parameters: {why}. Make the optimizer with the groups it "
             "was saved with"

@@ -55,7 +55,7 @@ class ProcessPool:
         try:
             if not self._processes:
                 self._start()
-            self._send(fn, args, kwargs, timeout_s, env, connect)
+            self._send(fn, args, kwargs, timeout_s, env, connect, f"waiting for {where}")
             results, errors, missing = self._collect(time.monotonic() + timeout_s + _GRACE_S)
             if missing and not errors:
                 raise RankTimeout(missing, timeout_s, where, self.stacks())
@@ -126,12 +126,13 @@ class ProcessPool:
         timeout_s: float,
         env: Environment | Sequence[Environment] | None,
         connect: bool,
+        where: str,
     ) -> None:
         assert self._folder is not None
         rendezvous = Path(self._folder.name) / f"job{self._jobs}"
         self._jobs += 1
         call = pickle.dumps((fn, tuple(args), dict(kwargs)))
-        for rank, pipe in enumerate(self._pipes):
+        for rank in range(self.world_size):
             job = Job(
                 call=call,
                 sys_path=list(sys.path),
@@ -140,7 +141,13 @@ class ProcessPool:
                 rendezvous=rendezvous.as_uri() if connect else None,
                 timeout_s=timeout_s,
             )
-            pipe.send_bytes(pickle.dumps(tuple(job)))
+            self._tell(rank, pickle.dumps(tuple(job)), where)
+
+    def _tell(self, rank: int, message: bytes, where: str) -> None:
+        try:
+            self._pipes[rank].send_bytes(message)
+        except (BrokenPipeError, ConnectionResetError):
+            raise RankFailed({rank: self._death(rank)}, {}, self.world_size, where) from None
 
     def _collect(self, deadline: float) -> tuple[dict[int, Any], dict[int, RankError], list[int]]:
         """Results, errors, and the ranks that answered neither before the deadline."""
@@ -165,8 +172,8 @@ class ProcessPool:
 
     def _release(self, where: str) -> None:
         """All ranks have answered: only now may any of them close its connections."""
-        for pipe in self._pipes:
-            pipe.send_bytes(b"")
+        for rank in range(self.world_size):
+            self._tell(rank, b"", f"teardown after {where}")
         deadline = time.monotonic() + _GRACE_S
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):

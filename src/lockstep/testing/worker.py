@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.torch_transport import TorchTransport, destroy_default_group, has_default_group
+from lockstep.comm.torch_transport import TorchTransport, destroy_default_group, forget_meshes, has_default_group
 from lockstep.testing.failures import RankError
 
 _PR_SET_PDEATHSIG = 1
@@ -58,6 +58,7 @@ def serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
             )  # locals of `fn` may hold groups, and so keep their sockets open
             _tear_down(transport)  # at once: the other ranks must not wait for this one
             gc.collect()
+        _hear_stacks()
         pipe.send_bytes(message)
         try:
             pipe.recv_bytes()
@@ -75,8 +76,14 @@ def _prepare_process(log: str) -> None:
         os.dup2(output, standard)
     os.close(output)
     faulthandler.enable(file=2)
-    faulthandler.register(STACKS, file=2, all_threads=True)
+    _hear_stacks()
     torch.set_num_threads(1)
+
+
+def _hear_stacks() -> None:
+    """Again after a job, which may have had a handler of its own: the signal would end this process."""
+    faulthandler.unregister(STACKS)  # else it takes its handler for still in place
+    faulthandler.register(STACKS, file=2, all_threads=True)
 
 
 def _prepare_job(rank: int, job: Job) -> None:
@@ -96,6 +103,7 @@ def _tear_down(transport: TorchTransport | None) -> None:
         transport.close()
     if has_default_group():
         destroy_default_group()  # one that the job made itself
+    forget_meshes()  # the next job's may look the same, and its groups have other names
 
 
 def _pickled_error(error: BaseException) -> bytes:

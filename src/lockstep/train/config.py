@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lockstep.errors import ConfigError
+from lockstep.observe.loggers import logger_names
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,8 @@ class RunConfig:
     """Directory of this run: checkpoints, metrics, config. An older run found there is moved aside."""
     seed: int = 1337
     """Weights, order of the data and dropout follow from it."""
+    log: str = ""
+    """Where figures go beside metrics.jsonl: any of tensorboard, wandb and trackio, with commas between them."""
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
     train: TrainConfig = TrainConfig()
@@ -158,6 +161,7 @@ def check(config: RunConfig, world_size: int) -> None:
         raise ConfigError(f"--model.heads {config.model.heads} does not divide --model.width {config.model.width}")
     if config.data.path is not None and not config.data.path.exists():
         raise ConfigError(f"--data.path {config.data.path} does not exist")
+    logger_names(config.log)
     microbatches_per_rank(config.train, world_size)
 
 

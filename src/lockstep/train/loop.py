@@ -10,10 +10,10 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,6 +25,8 @@ from lockstep.data.coverage import Verdict
 from lockstep.data.loader import TokenLoader, validation_batches
 from lockstep.data.tokens import TokenizedText, prepare_tokens
 from lockstep.errors import ConfigError, DataError
+from lockstep.observe.layout import layout_of
+from lockstep.observe.loggers import Loggers, logger_names, open_loggers
 from lockstep.observe.process_guard import guard_of
 from lockstep.observe.profile.session import Profile, open_profile
 from lockstep.observe.profile.step_clock import DATA, OPTIMIZER, OTHER
@@ -72,6 +74,20 @@ class Logs:
 
     metrics: StepLog
     samples: StepLog
+    loggers: Loggers  # that the user has asked for
+
+    @classmethod
+    def open(cls, run: RunConfig, step: int) -> Logs:
+        """Those of a run that goes on after `step`."""
+        metrics, samples = (StepLog(run.out / name, step) for name in ("metrics.jsonl", "samples.jsonl"))
+        return cls(metrics, samples, open_loggers(logger_names(run.log), run.out, to_json(run), step))
+
+    def write(self, record: StepMetrics | dict[str, Any]) -> None:
+        """One line of metrics; its numbers are for the loggers too."""
+        self.metrics.write(record)
+        fields = record if isinstance(record, dict) else asdict(record)
+        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and name != "step"}
+        self.loggers.log(fields["step"], numbers)
 
     def sync(self) -> None:
         """Make what was written durable."""
@@ -82,6 +98,7 @@ class Logs:
         """Give back the files."""
         self.metrics.close()
         self.samples.close()
+        self.loggers.close()
 
 
 @dataclass(frozen=True)
@@ -179,9 +196,7 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
     moved = make_ready(run, comm, start, launch)
     if moved:
         begin = replace(begin, news=(*begin.news, f"an older run is now in {moved}"))
-    logs = None
-    if comm.rank == 0:
-        logs = Logs(*(StepLog(run.out / name, begin.step) for name in ("metrics.jsonl", "samples.jsonl")))
+    logs = Logs.open(run, begin.step) if comm.rank == 0 else None
     pulse = open_pulse(os.environ)
     equality = ReplicaCheck(comm, replica, optimizer)
     profile = open_profile(
@@ -191,6 +206,8 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
         world_size=comm.world_size,
         device=str(comm.device),
         flops_per_token=flops_per_token(model, run.model),
+        config=to_json(run),
+        data=text.digest,
     )
     return Job(
         run=run,
@@ -238,6 +255,8 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
         clock.switch(OPTIMIZER)
         grad_norm = clip_gradient(job.replica, run.optim.clip_norm, step)
         job.optimizer.step()
+        if step == begin.step:
+            job.profile.note("layout", step=step + 1, **layout_of(job.model, job.optimizer, [job.replica]))
         job.optimizer.zero_grad()
         clock.switch(OTHER)
         step, tokens_done = step + 1, tokens_done + tokens
@@ -246,13 +265,14 @@ def run_steps(job: Job, stop: Stop) -> TrainResult:
 
         meter.count(tokens)
         if logs:
+            job.profile.note("values", step=step, loss=loss, lr=lr, grad_norm=grad_norm)
             logs.samples.write({"step": step, **loader.samples_of_step(loader.consumed)})
             is_logged = step % run.train.log_every == 0 or step in (1, run.train.steps)
             if is_logged or step == begin.step + 1:
                 record = StepMetrics(step, loss, lr, grad_norm, tokens_done, *meter.read(step))
                 job.console.step(record)
                 if is_logged:  # which steps are in the file does not depend on where the run was resumed
-                    logs.metrics.write(record)
+                    logs.write(record)
         with meter.pause():
             advance(job, step)
             if is_due(step, run.train.eval_every, run.train.steps):
@@ -321,7 +341,7 @@ def advance(job: Job, step: int) -> None:
         say_coverage(job, verdict)
         if job.logs:
             digest = loader.coverage.digest(finished).hex()
-            job.logs.metrics.write({"step": step, "epoch": finished, "coverage": verdict.words, "digest": digest})
+            job.logs.write({"step": step, "epoch": finished, "coverage": verdict.words, "digest": digest})
 
 
 def say_coverage(job: Job, verdict: Verdict) -> None:
@@ -363,8 +383,10 @@ def validate(job: Job, step: int) -> float:
     )
     val_loss = evaluate(job.model, batches, job.comm)
     job.console.say(f"validation after step {step}: loss {val_loss:.4f}")
+    if job.logs:
+        job.profile.note("values", step=step, val_loss=val_loss)
     if job.logs and step not in job.logs.metrics.validated:
-        job.logs.metrics.write({"step": step, "val_loss": val_loss})
+        job.logs.write({"step": step, "val_loss": val_loss})
     return val_loss
 
 

@@ -5,6 +5,7 @@ out/metrics.jsonl    one line per logged step
 out/samples.jsonl    one line per step: which windows of the text it was trained on
 out/sample.txt       what the model writes in the end
 out/profile/         where the time of each rank went: see `lockstep profile`
+out/report.html      the picture of the run: see `lockstep report`
 out/checkpoints/     step-00000250-g1/, ...: see `checkpoint/generation.py`
 out/older-1/         the same of a run that was here before
 out/.launch          which launch of the run this is: the processes that it starts again find their own run
@@ -27,11 +28,13 @@ from lockstep.checkpoint.state import State
 from lockstep.comm.communicator import Communicator
 from lockstep.durable import partial_of, rename_durably, sync_folder, write_whole
 from lockstep.errors import CheckpointError, ConfigError, LockstepError
+from lockstep.observe.loggers import LOGGED
 from lockstep.train.checkpoints import Origin, find_origin, peek
 from lockstep.train.config import RunConfig, changes_on_resume, to_json
 
 # Checkpoints first: once they are gone, nobody takes what is left for a run that could go on.
-_OURS = ("checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt", "profile", ".launch")
+_LOGS = ("metrics.jsonl", "samples.jsonl", "sample.txt")
+_OURS = ("checkpoints", "config.json", *_LOGS, "profile", "report.html", *LOGGED, ".launch")
 _MARK = ".launch"
 
 
@@ -139,8 +142,7 @@ def _prepare(run: RunConfig, start: Start, launch: Launch) -> str:
 
 def _has_past(run: RunConfig) -> bool:
     """Whether a run has been here that came as far as its first step."""
-    logs = ("metrics.jsonl", "samples.jsonl", "sample.txt")
-    return any((run.out / name).exists() for name in logs) or bool(names_in(checkpoints_of(run)))
+    return any((run.out / name).exists() for name in _LOGS) or bool(names_in(checkpoints_of(run)))
 
 
 def _move_aside(out: Path, begun: Path | None, older: Path) -> str:

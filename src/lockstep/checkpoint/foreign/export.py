@@ -126,8 +126,11 @@ def _is_under(path: str, prefix: str) -> bool:
 
 def _nothing(reader: CheckpointReader, prefix: str) -> CheckpointError:
     manifest = reader.manifest
-    first = {keys_of(path)[0] for path in (*manifest.tensors, *manifest.aliases, *manifest.values)}
-    return CheckpointError(f"{reader.folder} has nothing to write under {prefix!r}: its keys are {sorted(first)}")
+    paths = (*manifest.tensors, *manifest.aliases, *manifest.values)
+    first = sorted({keys_of(path)[0] for path in paths})
+    deeper = sorted({path[: path.index(f"/{prefix}/")] for path in paths if prefix and f"/{prefix}/" in path})
+    hint = f"; there is one at --key {deeper[0]}/{prefix}" if deeper else ""
+    return CheckpointError(f"{reader.folder} has nothing to write under {prefix!r}: its keys are {first}{hint}")
 
 
 def _json_of(path: Path) -> bytes:

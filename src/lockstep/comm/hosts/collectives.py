@@ -21,7 +21,7 @@ from typing import final
 
 import torch
 
-from lockstep.comm.hosts.links import Links, Stage
+from lockstep.comm.hosts.links import HostStage, Links
 from lockstep.comm.hosts.mail import Fault
 from lockstep.comm.hosts.moving import BarrierStage, BroadcastStage, GatherStage, halves
 from lockstep.comm.hosts.summing import AllReduceStage, ReduceScatterStage
@@ -31,7 +31,7 @@ from lockstep.errors import CommError, TransportClosed
 
 BLOCK_BYTES = 4 << 20
 
-_STAGES: dict[str, Callable[[Links, CommOp, int, int, int], Stage]] = {
+_STAGES: dict[str, Callable[[Links, CommOp, int, int, int], HostStage]] = {
     "broadcast": BroadcastStage,
     "reduce": ReduceScatterStage,
     "all_reduce": AllReduceStage,
@@ -85,9 +85,9 @@ class HostCollectives:
 
     # ------------------------------------------------------------------ stages
 
-    def _drive(self, stages: Iterator[Stage], op: CommOp) -> None:
+    def _drive(self, stages: Iterator[HostStage], op: CommOp) -> None:
         """Every block up, across and down; each goes up before the one in front of it comes down."""
-        crossing: Stage | None = None
+        crossing: HostStage | None = None
         for stage in stages:
             self._launch(stage, op)
             if crossing is not None:
@@ -98,7 +98,7 @@ class HostCollectives:
         if crossing is not None:
             self._land(crossing, op)
 
-    def _launch(self, stage: Stage, op: CommOp) -> None:
+    def _launch(self, stage: HostStage, op: CommOp) -> None:
         if self.links.is_closing():
             raise self._closed(op)
         try:
@@ -111,7 +111,7 @@ class HostCollectives:
         if self.links.leaders is not None:
             stage.depart()
 
-    def _land(self, stage: Stage, op: CommOp, behind: Stage | None = None) -> None:
+    def _land(self, stage: HostStage, op: CommOp, behind: HostStage | None = None) -> None:
         """The end of a block. `behind`: the next one, under way already."""
         links = self.links
         if links.leaders is None:
@@ -137,7 +137,7 @@ class HostCollectives:
             self._arrive(behind)  # one does, and what failed there came first
             raise behind.cause from None
 
-    def _arrive(self, stage: Stage) -> Fault | None:
+    def _arrive(self, stage: HostStage) -> Fault | None:
         """What the leaders say. Where they cannot talk any more, this one hangs up."""
         try:
             return stage.arrive()
@@ -163,7 +163,7 @@ class HostCollectives:
         return f"{describe(op)} on rank {self.links.rank} of {self.links.world_size}"
 
 
-def stages_of(links: Links, op: CommOp) -> Iterator[Stage]:
+def stages_of(links: Links, op: CommOp) -> Iterator[HostStage]:
     """The stages of `op`, one for each block of its data; none where it has no data. Equal on all ranks."""
     if op.kind == "barrier":
         yield BarrierStage(links, op)

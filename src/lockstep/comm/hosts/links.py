@@ -94,7 +94,7 @@ class Links:
         return found[:nbytes]
 
 
-class Stage(abc.ABC):
+class HostStage(abc.ABC):
     """One block of one collective. `up` and `down` are called on every rank, `depart` and `arrive` on leaders."""
 
     mail: Letters

@@ -7,14 +7,14 @@ from typing import final
 
 from torch import Tensor
 
-from lockstep.comm.hosts.links import Links, Stage
+from lockstep.comm.hosts.links import HostStage, Links
 from lockstep.comm.hosts.mail import Fault, Shared, Spread, as_bytes
 from lockstep.comm.op import CommOp
 from lockstep.comm.operands import pieces
 
 
 @final
-class BarrierStage(Stage):
+class BarrierStage(HostStage):
     """Nobody goes on before the leader's word, which it has from all leaders, which have it from all ranks."""
 
     def up(self) -> None:
@@ -27,7 +27,7 @@ class BarrierStage(Stage):
 
 
 @final
-class BroadcastStage(Stage):
+class BroadcastStage(HostStage):
     """On the root's host the root gives its block to all, so also to the leader."""
 
     def __init__(self, links: Links, op: CommOp, slot: int, start: int, stop: int) -> None:
@@ -63,7 +63,7 @@ class BroadcastStage(Stage):
 
 
 @final
-class GatherStage(Stage):
+class GatherStage(HostStage):
     """all_gather: the ranks of a host exchange among themselves what they have; the leader brings what others have."""
 
     def __init__(self, links: Links, op: CommOp, slot: int, start: int, stop: int) -> None:

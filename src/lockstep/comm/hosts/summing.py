@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.hosts.links import Links, Stage
+from lockstep.comm.hosts.links import HostStage, Links
 from lockstep.comm.hosts.mail import Addressed, Fault, Shared, as_bytes
 from lockstep.comm.op import CommOp, Reduction
 from lockstep.comm.operands import pieces
@@ -24,7 +24,7 @@ AT_ONCE_BYTES = 256 << 10  # up to here, what all leaders send to all costs less
 _SHARES = 2  # a slot beside those of the two blocks that may be under way
 
 
-class ReducingStage(Stage, abc.ABC):
+class ReducingStage(HostStage, abc.ABC):
     """The sums of this host's subtrees over `source`, and their way to those hosts that need the whole sum.
 
     `spans[host]`: the part of the block whose reduction that host gets. None: all get all.

@@ -18,7 +18,7 @@ from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
 
 if TYPE_CHECKING:
-    from lockstep.launch.doctor.channel import Channel
+    from lockstep.launch.channel import Channel
 
 _RANK = "lockstep.launch.doctor.rank"
 _LINGER_S = 10.0  # the machine that holds the store lets the others read
@@ -57,7 +57,7 @@ def examine(asked: Asked, environ: Mapping[str, str], say: Say) -> int:
 def _channels() -> type[Channel]:
     """The class, which needs torch."""
     try:
-        from lockstep.launch.doctor.channel import Channel
+        from lockstep.launch.channel import Channel
     except (ImportError, OSError) as error:  # OSError: a library of torch's that the loader does not find
         text = f"not tried, because torch cannot be imported: {error}"
         raise Stopped(Check("FAIL", "ranks", text, "pip install torch")) from error

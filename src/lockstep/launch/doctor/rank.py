@@ -23,7 +23,7 @@ from lockstep.comm import preflight
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.place import Place, find_place
 from lockstep.errors import EnvironmentProblems, LockstepError
-from lockstep.launch.doctor.channel import Channel
+from lockstep.launch.channel import Channel
 from lockstep.launch.doctor.group import Clock, Facts, Link, Pair, Reduced, check_meeting, stages
 from lockstep.launch.doctor.probes import PACKAGES, installed
 

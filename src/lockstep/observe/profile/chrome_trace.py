@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.observe.profile.run_record import Op, Run, Start, Steps
+from lockstep.observe.profile.run_record import Op, Run, Steps
 from lockstep.observe.profile.waits import Wait, compare
 from lockstep.observe.profile.window import trace_of
 
@@ -44,21 +44,22 @@ class Clocks(NamedTuple):
 Moments = list[dict[int, Moment]]  # of each collective, by rank
 
 
-def moments_of(run: Run, first: int, last: int) -> Moments:
+def moments_of(run: Run, steps: Container[int]) -> Moments:
     """The collectives of these steps that are listed."""
     found: dict[tuple[str, str, int], dict[int, Moment]] = {}
-    for rank, record in run.ranks.items():
-        starts = {start.attempt: start for start in record.starts}
-        for line, attempt in zip(record.lines, record.attempts, strict=True):
-            if first <= line.step <= last and line.ops:
-                zero_us = _zero_us(starts[attempt], line)
-                for op in line.ops:
-                    found.setdefault(op.key, {})[rank] = Moment(op, zero_us)
+    for rank, line, zero_us in placed_lines(run, steps):
+        for op in line.ops or ():
+            found.setdefault(op.key, {})[rank] = Moment(op, zero_us)
     return list(found.values())
 
 
-def _zero_us(start: Start, line: Steps) -> float:
-    return start.time_ns / 1e3 + line.at_us
+def placed_lines(run: Run, steps: Container[int]) -> Iterator[tuple[int, Steps, float]]:
+    """(rank, line, when it began in microseconds since the epoch by that rank's clock) of these steps."""
+    for rank, record in run.ranks.items():
+        began_us = {start.attempt: start.time_ns / 1e3 for start in record.starts}
+        for line, attempt in zip(record.lines, record.attempts, strict=True):
+            if line.step in steps:
+                yield rank, line, began_us[attempt] + line.at_us
 
 
 def align(moments: Moments, hosts: Mapping[int, str]) -> Clocks:
@@ -168,7 +169,7 @@ def _arrows(wait: Wait, moments: Mapping[int, Moment], number: int) -> Iterator[
             yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": _WAITS_THREAD, "ts": ended_us}
 
 
-def merge_files(run: Run, steps: Iterable[int]) -> tuple[Path, int, float] | None:
+def merge_files(run: Run, steps: Container[int]) -> tuple[Path, int, float] | None:
     """Merge the windows that the ranks have left in the folder of `run`: (file, ranks in it, residual in us).
 
     None where there are none.
@@ -180,9 +181,8 @@ def merge_files(run: Run, steps: Iterable[int]) -> tuple[Path, int, float] | Non
             traces[rank] = json.loads(path.read_text())
     if not traces:
         return None
-    wanted = list(steps)
     hosts = {rank: record.starts[-1].host for rank, record in run.ranks.items()}
-    merged = merge(traces, moments_of(run, min(wanted), max(wanted)), hosts)
+    merged = merge(traces, moments_of(run, steps), hosts)
     path = run.folder / "trace.json"
     path.write_text(json.dumps(merged, separators=(",", ":")))
     return path, len(traces), merged["otherData"]["clock residual, median us"]

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from lockstep.observe.profile.run_record import Op, Run, Steps
 from lockstep.observe.profile.waits import compare, weighted
 
-_STEPS_MAX = 64  # that are played: the newest
+_STEPS_MAX, _STOPS_MAX = 64, 40_000  # that are played: the newest
 
 
 Key = tuple[str, str, int]
@@ -140,13 +140,14 @@ class _Work(NamedTuple):
 
 
 def plays_of(run: Run) -> list[Play]:
-    """The newest steps whose operations all ranks have listed."""
+    """The newest steps whose operations all ranks have listed; fewer of them where there are many ranks."""
     by_step: dict[int, dict[int, Steps]] = {}
     for rank, record in run.ranks.items():
         for line, _ in weighted(record.steady):
             by_step.setdefault(line.step, {})[rank] = line
     whole = [lines for step, lines in sorted(by_step.items()) if len(lines) == len(run.ranks)]
-    return [play_of(lines) for lines in whole[-_STEPS_MAX:]]
+    stops = max((sum(len(line.ops or ()) for line in lines.values()) for lines in whole[-1:]), default=0)
+    return [play_of(lines) for lines in whole[-max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))) :]]
 
 
 def what_ifs(plays: Sequence[Play]) -> list[WhatIf]:

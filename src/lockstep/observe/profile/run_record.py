@@ -1,10 +1,11 @@
 """The record of a run on disk: `rank-<n>.jsonl` per rank, only ever appended to, and read as a whole.
 
-Each line is a JSON object of one of three kinds, told by its first key:
+Each line is a JSON object of one of these kinds, told by its first key:
 
     {"start": 1, ...}  a process begins: the fields of `Start`; 1 is the version of the format
     {"word": 3, ...}   the operation that later lines call 3: group, text, site, label, bytes
     {"step": 12, ...}  the fields of `Steps`: one step, or several in a row as sums
+    others             see `notes.py`
 
 A run that is started again appends another start; its steps replace those of the same numbers. So that a long run stays
 small, from step 1024 on a line stands for 2 steps, from 2048 on for 4, and so on; operations are listed of the first
@@ -16,17 +17,20 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
+from lockstep.observe.profile.notes import Note, read_note
 from lockstep.observe.profile.step_clock import PHASES
 
 VERSION = 1
 OPERATIONS_MAX = 64  # of one step that are listed
 _WARM_UP = 2  # first lines of a run
+_WORD = ("group", "text", "site", "label", "bytes")
 _ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8
 
 
@@ -100,6 +104,7 @@ class RankRecord:
     starts: tuple[Start, ...]
     lines: tuple[Steps, ...]  # by step, each step once
     attempts: tuple[str, ...]  # of each line
+    notes: tuple[Note, ...] = ()  # in the order in which they were written
 
     @property
     def steady(self) -> tuple[Steps, ...]:
@@ -125,7 +130,7 @@ class Run:
 
     def of_last_attempt(self) -> Run:
         """The ranks that were there in the end: a run may go on with fewer."""
-        last = self._last.attempt
+        last = self._last.attempt if self.ranks else ""
         return Run(self.folder, {r: record for r, record in self.ranks.items() if record.starts[-1].attempt == last})
 
 
@@ -198,65 +203,103 @@ def read_rank(lines: Iterable[str]) -> RankRecord | None:
 
     Raises: ConfigError where another line is none of ours.
     """
-    starts: list[Start] = []
-    words: dict[int, Mapping[str, Any]] = {}
-    kept: dict[int, tuple[Steps, str]] = {}
-    for number, values in _objects(lines):
+    reader = RankReader()
+    for line in lines:
+        reader.feed(line)
+    return reader.record()
+
+
+_Word = tuple[Any, ...]  # values of _WORD
+
+
+@final
+class RankReader:
+    """Reads one rank's record, line by line, also while it is being written."""
+
+    def __init__(self) -> None:
+        self._starts: list[Start] = []
+        self._words: dict[int, _Word] = {}
+        self._kept: dict[int, tuple[Steps, str]] = {}
+        self._notes: list[Note] = []
+        self._number = 0
+
+    def feed(self, line: str) -> None:
+        """The next line; without an end only as the last one.  Raises: ConfigError where it is none of ours."""
+        self._number += 1
+        if not line.endswith("\n"):
+            return
         try:
-            if "start" in values:
+            values = _object(line)
+            kind = next(iter(values))
+            if kind == "start":
                 if values.pop("start") != VERSION:
                     raise ValueError("it is of another version of lockstep")
-                starts.append(Start(**values))
-                words = {}
-            elif "word" in values:
-                words[values.pop("word")] = values
+                self._starts.append(Start(**values))
+                self._words = {}
+            elif kind == "word":
+                self._words[values["word"]] = tuple(values[name] for name in _WORD)
+            elif kind == "step":
+                attempt = self._starts[-1].attempt
+                _replace(self._kept, _steps_of(values, self._words, attempt), attempt)
             else:
-                line = _steps_of(values, words, starts[-1].attempt)
-                _replace(kept, line, starts[-1].attempt)
-        except (ValueError, TypeError, KeyError, IndexError) as error:
-            raise ConfigError(f"line {number} of the record is none of a run: {error!r}") from error
-    if not starts:
-        return None
-    ordered = [kept[step] for step in sorted(kept)]
-    return RankRecord(starts[-1].rank, tuple(starts), tuple(line for line, _ in ordered), tuple(a for _, a in ordered))
+                self._notes.append(read_note(kind, values, self._starts[-1].attempt))
+        except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
+            raise ConfigError(f"line {self._number} of the record is none of a run: {error!r}") from error
+
+    def record(self) -> RankRecord | None:
+        """What was fed; None before the first start."""
+        if not self._starts:
+            return None
+        ordered = [self._kept[step] for step in sorted(self._kept)]
+        lines, attempts = tuple(line for line, _ in ordered), tuple(attempt for _, attempt in ordered)
+        return RankRecord(self._starts[-1].rank, tuple(self._starts), lines, attempts, _valid(self._notes))
 
 
-def _objects(lines: Iterable[str]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(number, object) of each whole line. A process that was killed may leave half a line, after it a start."""
-    texts = list(lines)
-    for number, text in enumerate(texts, 1):
-        try:
-            values = json.loads(text)
-        except ValueError:
-            at = text.find('{"start":', 1)  # appended to what was cut off
-            if at < 0 and number < len(texts):
-                raise ConfigError(f"line {number} of the record is no JSON") from None
-            values = json.loads(text[at:]) if at > 0 and text.endswith("\n") else None
-        if isinstance(values, dict) and text.endswith("\n"):
-            yield number, values
+def _valid(notes: Sequence[Note]) -> tuple[Note, ...]:
+    """Without those of steps that a later attempt has done again."""
+    kept: list[Note] = []
+    attempt, bound, lowest = "", math.inf, math.inf
+    for one in reversed(notes):
+        if one.attempt != attempt:
+            attempt, bound = one.attempt, lowest
+        if one.step is None or one.step < bound:
+            kept.append(one)
+            lowest = lowest if one.step is None else min(lowest, one.step)
+    return tuple(reversed(kept))
 
 
-def _steps_of(values: dict[str, Any], words: Mapping[int, Mapping[str, Any]], attempt: str) -> Steps:
+def _object(text: str) -> dict[str, Any]:
+    """Of a whole line. A process that was killed may leave half a line, and after it a start."""
+    try:
+        values = json.loads(text)
+    except ValueError:
+        values = json.loads(text[max(0, text.find('{"start":', 1)) :])
+    if not isinstance(values, dict):
+        raise ValueError("it is no JSON object")
+    return values
+
+
+def _steps_of(values: dict[str, Any], words: Mapping[int, _Word], attempt: str) -> Steps:
     values = {"operations": 0, "at_us": 0, "wall_us": 0, "longest_us": 0, "count": 1} | values
     rows = values.pop("ops", None)
     values["phases_us"] = tuple(values.get("phases_us", (0,) * len(PHASES)))
     if rows is None and is_listed(values["step"]):
         rows = []
-    ops = None if rows is None else tuple(Op(attempt, seq=row[1], **_numbers(row), **words[row[0]]) for row in rows)
+    ops = None if rows is None else tuple(_op(attempt, row, words[row[0]]) for row in rows)
     hidden = values.pop("hidden_us", None if ops is None else 0)
     return Steps(**values, hidden_us=hidden, ops=ops)
 
 
-def _numbers(row: Sequence[int]) -> dict[str, int]:
-    return dict(zip(("entered_us", "left_us", "began_us", "waited_us"), row[2:6], strict=True))
+def _op(attempt: str, row: Sequence[int], word: _Word) -> Op:
+    group, *about = word
+    _, seq, *times = row
+    return Op(attempt, group, seq, *about, *times)
 
 
 def _replace(kept: dict[int, tuple[Steps, str]], line: Steps, attempt: str) -> None:
     """A later attempt does steps again from where it began."""
     first = line.step - line.count + 1
-    for step in reversed(list(kept)):
-        if step < first:
-            break
+    for step in list(takewhile(lambda step: step >= first, reversed(kept))):
         if kept[step][1] != attempt:
             del kept[step]
     kept[line.step] = line, attempt

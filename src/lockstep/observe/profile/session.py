@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import atexit
+import json
 import os
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
 from lockstep.observe.guard import Guard
+from lockstep.observe.loggers import LOG, Loggers, logger_names, open_loggers
+from lockstep.observe.profile.device_values import read_later
+from lockstep.observe.profile.notes import Later, take_notes
+from lockstep.observe.profile.run_facts import run_facts
 from lockstep.observe.profile.step_clock import StepClock
+from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
 from lockstep.observe.profile.window import RUN, Window
 from lockstep.observe.profile.writer import RunWriter, attempt_of
+from lockstep.observe.wording import Finding
 
 
 @final
@@ -23,15 +32,43 @@ class Profile:
         self.clock = writer.clock
         if self.clock.close_reader is not None:  # of a launcher that did not know that the program records itself
             self.clock.close_reader()
-        self.clock.close_reader = self.close
+        self.clock.close_reader = self._give_way
         self.clock.is_marked = True
+        self.step = 0  # the last one that has ended
         self._writer = writer
         self._window = window
         self._guard = guard
         if guard is not None:
             guard.before_look.append(writer.look)
             guard.before_close.append(self.close)
-        self._undo: list[Callable[[], None]] = []
+            guard.on_finding.append(self._found)
+        self._notes: TorchNotes | None = None
+        self.open_loggers: Callable[[], Loggers] | None = None  # for what `lockstep.log` is given
+        self._loggers: Loggers | None = None
+        self._undo: list[Callable[[], None]] = [take_notes(self)]
+
+    def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
+        """Write down a note of `notes.py`; where that has a step, it is of the last one unless it says so."""
+        if kind in ("values", "layout", "replicas") and fields.get("step") is None:
+            fields["step"] = self.step
+        self._writer.note(kind, later, **fields)
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """The user's own numbers of a step, for the record and for loggers."""
+        step = self.step if step is None else step
+        if self._notes is not None and "loss" in values:
+            self._notes.knows_loss = True
+        there = {name: value for name, value in values.items() if isinstance(value, float)}
+        coming = {name: [value] for name, value in values.items() if name not in there}
+        self.note("values", read_later(coming) if coming else None, step=step, **there, **dict.fromkeys(coming))
+        if self._loggers is None and self.open_loggers is not None:
+            self._loggers = self.open_loggers()
+        if self._loggers is not None:
+            self._loggers.log(step, {name: float(value) for name, value in values.items()})
+
+    def _found(self, finding: Finding) -> None:
+        self._writer.note("finding", **json.loads(finding.to_json()))
+        self._writer.look()  # this process may be about to end
 
     def step_done(self, step: int, tokens: int = 0) -> None:
         """A step has ended whose phases the program has marked."""
@@ -39,25 +76,41 @@ class Profile:
         self._profile(step)
 
     def _profile(self, step: int) -> None:
+        self.step = step
         if self._window.step_done(step):  # starting torch's profiler takes longer than a step
             self.clock.restart()
 
     def follow_torch(self) -> None:
-        """Phases and steps are those that torch does in this process."""
+        """Phases, steps and notes are those that torch does in this process."""
         self.clock.is_marked = False
-        self.clock.after_step = self._profile
-        self._undo.append(attach_phases(self.clock))
+        notes = self._notes = TorchNotes(self._writer, self._guard)
+        self._undo += [attach_phases(self.clock), notes.attach()]
+
+        def stepped(step: int) -> None:
+            self._profile(step)
+            notes.stepped(step)
+
+        self.clock.after_step = stepped
+
+    def _give_way(self) -> None:
+        """The program has a record of its own."""
+        self.close()
+        if self.step == 0:
+            self._writer.withdraw()
 
     def close(self) -> None:
         """Write what is left. What is recorded from now on goes nowhere."""
-        if self.clock.close_reader != self.close:
+        if self.clock.close_reader != self._give_way:
             return
         self.clock.close_reader = self.clock.after_step = None
         while self._undo:
             self._undo.pop()()
         self._window.close()
+        if self._loggers is not None:
+            self._loggers.close()
         if self._guard is not None and self._writer.look in self._guard.before_look:
             self._guard.before_look.remove(self._writer.look)
+            self._guard.on_finding.remove(self._found)
         self._writer.close()
 
 
@@ -68,11 +121,15 @@ def open_profile(
     *,
     rank: int = 0,
     world_size: int = 1,
+    command: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+    data: str = "",
     **about: Any,
 ) -> Profile:
-    """The record of this rank in `folder`.
+    """The record of this rank in `folder`, which begins with its facts.
 
-    guard: of this process, whose thread writes then. about: `device` and `flops_per_token` of `RunWriter`.
+    guard: of this process, whose thread writes then. command, config, data: see `run_facts`. about: `device` and
+    `flops_per_token` of `RunWriter`.
     Raises: ConfigError where LOCKSTEP_PROFILE is no window.
     """
     window = Window.of(environ, folder, rank)
@@ -86,15 +143,21 @@ def open_profile(
         window=window.steps,
         **about,
     )
-    return Profile(writer, window, guard)
+    profile = Profile(writer, window, guard)
+    profile.note("facts", **run_facts(environ, command or sys.argv, config=config, data=data))
+    writer.look()  # whoever is killed before the first step has left this much
+    return profile
 
 
-def follow_program(guard: Guard, environ: Mapping[str, str]) -> Profile | None:
+def follow_program(guard: Guard, environ: Mapping[str, str], command: Sequence[str]) -> Profile | None:
     """The record of a program that is not ours, where the launcher has named a folder for it."""
     folder = environ.get(RUN, "")
     if not folder:
         return None
-    profile = open_profile(Path(folder), guard, environ, rank=guard.rank, world_size=guard.world_size)
+    profile = open_profile(Path(folder), guard, environ, command=command, rank=guard.rank, world_size=guard.world_size)
     profile.follow_torch()
+    names = logger_names(environ.get(LOG, "")) if guard.rank == 0 else ()
+    if names:  # opened by the first number: their imports take seconds
+        profile.open_loggers = partial(open_loggers, names, Path(folder), {"command": list(command)})
     atexit.register(profile.close)
     return profile

@@ -7,12 +7,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import final
+from typing import Any, NamedTuple, TypeVar, final
 
 from lockstep.observe.flight import Record
+from lockstep.observe.profile.notes import Later, note_line
 from lockstep.observe.profile.run_record import (
     OPERATIONS_MAX,
     Start,
@@ -28,10 +30,12 @@ from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait
 from lockstep.observe.torch_groups import FROM_CPP
 
 _PERIOD_S = 0.25  # without a guard
+_NOTES = 4096  # that nobody has written yet
 _TAILS_MAX = 64  # backward passes of one step that are told apart
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
 
 Records = Callable[[int, int], Sequence[Record]]  # of the flight record, from a number to a number
+Item = TypeVar("Item")
 Word = tuple[str, str, str, str]  # group, text, site, label
 
 
@@ -41,11 +45,20 @@ def attempt_of(environ: Mapping[str, str]) -> str:
     return f"{name}/{environ.get('TORCHELASTIC_RESTART_COUNT') or environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
+class _Pending(NamedTuple):
+    """A note that is not written yet."""
+
+    kind: str
+    time_ns: int
+    fields: Mapping[str, Any]
+    later: Later | None
+
+
 @final
 class RunWriter:
-    """Takes the steps that `clock` has ended and appends them to the file of this rank, which it makes with the first.
+    """Takes the steps that `clock` has ended, and notes, and appends them to the file of this rank.
 
-    `look` and `close` may be called from any thread.
+    `note`, `look` and `close` may be called from any thread.
     """
 
     def __init__(
@@ -72,7 +85,10 @@ class RunWriter:
         self._words: dict[Word, int] = {}
         self._pending: list[Step] = []  # that become one line
         self._file = -1
-        self._start_ns = 0
+        self._opened_ns = time.monotonic_ns()
+        self._start_ns = self._size = 0
+        self._notes: deque[_Pending] = deque(maxlen=_NOTES)
+        self._valued: dict[str, int] = {}  # the last step of which there is a value of that name
         self._is_broken = False
         self._window = window
         self._lock = threading.Lock()
@@ -85,14 +101,50 @@ class RunWriter:
         if self._records is None and time.monotonic() - self._looked_s > _PERIOD_S:
             self.look()
 
+    def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
+        """Append a note of `notes.py` at the next look. Of values only as many are kept as there are lines of steps.
+
+        later: more fields, made by who looks; None as long as they are not known. Of values, it fills those given as
+            None.
+        """
+        if kind == "values":
+            fields = self._thinned(fields)
+            if len(fields) == 1:
+                return
+        self._notes.append(_Pending(kind, time.monotonic_ns(), fields, later))
+
+    def _thinned(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        step: int = fields["step"]
+        kept, apart = {"step": step}, steps_per_line(step)
+        for name, value in fields.items():
+            if name != "step" and not 0 < step - self._valued.get(name, -apart) < apart:
+                kept[name], self._valued[name] = value, step
+        return kept
+
     def look(self) -> None:
         """Append what has ended since the last call."""
         self._looked_s = time.monotonic()
-        if not self.clock.steps or self._pid != os.getpid():
+        if not (self.clock.steps or self._notes) or self._pid != os.getpid():
             return
         memory = _memory_mib()
         with self._lock:
-            self._append([line for step in _taken(self.clock) for line in self._add(step, memory)])
+            steps = list(_taken(self.clock.steps))
+            if not self._start_ns:
+                self._start_ns = min([self._opened_ns, *(step.began_ns for step in steps[:1])])
+            lines = [line for step in steps for line in self._add(step, memory)]
+            self._append([*self._noted(), *lines])
+
+    def _noted(self) -> Iterator[str]:
+        """The lines of what was noted; what is not known yet stays."""
+        unknown: list[_Pending] = []
+        for one in _taken(self._notes):
+            more = {} if one.later is None else one.later()
+            if more is None:
+                unknown.append(one)
+            else:
+                fields = _filled(one.fields, more) if one.kind == "values" else {**one.fields, **more}
+                yield note_line(one.kind, (one.time_ns - self._start_ns) // 1000, fields)
+        self._notes.extend(unknown)
 
     def close(self) -> None:
         """Append what is left and give back the file."""
@@ -103,6 +155,11 @@ class RunWriter:
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+
+    def withdraw(self) -> None:
+        """After `close`: take the file away, where nobody else has written to it."""
+        if self._pid == os.getpid() and self.path.is_file() and self.path.stat().st_size == self._size:
+            self.path.unlink()
 
     def _add(self, step: Step, memory: tuple[int, int]) -> Iterable[str]:
         """The lines that are complete with `step`."""
@@ -163,8 +220,6 @@ class RunWriter:
         return [number, seq, entered, left, began, waited_ns // 1000]
 
     def _line(self, steps: Sequence[Step], memory: tuple[int, int]) -> Steps:
-        if not self._start_ns:
-            self._start_ns = steps[0].began_ns
         phases = [sum(step.spent_ns[at] for step in steps) // 1000 for at in range(len(steps[0].spent_ns))]
         return Steps(
             step=steps[-1].step,
@@ -189,10 +244,10 @@ class RunWriter:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
                 text = start_line(self._start()) + text
-            os.write(self._file, text.encode())
+            self._size += os.write(self._file, text.encode())
         except OSError as error:  # training goes on
             self._is_broken = True
-            sys.stderr.write(f"lockstep: the steps of rank {self._about[0]} are not recorded any more: {error}\n")
+            sys.stderr.write(f"lockstep: rank {self._about[0]} is not recorded any more: {error}\n")
 
     def _start(self) -> Start:
         rank, world_size, attempt, device, flops_per_token = self._about
@@ -213,9 +268,15 @@ class RunWriter:
         )
 
 
-def _taken(clock: StepClock) -> Iterable[Step]:
-    while clock.steps:
-        yield clock.steps.popleft()
+def _taken(queue: deque[Item]) -> Iterator[Item]:
+    while queue:
+        yield queue.popleft()
+
+
+def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, float]:
+    """Seven digits of each: as many as a curve shows, and a float32 has."""
+    known = {name: more.get(name) if value is None else value for name, value in fields.items()}
+    return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in known.items() if v is not None}
 
 
 def waits_by_number(waits: Iterable[Wait]) -> dict[int, tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""Where machines and ranks leave what they found: a store of its own, beside the ways that are examined."""
+"""Where machines and ranks leave what others shall know: JSON values in a torch store."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Channel:
     Raises: LaunchError, from every method, where the process that holds the store has gone.
     """
 
-    def __init__(self, store: Any, address: str, port: int, prefix: str, is_holder: bool) -> None:
+    def __init__(self, store: Any, prefix: str, address: str = "", port: int = 0, *, is_holder: bool = False) -> None:
         self._store = PrefixStore(prefix, store)
         self.address, self.port, self.prefix, self.is_holder = address, port, prefix, is_holder
 
@@ -39,7 +39,7 @@ class Channel:
         port = listener.getsockname()[1]
         limit = timedelta(seconds=_ANSWER_S)
         store = TCPStore("127.0.0.1", port, None, True, limit, False, master_listen_fd=listener.detach())
-        return cls(store, "127.0.0.1", port, "doctor", True)
+        return cls(store, "doctor", "127.0.0.1", port, is_holder=True)
 
     @classmethod
     def host(cls, address: str, port: int, prefix: str) -> Channel:
@@ -49,7 +49,7 @@ class Channel:
             store = TCPStore(address, port, None, True, limit, False, multi_tenant=True)
         except DistError as error:
             raise LaunchError(f"port {port} cannot be opened: {str(error).splitlines()[0]}") from error
-        made = cls(store, address, port, prefix, True)
+        made = cls(store, prefix, address, port, is_holder=True)
         made.put(_SIGN, 1)
         return made
 
@@ -67,7 +67,7 @@ class Channel:
             raise LaunchError(f"no torch store replied in {limit_s:g} s") from error
         except DistError as error:
             raise LaunchError(str(error).splitlines()[0]) from error
-        made = cls(store, address, port, prefix, False)
+        made = cls(store, prefix, address, port)
         if not is_ours and made.missing([_SIGN], limit_s):
             raise LaunchError("a torch store of another program, without a `lockstep doctor`")
         return made
@@ -102,5 +102,5 @@ class Channel:
         try:
             return call()
         except DistError as error:
-            where = f"{self.address}:{self.port}"
-            raise LaunchError(f"no answer from the store at {where}: {str(error).splitlines()[0]}") from error
+            where = f"at {self.address}:{self.port}" if self.address else "where the machines meet"
+            raise LaunchError(f"no answer from the store {where}: {str(error).splitlines()[0]}") from error

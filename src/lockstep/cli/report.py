@@ -1,0 +1,117 @@
+"""`lockstep report [RUN]`: the record of a run as one HTML file, and what matters most of it in words."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import tyro
+
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.chrome_trace import merge_files
+from lockstep.observe.profile.run_record import read_run
+from lockstep.observe.profile.window import PROFILE, RUN, read_window
+from lockstep.observe.report.writing import PAGE, document_in, shown, write_page
+
+_CARDS_MAX, _LINES_MAX = 6, 12
+_LIMIT_S = 30  # a run that is over ends within this time, however large its record
+
+
+@dataclass(frozen=True)
+class ReportCommand:
+    """Write the report of a run as one HTML file, and say what matters most of it."""
+
+    run: Annotated[Path | None, tyro.conf.Positional] = None
+    """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/. The run may
+    still go on."""
+    out: Path | None = None
+    """The file; by default report.html in the folder of the run."""
+
+
+def report(words: Sequence[str]) -> int:
+    """`lockstep report ...`; the exit code. Raises: ConfigError for a folder without a record."""
+    command = tyro.cli(ReportCommand, args=list(words), prog="lockstep report")
+    folder, document = document_in(command.run)
+    path = command.out or folder / PAGE
+    write_page(document, path)
+    try:
+        sys.stdout.write("".join(line + "\n" for line in describe(document)))
+        sys.stdout.write(f"\nreport   {shown(path)}\n")
+        sys.stdout.flush()
+    except BrokenPipeError:  # `lockstep report ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def describe(document: dict[str, Any]) -> Iterator[str]:
+    """How the run stands and its first cards."""
+    run = document["run"]
+    ranks = f"{run['world_size']} rank{'' if run['world_size'] == 1 else 's'}"
+    starts = f", {len(run['attempts'])} starts" if len(run["attempts"]) > 1 else ""
+    yield f"run      {run['id']}: {run['status']}, {ranks}, {run['steps']} steps, {run['wall_s']:.1f} s{starts}"
+    for card in document["cards"][:_CARDS_MAX]:
+        yield f"{card['severity']:8} {card['title']}"
+        lines = card["text"].splitlines()
+        yield from (f"         {line}" for line in lines[:_LINES_MAX])
+        if len(lines) > _LINES_MAX:
+            yield f"         ... and {len(lines) - _LINES_MAX} lines more"
+        if card["lever"]:
+            yield f"         to change that: {card['lever']}"
+    if len(document["cards"]) > _CARDS_MAX:
+        yield f"... and {len(document['cards']) - _CARDS_MAX} more in the report"
+
+
+def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
+    """Of a run that has ended here: merge the windows of torch.profiler, write the report, and say where they lie.
+
+    Whatever is wrong with the record is said too, and never a reason to fail.
+    is_quiet: say no more than where the report lies, because the run has failed.
+    """
+    place = Path(environ.get(RUN) or os.devnull)
+    if not place.is_dir():
+        return
+    try:
+        with _ending_after(_LIMIT_S):
+            folder, document = document_in(place)
+            write_page(document, folder / PAGE)
+            trace = _merged(place, environ.get(PROFILE, ""))
+    except ConfigError as error:
+        print(f"lockstep: no report: {error}", file=sys.stderr)
+    except Exception as error:  # noqa: BLE001 (the run is over, and its end is not ours)
+        print(f"lockstep: no report of {place}: {type(error).__name__}: {error}", file=sys.stderr)
+    else:
+        sys.stderr.write("" if is_quiet else trace)
+        print(f"lockstep: report: {shown(folder / PAGE)}", file=sys.stderr)
+
+
+def _merged(place: Path, window: str) -> str:
+    """Where the merged trace lies; "" where there was no window."""
+    steps = read_window(window)
+    found = merge_files(read_run(place), steps) if steps else None
+    if found is None:
+        return ""
+    path, ranks, residual_us = found
+    return f"lockstep: trace of {ranks} ranks in {path}, collectives end within {residual_us:.0f} us\n"
+
+
+@contextmanager
+def _ending_after(limit_s: int) -> Iterator[None]:
+    """Within, TimeoutError after so long. Of the main thread only."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"it takes longer than {limit_s} s: `lockstep report` has the time")
+
+    before = signal.signal(signal.SIGALRM, end)
+    signal.alarm(limit_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

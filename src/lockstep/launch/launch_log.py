@@ -1,0 +1,96 @@
+"""`launch.jsonl`, beside the records of the ranks: what the launcher did, and how each start of the run ended.
+
+    {"launch": id, "command": [...], "flags": {...}, "host", "pid"}   once per launcher
+    {"attempt": name, "world_size": n, "flights": folder}             a start of the ranks, which have that name too
+    {"found": text}                                                   in the flight records of ranks that are dead
+    {"ended": name, "code": n, "causes": [text, ...]}                 the cause of all first
+    {"over": id, "code": n}                                           the exit code of the run
+
+Each has a "time_ns" since the epoch. A run that was killed with its launcher lacks the last ones.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, final
+
+from lockstep.launch.ended import Ended, describe, first_failure
+from lockstep.observe.profile.run_facts import is_secret, without_secrets
+
+NAME = "launch.jsonl"
+NONE_GIVEN: Mapping[str, Any] = {}
+
+
+@final
+class LaunchLog:
+    """One launcher's lines."""
+
+    def __init__(
+        self,
+        folder: Path | None = None,
+        *,
+        command: Sequence[str] = (),
+        flags: Mapping[str, Any] = NONE_GIVEN,
+        is_ours: bool = True,
+    ) -> None:
+        """folder: None where the run leaves no record. flags: that were given, and what they say.
+
+        is_ours: else a rank makes the folder, and may move an older one away before.
+        """
+        self._folder = folder
+        self._command = without_secrets(command)
+        self._flags = {name: "..." if is_secret(name) else value for name, value in flags.items()}
+        self._waits = not is_ours
+        self._began_ns = time.time_ns()
+        self._lines: list[str] = []
+        self._id = f"{socket.gethostname()}/{os.getpid()}/{self._began_ns}"
+
+    def begin(self) -> None:
+        """The launcher begins."""
+        about = {"command": self._command, "flags": self._flags}
+        self._write("launch", self._id, **about, host=socket.gethostname(), pid=os.getpid())
+
+    def attempt(self, name: str, world_size: int, flights: Path) -> None:
+        """The ranks are about to be started."""
+        self._write("attempt", name, world_size=world_size, flights=str(flights))
+
+    def ended(self, name: str, ended: Sequence[Ended], found: str = "") -> None:
+        """All processes of this machine have ended. found: what their flight records show."""
+        if found:
+            self._write("found", found)
+        first = first_failure(ended)
+        failed = [] if first is None else [first, *(one for one in ended if one.failed and one is not first)]
+        causes = [f"rank {one.rank} {describe(one)}" for one in failed]
+        self._write("ended", name, code=0 if first is None else first.exit_code, causes=causes)
+
+    def over(self, code: int) -> None:
+        """The run is."""
+        self._write("over", self._id, code=code)
+
+    def flush(self) -> None:
+        """Append what could not be written before."""
+        if self._folder is None or not self._lines or (self._waits and not self._is_made()):
+            return
+        self._waits = False
+        text, self._lines = "".join(self._lines), []
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with (self._folder / NAME).open("a") as file:
+                file.write(text)
+        except OSError as error:  # the run goes on
+            self._folder = None
+            sys.stderr.write(f"lockstep: what the launcher does is not recorded: {error}\n")
+
+    def _write(self, kind: str, subject: str, **fields: Any) -> None:
+        self._lines.append(json.dumps({kind: subject, **fields, "time_ns": time.time_ns()}, default=str) + "\n")
+        self.flush()
+
+    def _is_made(self) -> bool:
+        assert self._folder is not None
+        return any(path.stat().st_mtime_ns >= self._began_ns for path in self._folder.glob("rank-*.jsonl"))

@@ -1,0 +1,64 @@
+"""A lesson's program as a file: where it lies, what it is about, and one run of it on real processes."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from lockstep.errors import ConfigError
+from lockstep.learn.events import Event, file_of, read_events
+
+FOLDER = "LOCKSTEP_LESSON"  # names the folder for the events of a rank; unset: they are printed
+_LIMIT_S = 240.0
+
+
+class Played(NamedTuple):
+    """One run of a program."""
+
+    ranks: list[list[Event]]
+    exit_code: int | None  # None: it had to be ended
+    output: str  # what the processes said beside
+
+
+def title_of(path: Path) -> str:
+    """The first sentence of a program, without running it. Raises: ConfigError where it is no Python."""
+    try:
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    except (SyntaxError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as a program: {error}") from error
+    return (about or "").partition("\n")[0]
+
+
+def play(path: Path, world_size: int, folder: Path, *, restarts: int = 0, limit_s: float = _LIMIT_S) -> Played:
+    """Run the program `path` on `world_size` new processes of this machine, with the guard around it.
+
+    folder: gets the events of the ranks, and is theirs to write in; what was in it is gone. Blocks until all processes
+    have ended.
+    Raises: ConfigError where the program has told nothing at all, with what it said instead.
+    """
+    if folder.exists():
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True)
+    flags = ["--nproc-per-node", str(world_size), "--record", "off", "--max-restarts", str(restarts)]
+    command = [sys.executable, "-m", "lockstep", "run", *flags, str(path)]
+    environ = {"LOCKSTEP_HANG_S": "3", "LOCKSTEP_EVIDENCE": "", **os.environ, FOLDER: str(folder.resolve())}
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, text=True
+    ) as process:
+        try:
+            output, _ = process.communicate(timeout=limit_s)
+            code: int | None = process.returncode
+        except subprocess.TimeoutExpired:
+            process.terminate()  # the launcher ends its ranks, and has said why they wait
+            output, code = process.communicate()[0], None
+        except BaseException:
+            process.terminate()
+            raise
+    if not file_of(folder, 0).exists():
+        raise ConfigError(f"{path} told nothing on {world_size} processes, exit code {code}:\n{output.strip()}")
+    return Played(read_events(folder), code, output.strip())

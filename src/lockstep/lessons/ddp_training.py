@@ -1,0 +1,67 @@
+"""The full system: N processes with DistributedDataParallel, beside one process with all the data."""
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import lockstep
+from lockstep.learn.stage import Stage, run
+
+BATCH, STEPS = 48, 60
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    torch.manual_seed(1)
+    return [(x := torch.randn(BATCH, 4), x.sum(dim=1, keepdim=True).sin()) for _ in range(STEPS)]
+
+
+def train(model: nn.Module, mine: slice) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    losses = []
+    for x, y in samples():
+        loss = functional.mse_loss(model(x[mine]), y[mine])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def ddp_training(stage: Stage) -> None:
+    comm = stage.comm
+    stage.screen("One process", f"{STEPS} steps of {BATCH} samples each, on every rank the same: this is what we want.")
+    alone = network()
+    wanted = torch.tensor(train(alone, slice(None)))
+    stage.curve(loss=wanted)
+
+    stage.screen(
+        "All of them together",
+        "Each rank takes its part of every batch. Nothing of the loop changes but the wrapper around the model. The "
+        "mean over ranks of their losses is the loss of the batch.",
+    )
+    together = lockstep.DistributedDataParallel(network())
+    part = BATCH // comm.world_size
+    losses = torch.tensor(train(together, slice(comm.rank * part, (comm.rank + 1) * part)))
+    stage.curve(own_loss=losses)
+    stage.quietly.all_reduce(losses, "mean")
+    stage.curve(mean_loss=losses)
+
+    stage.screen(
+        "They coincide",
+        "The largest difference in any weight, and in the loss of any step. Only the order of additions differs: to "
+        "the last bit they are equal where both add in one order, as `lockstep train` does with virtual shards.",
+    )
+    pairs = zip(alone.parameters(), together.parameters(), strict=True)
+    stage.show(
+        difference_of_weights=max((a - b).abs().max() for a, b in pairs),
+        difference_of_losses=(wanted - losses).abs().max(),
+    )
+
+
+if __name__ == "__main__":
+    run(ddp_training)

@@ -1,0 +1,113 @@
+"""What a rank writes down of a run beside its steps, and who takes it: the record that this thread has open.
+
+A line of `rank-<n>.jsonl` is {kind: subject, "at_us": when, ...}:
+
+    {"facts": {...}}       once per start: command, versions, variables, config
+    {"values": step, ...}  numbers of a step: loss, lr, what `lockstep.log` is given
+    {"layout": step, ...}  what this rank holds, after its first step
+    {"coverage": epoch}    which samples of an epoch this rank was trained on
+    {"replicas": step}     whether the ranks were equal
+    {"finding": {...}}     what the guard said
+
+No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from threading import get_ident, main_thread
+from typing import Any, Final, NamedTuple, Protocol
+
+SUBJECTS: Final = {
+    "facts": "",  # the line has a dict of its own
+    "finding": "",
+    "values": "step",
+    "layout": "step",
+    "replicas": "step",
+    "coverage": "epoch",
+}
+_OF_STEPS = ("values", "layout", "replicas")  # done again by a later attempt
+
+Later = Callable[[], Mapping[str, Any] | None]
+
+
+class Taker(Protocol):
+    """Who writes notes."""
+
+    def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
+        """See the function of this name."""
+        ...
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        """See `log_values`."""
+        ...
+
+
+_takers: dict[int, Taker] = {}  # by thread: a rank is a process, and in tests also a thread
+
+
+class Note(NamedTuple):
+    """One of them."""
+
+    kind: str
+    at_us: int  # since the start of the attempt, like `Steps.at_us`
+    attempt: str
+    fields: Mapping[str, Any]  # the subject too, by its name
+
+    @property
+    def step(self) -> int | None:
+        """The step that it is of, where a later attempt that does that step again makes it void."""
+        return self.fields["step"] if self.kind in _OF_STEPS else None
+
+
+def note(kind: str, later: Later | None = None, /, **fields: Any) -> None:
+    """Write that down, with the record that this thread has open; without one, nothing happens.
+
+    It takes microseconds: another thread writes it. later: more fields, made there; None as long as they are not known.
+    """
+    taker = _taker()
+    if taker is not None:
+        taker.note(kind, later, **fields)
+
+
+def log_values(step: int | None, values: Mapping[str, Any]) -> None:
+    """The user's own numbers of a step, or CUDA tensors; None is the last step that has ended."""
+    taker = _taker()
+    if taker is not None:
+        taker.log(step, values)
+
+
+def takes_notes() -> bool:
+    """Whether this thread has a record open."""
+    return _taker() is not None
+
+
+def _taker() -> Taker | None:
+    return _takers.get(get_ident()) or _takers.get(main_thread().ident or 0)
+
+
+def take_notes(taker: Taker) -> Callable[[], None]:
+    """From now on those of this thread are given to `taker`. The result ends that."""
+    me = get_ident()
+    _takers[me] = taker
+
+    def end() -> None:
+        if _takers.get(me) is taker:
+            del _takers[me]
+
+    return end
+
+
+def note_line(kind: str, at_us: int, fields: Mapping[str, Any]) -> str:
+    """As `read_note` reads it."""
+    name = SUBJECTS[kind]
+    rest = {key: value for key, value in fields.items() if key != name} if name else {}
+    values = {kind: fields[name] if name else fields, "at_us": at_us, **rest}
+    return json.dumps(values, separators=(",", ":")) + "\n"
+
+
+def read_note(kind: str, values: dict[str, Any], attempt: str) -> Note:
+    """The note in a line.  Raises: KeyError where it has no such kind, or lacks something."""
+    name, subject, at_us = SUBJECTS[kind], values.pop(kind), values.pop("at_us")
+    return Note(kind, at_us, attempt, {name: subject, **values} if name else subject)

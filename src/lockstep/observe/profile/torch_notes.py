@@ -1,0 +1,191 @@
+"""Notes of a program that is not ours: its loss, its learning rate, what it holds, whether its replicas are equal.
+
+The loss is the root of backward, summed over the backwards of a step: the one whose gradient the optimizer applies. One
+on the CPU is read at once, a microsecond; one on a device by the guard's thread, once the device has come that far.
+No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+import zlib
+from collections.abc import Callable
+from typing import Any, final
+
+from lockstep.observe.guard import Guard
+from lockstep.observe.patches import Patches
+from lockstep.observe.profile.device_values import read_later
+from lockstep.observe.profile.run_record import steps_per_line
+from lockstep.observe.profile.writer import RunWriter
+from lockstep.observe.replica_diff import agree
+from lockstep.observe.torch_import import when_imported
+from lockstep.observe.training_findings import are_meant_equal, topics_told
+
+_BACKWARDS = 256  # of one step whose losses are taken
+_WHAT = "parameters, buffers, optimizer state"
+
+
+@final
+class TorchNotes:
+    """Of one rank. `stepped` and what torch calls are for the rank's own thread, `look` is for the guard's."""
+
+    def __init__(self, writer: RunWriter, guard: Guard | None) -> None:
+        self.knows_loss = False  # from the program itself, whose own is not to be mixed with ours
+        self._writer = writer
+        self._guard = guard
+        self._losses: list[Any] = []  # numbers, or tensors on a device
+        self._scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
+        self._optimizer: Any = None  # the outermost that steps, weakly
+        self._is_stepping = False
+        self._is_known = False  # which one that is
+        self._is_looking = True
+        self._step = self._noted = 0
+        self._has_layout = False
+        self._compared: set[tuple[str, str]] = set()
+        self._patches, self._seeing = Patches(), Patches()
+
+    def attach(self) -> Callable[[], None]:
+        """Begin. The result ends it."""
+        undo = [
+            when_imported("torch.autograd", self._watch_backward),
+            when_imported("torch.amp.grad_scaler", self._watch_scaler),
+            when_imported("torch.optim.optimizer", self._look_at_optimizers),
+        ]
+        if self._guard is not None:
+            self._guard.before_look.insert(0, self.look)  # before what it notes is written
+
+        def detach() -> None:
+            self.look()
+            if self._guard is not None:
+                self._guard.before_look.remove(self.look)
+            for call in undo:
+                call()
+            self._seeing.undo()
+            self._patches.undo()
+
+        return detach
+
+    # ------------------------------------------------------------------ losses
+
+    def _watch_backward(self) -> None:
+        self._patches.replace(sys.modules["torch.autograd"], "backward", self._noting)
+
+    def _noting(self, old: Callable[..., None]) -> Callable[..., None]:
+        plain = sys.modules["torch"].Tensor  # asking a subclass for its value may be a collective
+
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._is_known == self._is_looking:  # not within a step, whose hooks are being called
+                self._look_at_optimizers()
+            if type(tensors) is plain and tensors.numel() == 1:
+                self._take(tensors)
+            old(tensors, *args, **kwargs)
+
+        return backward
+
+    def _take(self, root: Any) -> None:
+        if self._scaled is not None and self._scaled[0] is root:
+            root = self._scaled[1]
+        self._scaled = None
+        if self.knows_loss or len(self._losses) >= _BACKWARDS:
+            return
+        if root.is_cpu:
+            self._losses.append(root.item())
+        elif root.is_cuda and self._is_due(self._step + 1):
+            self._losses.append(root.detach())
+
+    def _is_due(self, step: int) -> bool:
+        return not 0 < step - self._noted < steps_per_line(step)
+
+    def _watch_scaler(self) -> None:
+        """What GradScaler multiplies before backward is noted as it was."""
+
+        def scaling(old: Callable[..., Any]) -> Callable[..., Any]:
+            def scale(scaler: Any, outputs: Any) -> Any:
+                made = old(scaler, outputs)
+                self._scaled = made, outputs
+                return made
+
+            return scale
+
+        self._patches.replace(sys.modules["torch.amp.grad_scaler"].GradScaler, "scale", scaling)
+
+    # ------------------------------------------------------------------ steps
+
+    def _look_at_optimizers(self) -> None:
+        """See which one steps, of those that run others the outermost, until that is known."""
+        self._is_looking = not self._is_known
+        self._seeing.undo()
+        if self._is_known:
+            return
+        optimizers = sys.modules["torch.optim.optimizer"]
+        self._seeing.add(optimizers.register_optimizer_step_pre_hook(lambda one, *_: self._begins(one)).remove)
+        self._seeing.add(optimizers.register_optimizer_step_post_hook(lambda one, *_: self._ends(one)).remove)
+
+    def _begins(self, optimizer: Any) -> None:
+        if not self._is_stepping:
+            self._is_stepping = True
+            if self._optimizer is None or self._optimizer() is not optimizer:
+                self._optimizer = weakref.ref(optimizer)
+
+    def _ends(self, optimizer: Any) -> None:
+        if self._optimizer is not None and self._optimizer() is optimizer:
+            self._is_stepping = False
+            if self._step:
+                self._is_known = True
+                if not self._has_layout:
+                    self._has_layout = True
+                    self._note_layout(optimizer)
+
+    def _note_layout(self, optimizer: Any) -> None:
+        from lockstep.observe.layout import layout_of, modules_training
+
+        holding = modules_training(optimizer)
+        layout = layout_of(holding[0] if holding else None, optimizer, holding)
+        self._writer.note("layout", step=self._step, **layout)
+
+    def stepped(self, step: int) -> None:
+        """The step has ended."""
+        self._step = step
+        losses, self._losses, self._scaled = self._losses, [], None
+        if not self._is_due(step):
+            return
+        self._noted = step
+        fields: dict[str, Any] = {"step": step}
+        optimizer = None if self._optimizer is None else self._optimizer()
+        if optimizer is None and self._optimizer is not None:  # another one takes its place
+            self._optimizer, self._is_known = None, False
+        rate = learning_rate(optimizer)
+        if rate is not None:
+            fields["lr"] = rate
+        is_here = all(isinstance(loss, float | int) for loss in losses)
+        if losses:
+            fields["loss"] = sum(losses) if is_here else None
+        self._writer.note("values", None if is_here else read_later({"loss": losses}), **fields)
+
+    # ------------------------------------------------------------------ replicas
+
+    def look(self) -> None:
+        """Note what the ranks have told of their replicas by now."""
+        sights = {} if self._guard is None else self._guard.facts.sights
+        if self._guard is None or self._guard.rank != min(sights, default=None):
+            return  # one rank notes it
+        for topic in topics_told(sights):
+            for key, told in topic.told.items() if topic.name.startswith("replica ") else ():
+                if len(told) < max(2, topic.size) or (topic.name, key) in self._compared:
+                    continue
+                folds = [value[0] for value in told.values()]
+                is_equal = agree(folds)
+                if is_equal or are_meant_equal(told):
+                    self._compared.add((topic.name, key))
+                    digest = f"{zlib.crc32(repr(folds[0]).encode()):08x}"
+                    self._writer.note("replicas", step=int(key), equal=is_equal, digest=digest, what=_WHAT)
+
+
+def learning_rate(optimizer: Any) -> float | None:
+    """Of the first group; None where it has none, or is not on the CPU."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    rate = groups[0].get("lr") if groups else None
+    if getattr(rate, "is_cpu", False):
+        return float(rate)  # pyright: ignore[reportArgumentType]
+    return rate if isinstance(rate, float | int) else None

@@ -1,0 +1,221 @@
+"""What somebody should know of a run, in a few cards: what went wrong, what costs time, and what is proved."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+from lockstep.observe.profile.run_record import Run
+from lockstep.observe.profile.verdict import Verdict
+from lockstep.observe.report.curves import values_of
+from lockstep.observe.report.run_rows import STOPPED, Status, attempts_of, facts_by_rank, world_size_of
+from lockstep.observe.report.source import Source
+from lockstep.observe.wording import names
+
+Severity = Literal["error", "warning", "note", "good"]
+Card = dict[str, Any]
+SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note", "good")
+_CARDS_MAX, _TEXT_MAX = 60, 4000
+_STEPS_MIN = 4  # before that nothing is known of what a step costs
+_SAME = ("torch", "lockstep", "python", "commit", "config_sha256")  # on all ranks
+_TITLES = {
+    "communication": "Communication costs {share:.0%} of the step",
+    "straggler": "Rank {rank} is late: the others lose {share:.0%} of the step",
+    "bubbles": "Ranks wait for each other {share:.0%} of the step",
+    "data": "Ranks wait {share:.0%} of the step for data",
+    "small buckets": "Many small collectives cost up to {share:.0%} of the step",
+    "other": "{share:.0%} of the step is none of training",
+}
+
+
+def cards_of(
+    source: Source,
+    status: Status,
+    verdict: Verdict,
+    coverage: Mapping[str, Any] | None,
+    replicas: Mapping[str, Any] | None,
+) -> list[Card]:
+    """The most severe first."""
+    found = [
+        *_findings(source),
+        *_ends(source, status),
+        *_not_finite(source),
+        *_unlike(source),
+        *_missing(source, status),
+        *_costs(verdict),
+        *_covered(coverage),
+        *_equal(replicas),
+    ]
+    if not any(card["severity"] != "good" for card in found) and verdict.shares:
+        found.append(_card("good", "Nothing stands out", _summary(verdict)))
+    return sorted(found, key=lambda card: SEVERITIES.index(card["severity"]))[:_CARDS_MAX]
+
+
+def _card(
+    severity: Severity,
+    title: str,
+    text: str = "",
+    *,
+    ranks: Sequence[int] = (),
+    step: int | None = None,
+    lever: str = "",
+) -> Card:
+    text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
+    return {"severity": severity, "title": title, "text": text, "ranks": list(ranks), "step": step, "lever": lever}
+
+
+# ------------------------------------------------------------------ what went wrong
+
+
+def _findings(source: Source) -> Iterator[Card]:
+    """What guards have said, once each."""
+    last = attempts_of(source)[-1:]
+    for finding, attempt, step in findings_of(source):
+        head, *lines = finding["text"].removeprefix("lockstep: ").split("\n")
+        fixes = [line.removeprefix("Likely fix: ") for line in lines if line.startswith("Likely fix: ")]
+        rest = "\n".join(line for line in lines if not line.startswith("Likely fix: "))
+        is_past = attempt != last[0].name  # the run went on after it
+        severe: Severity = "error" if finding["is_certain"] and not is_past else "warning"
+        severity: Severity = "note" if finding["kind"] == "waiting" and not finding["is_certain"] else severe
+        yield _card(severity, head, rest, ranks=finding["culprits"], step=step, lever=" ".join(fixes))
+
+
+def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None]]:
+    """(finding, the attempt, the step that its first rank was in), each once."""
+    found: dict[str, tuple[Mapping[str, Any], str, int | None]] = {}
+    for rank, note in source.notes("finding"):
+        step = step_at(source.run, rank, note.attempt, note.at_us)
+        found.setdefault(note.fields["key"], (note.fields, note.attempt, step))
+    return list(found.values())
+
+
+def step_at(run: Run, rank: int, attempt: str, at_us: int) -> int | None:
+    """The step that a rank was in; None before its first one has ended."""
+    record = run.ranks[rank]
+    ended = [
+        line.step
+        for line, name in zip(record.lines, record.attempts, strict=True)
+        if name == attempt and line.at_us + line.wall_us <= at_us
+    ]
+    return ended[-1] + 1 if ended else None
+
+
+def _ends(source: Source, status: Status) -> Iterator[Card]:
+    """How each start ended, and the run."""
+    attempts, launch = attempts_of(source), source.launch
+    failed = [number for number, attempt in enumerate(attempts, 1) if attempt.code not in (None, 0, *STOPPED)]
+    for number in failed:
+        causes = attempts[number - 1].causes or ("its launcher does not say why",)
+        ranks = [int(found[1]) for cause in causes[:1] if (found := re.match(r"rank (\d+)", cause))]
+        if number < len(attempts):
+            title = f"Start {number} of {len(attempts)} failed, and the run was started again"
+            yield _card("warning", title, "\n".join(causes), ranks=ranks)
+        else:
+            yield _card("error", f"The run failed: {causes[0]}", "\n".join(causes[1:]), ranks=ranks)
+    for text in launch.found if launch else ():
+        head, _, rest = text.removeprefix("lockstep: ").partition("\n")
+        yield _card("error", head, rest)
+    if status == "failed" and launch is not None and len(attempts) not in failed:
+        without = "The launcher has ended without a word: it was killed, or its machine went down"
+        yield _card("error", without if launch.code is None else f"The run failed with exit code {launch.code}")
+    if status == "stopped":
+        yield _card("note", "The run was stopped before its end")
+
+
+def _not_finite(source: Source) -> Iterator[Card]:
+    first: dict[str, tuple[int, int]] = {}
+    for name, step, rank, value in values_of(source):
+        if not math.isfinite(value):
+            first[name] = min(first.get(name, (step, rank)), (step, rank))
+    for name, (step, rank) in first.items():
+        yield _card(
+            "error", f"{name} is not finite from step {step} on", f"first on rank {rank}", ranks=[rank], step=step
+        )
+
+
+def _unlike(source: Source) -> Iterator[Card]:
+    said = facts_by_rank(source)
+    for name in _SAME:
+        by_value: dict[str, list[int]] = {}
+        for rank in source.run.of_last_attempt().ranks:
+            if said.get(rank, {}).get(name):
+                by_value.setdefault(str(said[rank][name]), []).append(rank)
+        if len(by_value) > 1:
+            lines = [f"{names(ranks)}: {value}" for value, ranks in by_value.items()]
+            few = min(by_value.values(), key=len)
+            yield _card("warning", f"The ranks differ in {name}", "\n".join(lines), ranks=few)
+
+
+# ------------------------------------------------------------------ what is not known
+
+
+def _missing(source: Source, status: Status) -> Iterator[Card]:
+    if source.problems:
+        yield _card("warning", "Some of the record cannot be read", "\n".join(source.problems))
+    ranks = source.run.ranks
+    size = world_size_of(source)
+    silent = sorted(set(range(size)) - set(source.run.of_last_attempt().ranks))
+    if silent and status == "running":
+        yield _card("note", f"{names(silent)} of {size} have not begun yet".capitalize(), ranks=silent)
+    elif silent:
+        text = (
+            "They ended before they had begun, or write elsewhere: `lockstep train` into its own folder, another "
+            "machine into one of the same name."
+        )
+        yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
+    if ranks and not any(record.lines for record in ranks.values()):
+        when = "has ended yet" if status == "running" else "was ended"
+        lever = "steps are told apart by optimizer.step(), or by lockstep.log(step, ...)"
+        yield _card("note", f"No step {when}", "There is no time line: it begins with the first step.", lever=lever)
+
+
+# ------------------------------------------------------------------ what it costs
+
+
+def _costs(verdict: Verdict) -> Iterator[Card]:
+    if min((share.steps for share in verdict.shares), default=0) < _STEPS_MIN:
+        return
+    for advice in verdict.advice:
+        title = _TITLES[advice.kind].format(share=advice.share, rank=advice.rank)
+        ranks = [] if advice.rank is None else [advice.rank]
+        yield _card("warning", title, advice.text, ranks=ranks, lever=advice.lever)
+
+
+def _summary(verdict: Verdict) -> str:
+    hidden = "" if verdict.overlap is None else f"; {verdict.overlap:.0%} of communication is hidden"
+    return f"{verdict.step_ms:.1f} ms per step; the slowest rank works {verdict.imbalance:.2f} x the mean{hidden}"
+
+
+# ------------------------------------------------------------------ what is proved
+
+
+def _covered(coverage: Mapping[str, Any] | None) -> Iterator[Card]:
+    epochs = coverage["epochs"] if coverage else []
+    sealed = [epoch for epoch in epochs if epoch["sealed"]]
+    for epoch in epochs:
+        is_off = epoch["twice"] or (epoch["missing"] and not epoch["running"])
+        if is_off:
+            counts = f"{epoch['twice']} uses too many, {epoch['missing']} samples missing, of {epoch['length']}"
+            lever = "set_epoch, drop_last and the sampler's world size decide; lockstep.DistributedSampler proves it"
+            title = f"Epoch {epoch['epoch']} did not use each sample once"
+            yield _card("warning", title, f"at least {counts}\n{epoch['examples']}", lever=lever)
+    if sealed:
+        which = f"epoch {sealed[0]['epoch']}" if len(sealed) == 1 else f"{len(sealed)} epochs"
+        length = sealed[-1]["length"]
+        text = f"{length} samples, digest {sealed[-1]['digest']}"
+        yield _card("good", f"Each sample was used exactly once in {which}", text)
+
+
+def _equal(replicas: Mapping[str, Any] | None) -> Iterator[Card]:
+    if replicas is None:
+        return
+    differing = [step for step, is_equal in replicas["checks"] if not is_equal]
+    if differing:
+        since = replicas["sealed_until"]
+        text = "they were never equal" if since is None else f"after step {since} they were equal"
+        yield _card("error", f"The ranks' models differ at step {differing[0]}", text, step=differing[0])
+    else:
+        title = f"The ranks held one model through step {replicas['sealed_until']}"
+        yield _card("good", title, f"{replicas['count']} comparisons of {replicas['what']}")

@@ -1,0 +1,199 @@
+"""A few steps of all ranks on one clock: what each did, where it stood in collectives, and who came last."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from lockstep.observe.profile.chrome_trace import align, moments_of, placed_lines
+from lockstep.observe.profile.run_record import Op, Run, Steps
+from lockstep.observe.profile.step_clock import PHASES
+from lockstep.observe.profile.waits import compare
+
+_STEPS_MAX = 12
+_ROWS_MAX = 14_000  # operations and spans together: some 40 bytes each
+_WARM_UP = 2  # first steps, which allocate and compile
+_ORDER = ("data", "forward", "backward", "exposed", "optimizer", "other")  # of what is known as a sum only
+
+Row = list[Any]
+Key = tuple[str, str, int]
+
+
+class Choice(NamedTuple):
+    """A step that is drawn, and why."""
+
+    step: int
+    why: str
+
+
+class Chosen(NamedTuple):
+    """A step of each rank that has ended it, and when it began: microseconds since the epoch, on one clock."""
+
+    lines: Mapping[int, Steps]
+    zeros: Mapping[int, float]
+
+
+def lanes_of(run: Run, began_us: float, findings: Iterable[int] = ()) -> dict[str, Any]:
+    """The steps worth seeing, in order.
+
+    began_us: of the run, since the epoch. findings: steps at which something was found.
+    """
+    by_step = _listed(run)
+    words: dict[tuple[Any, ...], int] = {}
+    steps: list[dict[str, Any]] = []
+    room = _ROWS_MAX
+    choices = choose(by_step, findings)
+    placed = _placed(run, {choice.step: by_step[choice.step] for choice in choices})
+    for choice in choices:  # the most telling first
+        lane = _step(choice, placed[choice.step], began_us, words)
+        room -= sum(len(rank["spans"]) + len(rank["ops"]) for rank in lane["ranks"]) + len(lane["joins"])
+        if room < 0 and steps:
+            break
+        steps.append(lane)
+    listed = [dict(zip(("group", "text", "site", "label", "bytes"), word, strict=True)) for word in words]
+    return {"words": listed, "steps": sorted(steps, key=lambda lane: lane["step"])}
+
+
+def choose(by_step: Mapping[int, Mapping[int, Steps]], findings: Iterable[int] = ()) -> list[Choice]:
+    """Steps whose operations are listed: around each finding, a typical one, the slowest, the last; each once."""
+    steps = sorted(by_step)
+    steady = steps[_WARM_UP:] if len(steps) > 2 * _WARM_UP else steps
+    if not steps:
+        return []
+    took = {step: max(line.wall_us for line in by_step[step].values()) for step in steady}
+    by_time = sorted(steady, key=lambda step: (took[step], step))
+    found: dict[int, str] = {}
+    around = [max((step for step in steps if step <= at), default=steps[0]) for at in findings]
+    named = [
+        *((step, "finding") for step in around[:2]),
+        (by_time[(len(by_time) - 1) // 2], "typical"),
+        (by_time[-1], "slowest"),
+        (steps[-1], "last"),
+        *((step, "finding") for step in around[2:6]),
+        *((step, "slowest") for step in reversed(by_time[-3:-1])),
+        *((step, "last") for step in reversed(steps[-3:-1])),
+    ]
+    for step, why in named:
+        found.setdefault(step, why)
+    return [Choice(step, why) for step, why in found.items()][:_STEPS_MAX]
+
+
+def _listed(run: Run) -> dict[int, dict[int, Steps]]:
+    """Of each step that is listed the lines of the ranks that did it together."""
+    found: dict[int, dict[str, dict[int, Steps]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, record in run.ranks.items():
+        for line, attempt in zip(record.lines, record.attempts, strict=True):
+            if line.ops is not None and line.count == 1:
+                found[line.step][attempt][rank] = line
+    return {step: max(attempts.values(), key=len) for step, attempts in found.items()}
+
+
+def _placed(run: Run, steps: Mapping[int, Mapping[int, Steps]]) -> dict[int, Chosen]:
+    """On the clock of the first rank's machine. The clocks are compared by all the collectives of these steps."""
+    hosts = {rank: record.starts[-1].host for rank, record in run.ranks.items()}
+    ahead = dict.fromkeys(hosts, 0.0)
+    if len(set(hosts.values())) > 1:
+        ahead = align(moments_of(run, steps), hosts).ahead_us
+    zeros: dict[int, dict[int, float]] = defaultdict(dict)
+    for rank, line, zero_us in placed_lines(run, steps):
+        zeros[line.step][rank] = zero_us - ahead[rank]
+    return {step: Chosen(lines, {rank: zeros[step][rank] for rank in lines}) for step, lines in steps.items()}
+
+
+def _step(choice: Choice, chosen: Chosen, began_us: float, words: dict[tuple[Any, ...], int]) -> dict[str, Any]:
+    first_us = min(chosen.zeros.values())
+    lags = {rank: round(zero - first_us) for rank, zero in chosen.zeros.items()}
+    ops: dict[Key, dict[int, Op]] = defaultdict(dict)
+    for rank, line in chosen.lines.items():
+        for op in line.ops or ():
+            ops[op.key][rank] = op
+    keys = {key: number for number, key in enumerate(ops)}
+    return {
+        "step": choice.step,
+        "why": choice.why,
+        "began_us": round(first_us - began_us),
+        "ended_us": round(first_us - began_us) + max(lags[rank] + line.wall_us for rank, line in chosen.lines.items()),
+        "ranks": [
+            {
+                "rank": rank,
+                "began_us": lags[rank],
+                "ended_us": lags[rank] + line.wall_us,
+                "spans": [[name, lags[rank] + begin, lags[rank] + end] for name, begin, end in spans_of(line)],
+                "ops": [_row(op, keys[op.key], lags[rank], words) for op in line.ops or ()],
+            }
+            for rank, line in chosen.lines.items()
+        ],
+        "joins": [row for key, seen in ops.items() if (row := join_of(keys[key], seen)) is not None],
+    }
+
+
+def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int]) -> Row:
+    word = words.setdefault((op.group, op.text, op.site, op.label, op.bytes), len(words))
+    began = -1 if op.began_us < 0 else lag_us + op.began_us
+    return [word, key, lag_us + op.entered_us, lag_us + op.left_us, began, op.waited_us]
+
+
+def join_of(key: int, ops: Mapping[int, Op]) -> Row | None:
+    """[key, rank that came last, real microseconds, microseconds waited in all, bytes per second]; None of one rank.
+
+    The rank that was in it for the shortest time came last; its time is what the communication takes. No clock of
+    another rank is needed for that.
+    """
+    if len(ops) < 2:
+        return None
+    inside = {rank: op.left_us - op.entered_us for rank, op in ops.items()}
+    last = min(inside, key=lambda rank: (inside[rank], rank))
+    waited = compare(ops)
+    if waited is not None:
+        last = waited.last
+    real_us = max(0, min(inside.values()))
+    rate = round(1e6 * ops[last].bytes / real_us) if ops[last].bytes and real_us else None
+    return [key, last, real_us, 0 if waited is None else sum(waited.waited_us.values()), rate]
+
+
+Span = tuple[str, int, int]
+
+
+def spans_of(line: Steps) -> list[Span]:
+    """What the rank's thread did when: (phase, from, to), without gaps.
+
+    When it stood in collectives is known. Of the rest the sums are known, and put in between in their usual order.
+    """
+    waits = sorted((op.began_us, op.began_us + op.waited_us) for op in line.ops or () if op.began_us >= 0)
+    known = [("exposed", max(0, begin), min(line.wall_us, end)) for begin, end in waits]
+    left = {name: line.phase(name) for name in PHASES}
+    left["exposed"] -= sum(end - begin for _, begin, end in known)
+    spans: list[Span] = []
+    at = 0
+    for name, begin, end in [*known, ("", line.wall_us, line.wall_us)]:
+        spans += _fill(at, begin, left)
+        if end > max(at, begin):
+            spans.append((name, max(at, begin), end))
+        at = max(at, end)
+    return list(_joined(spans))
+
+
+def _fill(begin: int, end: int, left: dict[str, int]) -> Iterator[Span]:
+    """The time from `begin` to `end` with what is left of each phase."""
+    for name in _ORDER:
+        took = min(left[name], end - begin)
+        if took > 0:
+            left[name] -= took
+            yield name, begin, begin + took
+            begin += took
+    if begin < end:  # more waits than phases say: a clock of whole microseconds
+        yield "other", begin, end
+
+
+def _joined(spans: Sequence[Span]) -> Iterator[Span]:
+    held: Span | None = None
+    for span in spans:
+        if held is not None and held[0] == span[0] and held[2] == span[1]:
+            held = held[0], held[1], span[2]
+            continue
+        if held is not None:
+            yield held
+        held = span
+    if held is not None:
+        yield held

@@ -1,0 +1,222 @@
+// The lanes with their controls, and what in them is seen and chosen.
+
+const WHY = { slowest: "the slowest", last: "the last", typical: "a typical one", finding: "of a finding" };
+let laneNow = null; // model of the step that is shown
+
+section("lanes", "Every rank on one clock", ["lanes"], (document) => {
+  const steps = recordedSteps();
+  if (!steps.length) {
+    return missing(
+      "lanes",
+      "No step was recorded in detail. ",
+      code("lockstep run script.py"),
+      " lists the operations of steps; the first appear after one step.",
+    );
+  }
+  if (!page.isHeld) [page.step, page.operation] = [null, undefined];
+  const chosen = steps.find((each) => each.step === page.step);
+  const step = chosen || steps.find((each) => each.why === "slowest") || steps.at(-1);
+  page.step = step.step;
+  if (step !== laneNow?.step) laneNow = laneModel(step, document.lanes.words);
+  if (page.operation === undefined || (page.operation !== null && !laneNow.joins.has(page.operation)))
+    page.operation = mostWaited(laneNow);
+  if (!laneNow.ranks.some((each) => each.rank === page.rank)) page.rank = laneNow.ranks[0]?.rank ?? 0;
+  const picture = canvas(
+    "lanes-canvas",
+    lanesHeight(laneNow.ranks.length),
+    `Timeline of step ${step.step} on ${plural(laneNow.ranks.length, "rank")}. Arrow keys pan and change the rank, ` +
+      "plus and minus zoom, comma and full stop go through the operations, n and p through the steps.",
+    (context, width, height) => paintLanes(context, width, height, laneNow),
+  );
+  listenToLanes(picture);
+  return [
+    element("p", { class: "lead" }, laneLead(laneNow)),
+    laneTools(steps, step),
+    laneLegend(),
+    element("div", { class: "picture" }, picture),
+    element(
+      "p",
+      { class: "hint" },
+      "Drag pans, ctrl + wheel zooms. Keys: \u2190 \u2192 pan, \u2191 \u2193 rank, + \u2212 0 zoom, n p step, " +
+        "comma and full stop operation, Enter zooms to it.",
+    ),
+    element("p", { id: "lanes-note", class: "aside", role: "status" }),
+    element("div", { id: "operation", class: "operation" }, operationPanel()),
+    asTable(
+      "lanes",
+      [
+        ["operation", "m"],
+        ["site", "m"],
+        ["rank", "n"],
+        ["started", "n"],
+        ["stood", "n"],
+        ["of it waiting", "n"],
+        ["last to arrive", "n"],
+      ],
+      () => laneRows(laneNow),
+    ),
+  ];
+});
+
+function mostWaited(model) {
+  const joins = [...model.joins.values()].filter((each) => each.waited > 0);
+  return joins.length ? joins.reduce((a, b) => (b.waited > a.waited ? b : a)).key : null;
+}
+
+function laneLead({ step, joins }) {
+  const totals = new Map();
+  for (const { last, waited } of joins.values()) if (last !== null) totals.set(last, (totals.get(last) || 0) + waited);
+  const all = [...totals.values()].reduce((a, b) => a + b, 0);
+  const [rank, most] = [...totals].reduce((a, b) => (b[1] > a[1] ? b : a), [null, 0]);
+  const took = step.ended_us - step.began_us;
+  const length = `Step ${count(step.step)} took ${time(took)}`;
+  if (all < took * 0.02 || most < all * 0.4)
+    return `${length}. Arrows run from the rank that came last to those that waited for it.`;
+  return `${length}. Of ${time(all)} that ranks waited for each other, ${percent(most / all)} was for rank ${rank}.`;
+}
+
+function laneTools(steps, step) {
+  const at = steps.indexOf(step);
+  const option = (each) =>
+    element(
+      "option",
+      { value: each.step, selected: each === step },
+      `step ${count(each.step)} \u00b7 ${WHY[each.why] || each.why}`,
+    );
+  const chooser = element(
+    "select",
+    {
+      id: "lanes-step",
+      "aria-label": "Recorded step",
+      on: { change: (event) => chooseStep(Number(event.target.value)) },
+    },
+    steps.map(option),
+  );
+  return element(
+    "div",
+    { class: "tools" },
+    button("\u2039", () => moveStep(-1), {
+      id: "lanes-previous",
+      "aria-label": "Previous recorded step",
+      disabled: at === 0,
+    }),
+    chooser,
+    button("\u203a", () => moveStep(1), {
+      id: "lanes-next",
+      "aria-label": "Next recorded step",
+      disabled: at === steps.length - 1,
+    }),
+    element("span", { class: "gap" }),
+    button("\u2212", () => zoomLanes(1.6), { id: "lanes-out", "aria-label": "Zoom out" }),
+    button("+", () => zoomLanes(1 / 1.6), { id: "lanes-in", "aria-label": "Zoom in" }),
+    button("whole step", () => setView(null), { id: "lanes-fit" }),
+    element("output", { id: "lanes-view", class: "aside" }, viewText()),
+  );
+}
+
+function laneLegend() {
+  const phases = PHASES.map((name) =>
+    element("li", null, element("i", { class: `swatch phase-${name}` }), PHASE_NAMES[name]),
+  );
+  return element(
+    "ul",
+    { class: "legend", "aria-label": "Legend" },
+    phases,
+    element("li", null, element("i", { class: "swatch under-way" }), "operation under way"),
+    element("li", null, element("i", { class: "swatch waiting" }), "waits for the last to arrive"),
+  );
+}
+
+function laneRows(model) {
+  return [...model.joins.values()].flatMap((join) =>
+    join.members.map((each) => [
+      each.about.text,
+      each.about.site,
+      `${each.rank}`,
+      time(each.entered),
+      time(each.waited),
+      time(parts(each, join).waiting),
+      join.last ?? "\u2013",
+    ]),
+  );
+}
+
+// ------------------------------------------------------------------ what is seen
+
+function chooseStep(step) {
+  [page.step, page.view, page.operation, page.isHeld] = [step, null, undefined, true];
+  redraw("lanes");
+  say(`Step ${count(step)}`);
+}
+
+function moveStep(by) {
+  const steps = recordedSteps();
+  const next = steps[steps.findIndex((each) => each.step === page.step) + by];
+  if (next) chooseStep(next.step);
+}
+
+function viewText() {
+  return page.view
+    ? `${time(page.view[0])} to ${time(page.view[1])} of ${time(laneNow.length)}`
+    : `all ${time(laneNow.length)}`;
+}
+
+function setView(view) {
+  page.isHeld = true;
+  if (view) {
+    const span = Math.min(laneNow.length, Math.max(laneNow.length / 1e4, view[1] - view[0]));
+    const from = Math.min(laneNow.length - span, Math.max(0, view[0]));
+    page.view = span >= laneNow.length ? null : [from, from + span];
+  } else page.view = null;
+  document.getElementById("lanes-view").textContent = viewText();
+  paintCanvas("lanes-canvas");
+}
+
+// factor: of the time that is seen; around: stays where it is.
+function zoomLanes(factor, around) {
+  const [from, to] = page.view || [0, laneNow.length];
+  const chosen = chosenOperation();
+  const middle =
+    around ?? (chosen && chosen.entered >= from && chosen.entered <= to ? chosen.entered : (from + to) / 2);
+  setView([middle - (middle - from) * factor, middle + (to - middle) * factor]);
+}
+
+function panLanes(part) {
+  const [from, to] = page.view || [0, laneNow.length];
+  setView([from + part * (to - from), to + part * (to - from)]);
+}
+
+// ------------------------------------------------------------------ what is chosen
+
+const chosenOperation = () => laneNow?.joins.get(page.operation)?.members.find((each) => each.rank === page.rank);
+
+function chooseOperation(each) {
+  page.isHeld = true;
+  page.operation = each ? each.key : null;
+  if (each) {
+    page.rank = each.rank;
+    const [from, to] = page.view || [0, laneNow.length];
+    if (each.entered < from || each.entered > to)
+      setView([each.entered - (to - from) / 2, each.entered + (to - from) / 2]);
+    say(operationLines(each, laneNow.joins.get(each.key)).join(". "));
+  }
+  paintCanvas("lanes-canvas");
+  document.getElementById("operation").replaceChildren(...[operationPanel()].flat());
+}
+
+// Through the operations of the chosen rank.
+function moveOperation(by) {
+  const own = laneNow.ranks.find((each) => each.rank === page.rank)?.operations || [];
+  const at = own.findIndex((each) => each.key === page.operation);
+  const next = at < 0 ? (by > 0 ? 0 : own.length - 1) : Math.min(own.length - 1, Math.max(0, at + by));
+  if (own[next]) chooseOperation(own[next]);
+}
+
+function moveRank(by) {
+  const row = laneNow.ranks.findIndex((each) => each.rank === page.rank) + by;
+  const rank = laneNow.ranks[Math.min(laneNow.ranks.length - 1, Math.max(0, row))];
+  page.rank = rank.rank;
+  const same = rank.operations.find((each) => each.key === page.operation);
+  chooseOperation(same || null);
+  if (!same) say(`rank ${rank.rank}, ${plural(rank.operations.length, "operation")}`);
+}

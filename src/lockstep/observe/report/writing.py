@@ -1,0 +1,76 @@
+"""The page of a run as a file in its folder, and the document of a run as it is now."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import final
+
+from lockstep.errors import ConfigError
+from lockstep.observe.report.document import Document, document_of
+from lockstep.observe.report.page import render
+from lockstep.observe.report.run_rows import Status, status_of
+from lockstep.observe.report.source import RunReader, find_run
+
+PAGE = "report.html"
+_PERIOD_S, _SHARE = 1.0, 10  # of a live document: at most so often, and in a tenth of the time
+
+
+def write_page(document: Document, path: Path) -> None:
+    """Let `path` be the page of `document`: as a whole, or as it was.  Raises: ConfigError where it cannot be."""
+    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # of each machine of a run
+    try:
+        unfinished.write_text(render(document), encoding="ascii")
+        unfinished.replace(path)
+    except OSError as error:
+        unfinished.unlink(missing_ok=True)
+        raise ConfigError(f"cannot write {path}: {error.strerror}; --out names another file") from error
+
+
+def shown(path: Path) -> str:
+    """As it can be typed here."""
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+@final
+class LiveDocument:
+    """The document of a run that goes on. May be asked by any thread, and costs little where nothing is new."""
+
+    def __init__(self, folder: Path) -> None:
+        self._reader = RunReader(folder)
+        self._lock = threading.Lock()
+        self._built: tuple[Document, int, Status] | None = None  # of so many bytes
+        self._due_s = 0.0
+
+    def __call__(self) -> Document:
+        """As of now, or of a moment ago.  Raises: ConfigError where the record is none of ours."""
+        with self._lock:
+            began_s = time.monotonic()
+            if self._built is None or began_s >= self._due_s:
+                self._look()
+                now_s = time.monotonic()
+                self._due_s = now_s + max(_PERIOD_S, _SHARE * (now_s - began_s))
+            assert self._built is not None
+            return self._built[0]
+
+    def _look(self) -> None:
+        source = self._reader.read()
+        now = self._reader.size, status_of(source)
+        if self._built is not None and self._built[1:] == now:
+            return
+        try:
+            self._built = document_of(source, now[1], time.time_ns()), *now
+        except (LookupError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(
+                f"the record in {source.run.folder} is of another version, or damaged: {error!r}"
+            ) from error
+
+
+def document_in(folder: Path | None, below: Path = Path("runs")) -> tuple[Path, Document]:
+    """(its folder, its document) of the run in `folder`, or of the newest `below`.  Raises: ConfigError."""
+    place = find_run(folder, below)
+    return place, LiveDocument(place)()

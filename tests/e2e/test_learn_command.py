@@ -1,0 +1,151 @@
+"""`lockstep learn` and `lockstep puzzle`, as a learner types them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lockstep.learn.events import read_events, screens
+from lockstep.lessons import LESSONS
+from lockstep.puzzles import PUZZLES
+from lockstep.testing.waiting import wait_until
+
+_PATIENCE_S = 50
+
+
+def lockstep(folder: Path, *words: str, limit_s: float = 100) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "lockstep", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        stdin=subprocess.DEVNULL,
+    )
+
+
+def test_all_are_listed(tmp_path: Path) -> None:
+    lessons, puzzles = lockstep(tmp_path, "learn"), lockstep(tmp_path, "puzzle")
+    assert [name for name in LESSONS if name not in lessons.stdout] == []
+    assert f"0 of {len(PUZZLES)} are solved" in puzzles.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_lesson_in_a_pipe(tmp_path: Path) -> None:
+    done = lockstep(tmp_path, "learn", "send_receive")
+    assert done.returncode == 0, done.stderr
+    assert "\x1b" not in done.stdout
+    assert "send_receive  3/3  A chain: the value grows on its way" in done.stdout
+    assert "total = [111]" in done.stdout
+    page = tmp_path / "runs/learn-send_receive/replay.html"
+    assert str(page.relative_to(tmp_path)) in done.stdout
+    assert "A chain: the value grows" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("send_recive",), "did you mean `lockstep learn send_receive`"),
+        (("mine.py",), "there is no file 'mine.py'"),
+        (("send_receive", "-n", "1"), "2 to 8 processes"),
+    ],
+)
+def test_what_cannot_be_run_is_said(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    done = lockstep(tmp_path, "learn", *words)
+    assert done.returncode == 2
+    assert said in done.stderr
+
+
+def test_a_program_of_ones_own_that_fails_shows_what_it_said(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        '"""Mine."""\n'
+        "from lockstep.learn.stage import Stage, run\n"
+        "def mine(stage: Stage) -> None:\n"
+        "    stage.screen('One', 'idea')\n"
+        "    stage.show(x=float(stage.comm.rank))\n"
+        "    if stage.comm.rank == 1:\n"
+        "        raise ValueError('on purpose')\n"
+        "run(mine)\n"
+    )
+    done = lockstep(tmp_path, "learn", "mine.py", "-n", "2")
+    assert done.returncode == 1
+    assert "mine  1/1  One" in done.stdout
+    assert "on purpose" in done.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the screens are read from a pseudo-terminal as Linux makes it")
+def test_keys_turn_the_screens(tmp_path: Path) -> None:
+    terminal, inside = pty.openpty()
+    words = [sys.executable, "-m", "lockstep", "learn", "send_receive", "-n", "2"]
+    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "90", "LINES": "30"}
+    try:
+        with subprocess.Popen(words, cwd=tmp_path, stdin=inside, stdout=inside, stderr=inside, env=environ) as process:
+            os.close(inside)
+            shown = bytearray()
+
+            def has(text: str) -> bool:
+                while select.select([terminal], [], [], 0.05)[0]:
+                    shown.extend(os.read(terminal, 1 << 16))
+                return text.encode() in shown
+
+            assert wait_until(lambda: has("1/3"), _PATIENCE_S), bytes(shown)
+            for key, page in ((b"\x1b[C", "2/3"), (b"\r", "3/3"), (b"\x1b[D", "2/3")):
+                shown.clear()
+                os.write(terminal, key)
+                assert wait_until(lambda page=page: has(page), 20), bytes(shown)
+            os.write(terminal, b"q")
+            assert wait_until(lambda: has("to play it back"), 20), bytes(shown)
+            assert process.wait(20) == 0
+    finally:
+        os.close(terminal)
+
+
+@pytest.mark.slow
+@pytest.mark.limit_s(240)
+def test_a_puzzle_from_the_hole_to_the_solution(tmp_path: Path) -> None:
+    given = lockstep(tmp_path, "puzzle", "1")
+    path = tmp_path / "puzzles/p01_shift.py"
+    assert given.returncode == 0, given.stderr
+    assert "# your turn" in path.read_text()
+
+    path.write_text(
+        path.read_text().replace("    ...\n", "    comm.recv(arrived, src=left)\n    comm.send(mine, dst=right)\n")
+    )
+    stuck = lockstep(tmp_path, "puzzle", "1")
+    assert stuck.returncode == 1
+    assert "DEADLOCK" in stuck.stdout
+    assert "p01_shift.py" in stuck.stdout
+    assert "not yet" in stuck.stdout
+
+    path.write_text(lockstep(tmp_path, "puzzle", "1", "--solution").stdout)
+    solved = lockstep(tmp_path, "puzzle", "1")
+    assert solved.returncode == 0, solved.stdout
+    assert "solved. Next: `lockstep puzzle 2`" in solved.stdout
+    assert f"1 of {len(PUZZLES)} are solved" in lockstep(tmp_path, "puzzle").stdout
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_in_the_lesson_about_checkpoints_and_the_run_goes_on(tmp_path: Path) -> None:
+    done = lockstep(tmp_path, "learn", "checkpoint")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "was killed by SIGKILL" in done.stdout
+    *_, back, flipped = screens(read_events(tmp_path / "runs/learn-checkpoint"))
+    for screen, step in ((back, 2.0), (flipped, 1.0)):
+        assert {e.rank: e.after for e in screen.events if e.name == "loaded_step"} == dict.fromkeys(range(3), (step,))
+
+
+@pytest.mark.slow
+@pytest.mark.limit_s(300)
+def test_every_pitfall_is_named_by_lockstep(tmp_path: Path) -> None:
+    done = lockstep(tmp_path, "learn", "pitfalls", "-n", "2", limit_s=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for screen in screens(read_events(tmp_path / "runs/learn-pitfalls")):
+        torch, ours = (event.text for event in screen.events if event.kind == "say")
+        assert torch.startswith("stock torch"), screen.title
+        assert ours.startswith("lockstep, after "), screen.title

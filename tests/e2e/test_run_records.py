@@ -1,0 +1,174 @@
+"""What `lockstep run` leaves of stock scripts: of one that is killed and goes on, of sampled data, of one process."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from command_runs import Run
+from lockstep.observe.profile.run_record import RankRecord, read_run
+from lockstep.observe.tally import Tally, tally_from
+
+pytestmark = pytest.mark.limit_s(120)
+
+_KILLED = """
+import os, signal, sys, torch, torch.distributed as dist, lockstep
+from torch.distributed.fsdp import fully_shard
+
+dist.init_process_group("gloo")
+rank, again = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(7, 33), torch.nn.ReLU(), torch.nn.Linear(33, 1))
+for part in [*model, model]:
+    fully_shard(part)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+for step in range(5 if again else 1, 13):
+    loss = model(torch.randn(5, 7)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    if step == 9 and rank == 1 and not again:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.step()
+    lockstep.log(accuracy=rank + again / 4)
+dist.destroy_process_group()
+"""
+_SAMPLED = """
+import sys, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+if {several}:
+    dist.init_process_group("gloo")
+data = TensorDataset(torch.randn(103, 5))
+sampler = DistributedSampler(data, *([] if {several} else [1, 0]))
+model = torch.nn.Linear(5, 3)
+model = DDP(model) if {several} else model
+optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+for epoch in range(3):
+    sampler.set_epoch(epoch)
+    for number, (rows,) in enumerate(DataLoader(data, batch_size=4, sampler=sampler)):
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if (epoch, number) == (2, 2):
+            break
+if {several}:
+    dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    runs: list[Run] = []
+
+    def go(script: str, *words: str) -> Run:
+        (tmp_path / "stock.py").write_text(script)
+        variables = {"LOCKSTEP_HANG_S": "60", "API_TOKEN": "s3cret", "NCCL_DEBUG": "WARN", "MY_KEY": "s3cret"}
+        runs.append(Run(tmp_path, "run", *words, "stock.py", "--password", "s3cret", **variables))
+        return runs[-1]
+
+    yield go
+    for run in runs:
+        run.close()
+
+
+def folder_of(said: str, place: Path) -> Path:
+    found = re.search(r"lockstep: report: (\S+)/report.html", said)
+    assert found is not None, said
+    return place / found[1]
+
+
+def fields_of(record: RankRecord, kind: str, attempt: str = "") -> list[dict[str, Any]]:
+    return [dict(one.fields) for one in record.notes if one.kind == kind and attempt in one.attempt]
+
+
+def launch_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "launch.jsonl").read_text().splitlines()]
+
+
+def test_sharded_model_whose_rank_is_killed(start: Callable[..., Run], tmp_path: Path) -> None:
+    said = start(_KILLED, "--nproc-per-node", "2", "--max-restarts", "1", "--guard", "on").end(0)
+    folder = folder_of(said, tmp_path)
+    begun, first, killed, second, done, over = launch_of(folder)
+    assert begun["flags"] == {"nproc_per_node": "2", "max_restarts": 1, "guard": "on"}
+    assert (first["world_size"], second["world_size"], over["code"], over["over"]) == (2, 2, 0, begun["launch"])
+    assert (killed["ended"], killed["code"], done["ended"]) == (first["attempt"], -9, second["attempt"])
+    assert killed["causes"][0] == "rank 1 was killed by SIGKILL"
+    assert (done["code"], done["causes"]) == (0, [])
+
+    ranks = read_run(folder).ranks
+    for rank, record in ranks.items():
+        assert [start.attempt for start in record.starts] == [first["attempt"], second["attempt"]]
+        facts = fields_of(record, "facts")
+        assert len(facts) == 2
+        assert facts[0]["command"] == ["stock.py", "--password", "(not written down)"]
+        assert facts[0]["variables"]["LOCKSTEP_GUARD"] == ["on", "--guard"]
+        assert facts[0]["variables"]["NCCL_DEBUG"] == ["WARN", "environment"]
+        assert facts[0]["variables"]["RANK"] == [str(rank), "launcher"]
+        again = {one["step"]: one["accuracy"] for one in fields_of(record, "values", "/1") if "accuracy" in one}
+        assert again == dict.fromkeys(range(1, 9), rank + 0.25)  # steps of an attempt are counted from 1
+        losses = {one["step"]: (one["loss"], one["lr"]) for one in fields_of(record, "values", "/1") if "lr" in one}
+        assert all(loss > 0 and rate == 1e-3 for loss, rate in losses.values())
+        assert list(losses) == list(again)
+    assert [fields_of(record, "layout")[0]["strategy"] for record in ranks.values()] == ["fully_shard"] * 2
+    held = [{row[0]: row[3:] for row in fields_of(record, "layout")[0]["units"]} for record in ranks.values()]
+    assert {name: whole for name, (whole, _) in held[0].items()} == {
+        "0.weight": 924,
+        "0.bias": 132,
+        "2.weight": 132,
+        "2.bias": 4,
+    }
+    for name, (whole, here) in held[0].items():
+        assert here + held[1][name][1] == whole
+    (finding,) = fields_of(ranks[0], "finding", "/0")
+    assert (finding["kind"], finding["culprits"]) == ("gone", [1])
+    assert finding["text"].splitlines()[0] in said
+    text = "".join(path.read_text() for path in folder.glob("*.jsonl"))
+    assert "s3cret" not in text
+
+
+def check_samples(ranks: list[RankRecord]) -> None:
+    """Two epochs are whole, of the third each rank has had three batches."""
+    epochs = [{one["epoch"]: one for one in fields_of(record, "coverage")} for record in ranks]
+    assert [sorted(each) for each in epochs] == [[0, 1, 2]] * len(ranks)
+    for epoch in (0, 1):
+        used = sum((tally_from(bytes.fromhex(each[epoch]["digest"])) for each in epochs), Tally())
+        whole, again = (tally_from(bytes.fromhex(epochs[0][epoch].get(name, "00" * 24))) for name in ("whole", "again"))
+        assert used == whole + again
+        assert (whole.count, again.count) == (103, 1 if len(ranks) == 2 else 0)
+    assert [each[2]["samples"] for each in epochs] == [12] * len(ranks)
+
+
+@pytest.mark.parametrize("home", ["torch", "lockstep"])
+def test_sampled_data_of_two_ranks(start: Callable[..., Run], tmp_path: Path, home: str) -> None:
+    script = _SAMPLED.replace("{several}", "True")
+    if home == "lockstep":
+        script = script.replace("torch.nn.parallel", "lockstep").replace("DistributedSampler,", "", 1)
+        script = script.replace("import sys", "from lockstep import DistributedSampler\nimport sys")
+    said = start(script, "--nproc-per-node", "2").end(0)
+    ranks = list(read_run(folder_of(said, tmp_path)).ranks.values())
+    check_samples(ranks)
+    (layout,) = fields_of(ranks[0], "layout")
+    assert (layout["strategy"], [row[0] for row in layout["units"]]) == ("DistributedDataParallel", ["weight", "bias"])
+    replicas = fields_of(ranks[0], "replicas")
+    if home == "torch":  # models that torch's own class does not wrap are looked at less closely
+        assert [one["step"] for one in replicas] == [1, 29]
+    assert all(one["equal"] for one in replicas)
+    assert not fields_of(ranks[1], "replicas")
+
+
+def test_one_process(start: Callable[..., Run], tmp_path: Path) -> None:
+    said = start(_SAMPLED.replace("{several}", "False"), "--nproc-per-node", "1").end(0)
+    folder = folder_of(said, tmp_path)
+    run = read_run(folder)
+    assert (run.world_size, [line.step for line in run.ranks[0].lines]) == (1, list(range(1, 56)))
+    check_samples([run.ranks[0]])
+    values = fields_of(run.ranks[0], "values")
+    assert [one["step"] for one in values] == list(range(1, 56))
+    assert all(one["loss"] >= 0 and one["lr"] == 0.5 for one in values)
+    assert [next(iter(line)) for line in launch_of(folder)] == ["launch", "attempt", "ended", "over"]

@@ -1,0 +1,94 @@
+"""Every lesson and every puzzle's solution on real processes: what each rank did is the text beside this file."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.comm.communicator import Communicator
+from lockstep.learn.events import Event, trace
+from lockstep.learn.program import Played, title_of
+from lockstep.learn.puzzle import Puzzle, problems, with_hole
+from lockstep.learn.stage import Stage
+from lockstep.lessons import LESSONS
+from lockstep.puzzles import PUZZLES
+from lockstep.testing.worlds import run_processes
+
+GOLDEN = Path(__file__).with_name("lessons")
+BY_COMMAND = ("checkpoint", "pitfalls")  # ranks die in them: see tests/e2e/test_learn_command.py
+MEASURES = ("buckets_and_overlap", "data_parallel")  # more ranks would only take longer
+SOLVED = {puzzle.name: puzzle for puzzle in PUZZLES}
+
+
+def play(comm: Communicator, module: str, folder: str) -> list[dict[str, object]]:
+    """The events of one rank."""
+    events: list[Event] = []
+    program = import_module(module)
+    name = module.rpartition(".")[2]
+    lesson = getattr(program, name[len("p01_") :] if name in SOLVED else name)
+    lesson(Stage(comm, events.append, Path(folder)))
+    return [event.to_json() for event in events]
+
+
+def played(module: str, world_size: int, folder: Path) -> list[list[Event]]:
+    ranks = run_processes(world_size, play, module, str(folder))
+    return [[Event.from_json(event) for event in events] for events in ranks]
+
+
+@pytest.mark.parametrize("name", [name for name in LESSONS if name not in BY_COMMAND])
+def test_lesson(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """`pytest tests/golden/test_lessons.py --rewrite-golden` writes the texts anew; then look at the diff."""
+    world_sizes = (2, 3) if name in MEASURES else (2, 3, 4)
+    compare(f"lockstep.lessons.{name}", tmp_path, world_sizes, request)
+
+
+@pytest.mark.parametrize("name", SOLVED)
+def test_solution(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    for world_size, ranks in compare(f"lockstep.puzzles.{name}", tmp_path, SOLVED[name].ranks, request).items():
+        assert problems(SOLVED[name], Played(ranks, 0, ""), world_size) == []
+
+
+def compare(
+    module: str, folder: Path, world_sizes: tuple[int, ...], request: pytest.FixtureRequest
+) -> dict[int, list[list[Event]]]:
+    runs = {world_size: played(module, world_size, folder) for world_size in world_sizes}
+    text = "".join(f"--- {world_size} ranks\n{trace(ranks)}" for world_size, ranks in runs.items())
+    golden = GOLDEN / f"{module.rpartition('.')[2]}.txt"
+    if request.config.getoption("--rewrite-golden"):
+        GOLDEN.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+    return runs
+
+
+def test_screens_are_the_same_on_every_rank(tmp_path: Path) -> None:
+    ranks = played("lockstep.lessons.send_receive", 3, tmp_path)
+    titles = [[event.name for event in events if event.kind == "screen"] for events in ranks]
+    assert titles[0]
+    assert titles[0] == titles[1] == titles[2]
+
+
+def test_every_lesson_is_short_and_says_what_it_is_about() -> None:
+    for name in LESSONS:
+        path = Path(str(import_module(f"lockstep.lessons.{name}").__file__))
+        assert 10 <= len(path.read_text().splitlines()) <= 75, name
+        assert title_of(path).endswith("."), name
+
+
+@pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
+def test_a_hole_is_a_program_that_does_not_solve_it(puzzle: Puzzle, tmp_path: Path) -> None:
+    """What the learner is given can be run, or fails in the hole; either way it is told what is wrong."""
+    source = Path(str(import_module(f"lockstep.puzzles.{puzzle.name}").__file__)).read_text()
+    given = with_hole(source)
+    compile(given, puzzle.name, "exec")
+    assert "# your turn" in given
+    assert "# end of your turn" not in given
+    assert given != source
+    wanted = tuple(float(value) for value in puzzle.answer(0, 2))
+    for answer in ((), tuple(value + 1 for value in wanted)):
+        shown = Event(0, "show", name="answer", after=answer)
+        assert problems(puzzle, Played([[shown]], 0, ""), 1)
+    assert torch.tensor(wanted).isfinite().all()

@@ -1,0 +1,72 @@
+"""A stock script on two machines, which are two launchers that meet on loopback: each guard sees the other's rank."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from command_runs import Run
+
+pytestmark = pytest.mark.limit_s(120)
+
+_PROGRAM = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+
+case = sys.argv[1]
+dist.init_process_group("gloo")
+optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+tensor = torch.ones(4)
+for step in range(300 if case == "skip" else 9):
+    is_culprit = (dist.get_rank(), step) == (1, 5)
+    while is_culprit and case == "hang" and not os.path.exists("go"):
+        time.sleep(0.1)
+    if not (is_culprit and case == "skip"):
+        dist.all_reduce(tensor)  # all
+    time.sleep(0.02)
+    optimizer.step()
+"""
+_LINE = next(number for number, line in enumerate(_PROGRAM.splitlines(), 1) if "# all" in line)
+Pair = tuple[Run, Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], Pair]]:
+    """One launcher with rank 0 and the store, one with rank 1."""
+    (tmp_path / "train.py").write_text(_PROGRAM)
+    runs: list[Run] = []
+
+    def both(case: str) -> Pair:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+        words = ("run", "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two")
+        words = (*words, "--local-addr=127.0.0.1", "--record=off")
+        for holds in ("true", "false"):
+            with_store = f"--rdzv-conf=is_host={holds}"
+            runs.append(Run(tmp_path, *words, with_store, "train.py", case, LOCKSTEP_HANG_S="2", LOCKSTEP_EVIDENCE=""))
+        return runs[0], runs[1]
+
+    yield both
+    for run in runs:
+        run.close()
+
+
+def test_a_skipped_collective_is_named_on_both_machines(start: Callable[[str], Pair]) -> None:
+    for run in start("skip"):
+        text = run.end(1)
+        assert "MISMATCH in step 5, group WORLD.  Culprit: rank 1" in text
+        assert f"rank 1 skipped all_reduce float32 [4] sum at train.py:{_LINE} <module>" in text
+
+
+def test_a_hang_is_named_across_machines(start: Callable[[str], Pair], tmp_path: Path) -> None:
+    holder, other = start("hang")
+    holder.await_text(r"HANG: nothing has moved for .* in step 5\.  Culprit: rank 1 \(host .*, pid \d+\)\n")
+    holder.await_text(rf"rank 1 is not there: at train\.py:{_LINE - 2} <module>")
+    holder.await_text(rf"rank 0 waits in all_reduce .*train\.py:{_LINE} <module>")
+    (tmp_path / "go").touch()
+    for run in (holder, other):
+        run.end(0)

@@ -1,0 +1,88 @@
+"""What is replaced of others is put back as it was, and only what is still ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lockstep.observe.patches import Patches
+
+
+class Parent:
+    def said(self) -> str:
+        return "parent"
+
+    @staticmethod
+    def plain(number: int) -> int:
+        return number
+
+
+class Child(Parent):
+    pass
+
+
+def louder(old: Callable[..., str]) -> Callable[..., str]:
+    def said(self: Any) -> str:
+        return old(self) + "!"
+
+    return said
+
+
+def test_a_method_is_replaced_and_put_back() -> None:
+    before = vars(Parent)["said"]
+    patches = Patches()
+    patches.replace(Parent, "said", louder)
+    patches.replace(Parent, "said", louder)
+    assert Child().said() == "parent!!"
+
+    patches.undo()
+
+    assert vars(Parent)["said"] is before
+
+
+def test_what_a_class_inherits_is_inherited_again() -> None:
+    patches = Patches()
+    patches.replace(Child, "said", louder)
+    assert (Child().said(), Parent().said()) == ("parent!", "parent")
+
+    patches.undo()
+
+    assert "said" not in vars(Child)
+    assert Child().said() == "parent"
+
+
+def test_a_static_method_stays_one() -> None:
+    before = vars(Parent)["plain"]
+    patches = Patches()
+    patches.replace(Parent, "plain", lambda old: staticmethod(lambda number: old(number) + 1))
+    assert Parent.plain(1) == Parent().plain(1) == 2
+
+    patches.undo()
+
+    assert vars(Parent)["plain"] is before
+
+
+def test_what_somebody_has_replaced_since_is_theirs() -> None:
+    patches = Patches()
+    before = vars(Parent)["said"]
+    patches.replace(Parent, "said", louder)
+    theirs = louder(Parent.said)
+    Parent.said = theirs  # type: ignore[method-assign]
+    try:
+        patches.undo()
+
+        assert vars(Parent)["said"] is theirs
+    finally:
+        Parent.said = before  # type: ignore[method-assign]
+
+
+def test_all_is_undone_once_the_last_first() -> None:
+    order: list[int] = []
+    patches = Patches()
+    for number in range(3):
+        patches.add(lambda number=number: order.append(number))
+
+    patches.undo()
+    patches.undo()
+
+    assert order == [2, 1, 0]

@@ -1,0 +1,225 @@
+"""The live page: what is served to whom, and what the commands say where there is nothing to show."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from profiled_worlds import World
+from reported_runs import add_launch, add_notes, full_run
+
+from lockstep.cli import main
+from lockstep.cli.report import tell_record
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.window import PROFILE, RUN
+from lockstep.observe.report.server import PageServer
+from lockstep.observe.report.writing import LiveDocument
+
+
+class Client:
+    def __init__(self, server: PageServer) -> None:
+        self.address = ("127.0.0.1", server.server_address[1])
+
+    def get(self, path: str, method: str = "GET", **headers: str) -> tuple[int, http.client.HTTPMessage, bytes]:
+        connection = http.client.HTTPConnection(*self.address, timeout=20)
+        try:
+            connection.request(method, path, headers={name.replace("_", "-"): text for name, text in headers.items()})
+            answer = connection.getresponse()
+            return answer.status, answer.headers, answer.read()
+        finally:
+            connection.close()
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[Client]:
+    server = PageServer(LiveDocument(full_run(tmp_path, steps=20)))
+    with server.serving():
+        yield Client(server)
+
+
+def test_page_and_document_are_served(client: Client) -> None:
+    status, headers, page = client.get("/")
+    assert (status, headers.get_content_type()) == (200, "text/html")
+    assert b"<script" in page
+    status, headers, text = client.get("/document.json?x=1")
+    assert (status, headers["Cache-Control"]) == (200, "no-store")
+    assert json.loads(text)["run"]["steps"] == 20
+    status, _, nothing = client.get("/document.json", If_None_Match=headers["ETag"])
+    assert (status, nothing) == (304, b"")
+    assert client.get("/document.json", If_None_Match='"other"')[0] == 200
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "", "10.0.0.1", "localhost.evil"]
+)
+def test_foreign_names_are_refused(client: Client, host: str) -> None:
+    for path in ("/", "/document.json"):
+        status, headers, text = client.get(path, Host=host)
+        assert status == 403
+        assert b"lockstep watch" in text
+        assert "Access-Control-Allow-Origin" not in headers
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:8000", "127.0.0.1:9"])
+def test_own_names_are_not_also_behind_a_tunnel(client: Client, host: str) -> None:
+    assert client.get("/document.json", Host=host)[0] == 200
+
+
+def test_record_that_cannot_be_made_out_is_said_to_the_browser(tmp_path: Path) -> None:
+    full_run(tmp_path, steps=5)
+    add_notes(tmp_path, 1, ("coverage", 9, {"epoch": 1}))
+    server = PageServer(LiveDocument(tmp_path))
+    with server.serving():
+        for path in ("/", "/document.json"):
+            status, _, text = Client(server).get(path)
+            assert status == 500
+            assert b"of another version, or damaged" in text
+
+
+def test_browser_that_goes_away_is_no_news(client: Client, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_connection(client.address) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # its end is a reset
+        gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    assert client.get("/document.json")[0] == 200
+    assert capsys.readouterr().err == ""
+
+
+def test_nothing_else_is_there(client: Client) -> None:
+    for path in ("/rank-0.jsonl", "/../rank-0.jsonl", "/%2e%2e/", "/document.json/"):
+        assert client.get(path)[0] == 404
+    for method in ("POST", "PUT", "DELETE", "OPTIONS"):
+        assert client.get("/", method)[0] == 501
+
+
+def test_only_this_machine_is_served_unless_asked() -> None:
+    with PageServer(dict).serving() as _, PageServer(dict, "0.0.0.0") as wide:
+        assert wide.may_be_called("10.1.2.3:80")
+        assert wide.may_be_called(f"{socket.gethostname()}:80")
+        assert not wide.may_be_called("evil.example")
+    with PageServer(dict) as server:
+        assert server.server_address[0] == "127.0.0.1"
+        with pytest.raises(ConfigError, match="--port 0 takes a free one"):
+            PageServer(dict, port=server.server_address[1])
+    for port in (70_000, -1):
+        with pytest.raises(ConfigError, match="cannot serve"):
+            PageServer(dict, port=port)
+
+
+def test_document_is_built_anew_only_where_something_is_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    World(work_us=lambda rank, step: 1000, steps=4).run(tmp_path)
+    now = [100.0]
+    monkeypatch.setattr("lockstep.observe.report.writing.time.monotonic", lambda: now[0])
+    live = LiveDocument(tmp_path)
+    first = live()
+    now[0] += 1000
+    assert live() is first
+    add_launch(
+        tmp_path,
+        {"launch": "a", "command": [], "time_ns": 1, "pid": 1, "host": ""},
+        {"over": "a", "code": 0, "time_ns": 9},
+    )
+    assert live() is first  # it was looked at a moment ago
+    now[0] += 1000
+    assert live()["run"]["status"] == "finished"
+
+
+# ------------------------------------------------------------------ commands
+
+
+def test_report_writes_the_page_and_says_what_matters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full_run(tmp_path / "run", steps=20)
+    assert main(["report", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("run      run: failed, 2 ranks, 20 steps, ")
+    assert "error    The run failed: rank 1 failed at train.py:88: ValueError: no" in said
+    assert said.splitlines()[-1].endswith("run/report.html")
+    assert (tmp_path / "run" / "report.html").read_text().startswith("<!")
+    assert [path.name for path in (tmp_path / "run").glob(".report*")] == []
+    assert main(["report", str(tmp_path / "run"), "--out", str(tmp_path / "mine.html")]) == 0
+    assert (tmp_path / "mine.html").exists()
+
+
+def test_newest_run_is_reported_without_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["report"]) == 2
+    full_run(tmp_path / "runs" / "one", steps=5)
+    assert main(["report"]) == 0
+    assert (tmp_path / "runs" / "one" / "report.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["report", "nowhere"], "holds no record of a run"),
+        (["watch", "nowhere"], "holds no record of a run"),
+        (["report", "one", "--out", "not/there.html"], "--out names another file"),
+        (["watch", "one", "--port", "70000"], "--port 0 takes a free one"),
+        (["report", "damaged"], "is of another version, or damaged: KeyError"),
+        (["reprot"], "did you mean `lockstep report`"),
+    ],
+)
+def test_wrong_words_are_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("one", "damaged"):
+        full_run(tmp_path / name, steps=5)
+    add_notes(tmp_path / "damaged", 1, ("coverage", 9, {"epoch": 1}))
+    assert main(words) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_watch_of_a_run_that_is_over_shows_it_and_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full_run(tmp_path / "run", steps=5)
+    for words in ([], ["--no-terminal"]):
+        assert main(["watch", str(tmp_path / "run"), *words]) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert "http://127.0.0.1:" in said[0]
+        assert said[-1].startswith("lockstep: the run has failed; lockstep report ")
+
+
+# ------------------------------------------------------------------ at the end of a run
+
+
+def test_end_of_a_run_says_where_its_report_lies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full_run(tmp_path, steps=5)
+    for is_quiet in (True, False):
+        tell_record({RUN: str(tmp_path)}, is_quiet=is_quiet)
+        assert capsys.readouterr().err.splitlines()[-1].startswith("lockstep: report: ")
+    assert (tmp_path / "report.html").exists()
+    for environ in ({}, {RUN: ""}, {RUN: str(tmp_path / "not made")}):
+        tell_record(environ, is_quiet=False)
+    assert capsys.readouterr().err == ""
+
+
+def test_broken_record_is_said_and_harms_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_run(tmp_path, steps=5)
+    tell_record({RUN: str(tmp_path), PROFILE: "no window"}, is_quiet=False)
+    assert "lockstep: no report: --profile" in capsys.readouterr().err
+
+    def breaks(*words: Any) -> None:
+        raise MemoryError("too large")
+
+    monkeypatch.setattr("lockstep.cli.report.document_in", breaks)
+    tell_record({RUN: str(tmp_path)}, is_quiet=False)
+    assert capsys.readouterr().err == f"lockstep: no report of {tmp_path}: MemoryError: too large\n"
+
+
+def test_report_that_takes_too_long_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_run(tmp_path, steps=5)
+    idle, silent = socket.socketpair()
+    monkeypatch.setattr("lockstep.cli.report._LIMIT_S", 1)
+    monkeypatch.setattr("lockstep.cli.report.document_in", lambda place: idle.recv(1))
+    with idle, silent:
+        tell_record({RUN: str(tmp_path)}, is_quiet=False)
+    assert "it takes longer than 1 s: `lockstep report` has the time" in capsys.readouterr().err

@@ -1,0 +1,320 @@
+"""What is said of the training from what ranks tell of it: each case, and its quiet neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+
+from lockstep.observe.facts import Facts
+from lockstep.observe.replica_diff import Entry, fold
+from lockstep.observe.scene import Limits, Scene
+from lockstep.observe.status import Sight, Status
+from lockstep.observe.training_findings import find_training, training_notes
+from lockstep.observe.wording import Finding
+
+SITE = "train.py:9 main"
+MODEL = [["parameter", "weight", [4, 2], "float32", True], ["parameter", "bias", [4], "float32", True]]
+Tell = Callable[[Facts, int], object]  # what a rank tells
+
+
+def scene_of(tell: Tell, size: int = 3, steps: Mapping[int, int] | None = None, gone: Sequence[int] = ()) -> Scene:
+    """Ranks that have told it, and have seen what the others told. steps: how far each is, else at 5."""
+    facts = [Facts() for _ in range(size)]
+    for rank, one in enumerate(facts):
+        tell(one, rank)
+    sights: dict[int, Sight] = {}
+    for _ in range(2):
+        for rank, one in enumerate(facts):
+            step = (steps or {}).get(rank, 5)
+            status = Status(rank, size, 4710 + rank, "b", step=step, facts=one.said())
+            sights[rank] = Sight(Status.from_json(status.to_json()), 0.0, rank in gone)
+        for rank, one in enumerate(facts):
+            one.compare(sights, rank)
+    return Scene(0, sights, lambda _: [], Limits(evidence=".lockstep/r7"))
+
+
+def found(tell: Tell, size: int = 3, **about: Any) -> Finding:
+    """What makes results wrong, which is said in at most 12 lines."""
+    finding = find_training(scene_of(tell, size, **about))
+    assert finding is not None
+    assert len(finding.text.splitlines()) <= 12
+    assert all(len(line) <= 110 for line in finding.text.splitlines())
+    return finding
+
+
+def noted(tell: Tell, size: int = 3, **about: Any) -> list[Finding]:
+    """What can be lived with."""
+    scene = scene_of(tell, size, **about)
+    assert find_training(scene) is None
+    return training_notes(scene)
+
+
+def is_quiet(tell: Tell, size: int = 3, **about: Any) -> bool:
+    scene = scene_of(tell, size, **about)
+    return find_training(scene) is None and not training_notes(scene)
+
+
+# ------------------------------------------------------------------ models
+
+
+def wraps(odd: int, rows: Sequence[Any]) -> Tell:
+    def tell(facts: Facts, rank: int) -> None:
+        mine = rows if rank == odd else MODEL
+        facts.tell("model world/3", "wrapped", [str(mine), f"train.py:{rank}"], lambda: mine)
+
+    return tell
+
+
+def test_another_model_is_named_by_its_first_parameter() -> None:
+    wider = [["parameter", "weight", [5, 2], "float32", True], MODEL[1]]
+
+    finding = found(wraps(1, wider))
+
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("model", (1,), True)
+    assert "rank 1 has parameter 'weight' with shape [5, 2], rank 0 with shape [4, 2]" in finding.text
+    assert "wrapped at train.py:0 (rank 0), train.py:1 (rank 1)" in finding.text
+    assert "Culprit: rank 1 (host b, pid 4711)" in finding.text
+
+
+def test_of_two_ranks_neither_is_the_culprit() -> None:
+    assert found(wraps(1, MODEL[:1]), size=2).culprits == (0, 1)
+
+
+def test_the_same_parameters_in_another_order_are_told_so() -> None:
+    text = " ".join(found(wraps(2, MODEL[::-1])).text.split())
+
+    assert "rank 2 has parameter 'bias' where rank 0 has parameter 'weight', the same ones but registered in" in text
+
+
+def test_equal_models_are_quiet() -> None:
+    assert is_quiet(wraps(1, MODEL))
+
+
+def test_a_model_that_died_with_its_rank_is_still_said_to_differ() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        explain = None if rank == 1 else lambda: MODEL
+        facts.tell("model world/3", "wrapped", ["other" if rank == 1 else "one", SITE], explain)
+
+    assert is_quiet(tell)  # it may yet show its own
+    assert "rank 1 has another model, which cannot be read" in found(tell, gone=[1]).text
+
+
+def test_a_parameter_frozen_on_one_rank() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("trained world/3", 4, [["head.bias"] if rank == 2 else [], True, SITE])
+
+    finding = found(tell)
+    assert finding.culprits == (2,)
+    assert "rank 2 froze head.bias after wrapping" in finding.text
+    assert "FROZEN on some ranks only, in step 4" in finding.text
+    assert is_quiet(lambda facts, rank: facts.tell("trained world/3", 4, [["head.bias"], True, SITE]))
+
+
+def test_where_ddp_looks_for_unused_ones_freezing_is_only_noted() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("trained world/3", 4, [["bias"] if rank == 2 else [], False, SITE])
+
+    assert [note.culprits for note in noted(tell)] == [(2,)]
+
+
+def test_parameters_that_no_rank_uses() -> None:
+    finding = found(lambda facts, _: facts.tell("unused world/3", 2, [["a", "b"], False, SITE]))
+
+    assert finding.culprits == ()
+    assert "no rank used a, b in its loss" in finding.text
+
+
+def test_parameters_that_one_rank_does_not_use() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        if rank == 1:
+            facts.tell("unused world/3", 2, [[f"layer.{n}" for n in range(8)], is_alone, SITE])
+
+    is_alone = False
+    assert is_quiet(tell)  # the others may yet say the same
+    is_alone = True
+    finding = found(tell)
+    assert finding.culprits == (1,)
+    assert "layer.5 and 2 more" in finding.text
+    assert "ranks 0,2 did" in finding.text
+
+
+def test_no_sync_on_one_rank() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("sync world/3", 3, [0, 1, SITE] if rank == 1 else [1, 0, SITE])
+
+    finding = found(tell)
+    assert finding.culprits == (1,)
+    assert "rank 1 ran 1 backward in no_sync() and 0 synchronised ones, at train.py:9 main" in finding.text
+    assert is_quiet(lambda facts, _: facts.tell("sync world/3", 3, [1, 3, SITE]))
+
+
+def test_what_a_rank_told_of_an_earlier_step_holds_until_it_tells_another() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("sync world/3", 1, [1, 3, SITE])
+        if rank == 1:
+            facts.tell("sync world/3", 4, [0, 4, SITE])
+
+    assert "in step 4" in found(tell, steps={0: 9, 1: 9, 2: 9}).text
+    assert is_quiet(tell, steps={0: 4, 1: 9, 2: 4})  # they have not ended step 4 yet
+
+
+def test_a_rank_without_steps_of_the_optimizer() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("sync world/3", 2, [1, 0, SITE])
+        if rank == 0:
+            facts.tell("sync world/3", 2, [8, 0, SITE])
+
+    finding = found(tell, steps={0: 2, 1: 9, 2: 9})
+    assert (finding.kind, finding.culprits) == ("replica", (0,))
+    assert "rank 0 ran 8 synchronised backwards there, at train.py:9 main" in finding.text
+    assert "ranks 1,2 went on to 9" in finding.text
+
+
+# ------------------------------------------------------------------ replicas
+
+
+def replicas(
+    values: Mapping[int, Sequence[str]], *, kind: str = "ddp", gradients: str = "", what: str = "weight"
+) -> Tell:
+    """values: by rank, one after each step."""
+
+    def tell(facts: Facts, rank: int) -> None:
+        for step, value in enumerate(values[rank], 1):
+            entries = [Entry("parameter 'weight'", value), Entry("parameter 'bias'", "same")]
+            rows = [[e.what, e.value, e.holders, e.is_moving] for e in entries]
+            topic = f"replica {'hand ' * (kind == 'hand')}world/3/0"
+            facts.tell(topic, step, [fold(entries), kind, gradients, False], lambda rows=rows: rows)
+
+    return tell
+
+
+def test_a_replica_that_drifts_is_named_with_its_parameter_and_steps() -> None:
+    finding = found(replicas({0: "aaa", 1: "aab", 2: "aaa"}))
+
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("replica", (1,), True)
+    assert "REPLICAS differ after step 3, equal after step 2." in finding.text
+    assert "parameter 'weight' is a on ranks 0, 2, b on rank 1" in finding.text
+    assert "a bit flipped" in finding.text
+
+
+def test_replicas_that_differ_from_the_start_name_both_of_two() -> None:
+    finding = found(replicas({0: "a", 1: "b"}), size=2)
+
+    assert finding.culprits == (0, 1)
+    assert "equal when they were wrapped" in finding.text
+
+
+def test_equal_replicas_are_quiet() -> None:
+    assert is_quiet(replicas({0: "abc", 1: "abc", 2: "abc"}))
+
+
+@pytest.mark.parametrize(("gradients", "is_meant"), [("", False), ("d1", True)])
+def test_models_trained_by_hand_are_meant_equal_where_gradients_were(gradients: str, is_meant: bool) -> None:
+    tell = replicas({0: "a", 1: "b", 2: "a"}, kind="hand", gradients=gradients)
+
+    assert is_quiet(tell) is not is_meant
+
+
+def test_another_learning_rate_alone_is_noted() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        entries = [Entry("lr of parameter group 0", "0.1" if rank else "0.2")]
+        rows = [[e.what, e.value, e.holders, e.is_moving] for e in entries]
+        facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", False], lambda: rows)
+
+    [note] = noted(tell)
+    assert note.culprits == (0,)
+    assert "lr of parameter group 0 is 0.1 on ranks 1, 2, 0.2 on rank 0" in note.text
+
+
+def test_running_statistics_that_each_rank_keeps_are_noted() -> None:
+    def tell(facts: Facts, rank: int, keeps_own: bool = True) -> None:
+        entries = [Entry("buffer 'mean'", str(rank), is_moving=True)]
+        facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", keeps_own], list)
+
+    assert "BUFFERS differ" in noted(tell)[0].text
+    assert is_quiet(lambda facts, rank: tell(facts, rank, keeps_own=False))
+
+
+# ------------------------------------------------------------------ gradients and data
+
+
+def test_gradients_that_are_not_finite_are_told_once_all_have_come_by() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        if rank != 2:
+            facts.tell("gradient", 3, ["loss is NaN" if rank == 1 else "", ["weight"], SITE])
+
+    assert is_quiet(tell, steps={0: 4, 1: 4, 2: 3})
+    [note] = noted(tell, steps={0: 4, 1: 4, 2: 4})
+    assert (note.kind, note.culprits) == ("gradient", (1,))
+    assert "rank 1: loss is NaN at train.py:9 main" in note.text
+    assert "gradients after averaging: weight" in note.text
+
+
+def test_where_every_loss_was_finite_no_rank_is_blamed() -> None:
+    [note] = noted(lambda facts, _: facts.tell("gradient", 3, ["", ["weight"], SITE]))
+
+    assert note.culprits == ()
+    assert "cannot be told: every loss was finite" in note.text
+
+
+def loads(values: Sequence[Mapping[str, Any]], team: str = "world/3") -> Tell:
+    usual = {"batches": 4, "first": "", "order": None, "site": SITE, "joins": False, "repeated": 0}
+
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell(f"data {team}/0", 1, {**usual, "first": f"of rank {rank}", **values[rank]})
+
+    return tell
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ([{}, {"batches": 5}, {}], "DATA: the ranks have different numbers of batches."),
+        ([{"first": "x"}, {"first": "x"}, {}], "DATA: ranks train on the same samples."),
+        ([{}, {}, {"order": "call set_epoch"}], "DATA: the samples come in the order of the last pass."),
+    ],
+)
+def test_data_that_is_dealt_wrong_is_noted(values: list[dict[str, Any]], said: str) -> None:
+    [note] = noted(loads(values))
+
+    assert said in note.text
+    assert "in pass 2 of the loop at train.py:9 main" in note.text
+    joining = [{**each, "joins": True} for each in values]
+    assert is_quiet(loads(joining))  # join() is there for that
+
+
+def test_ranks_by_hand_are_compared_only_while_their_models_are_equal() -> None:
+    same = loads([{"first": "x"}] * 3, team="hand")
+    equal = replicas({0: "a", 1: "a", 2: "a"}, kind="hand")
+
+    def both(facts: Facts, rank: int) -> None:
+        same(facts, rank)
+        equal(facts, rank)
+
+    assert is_quiet(same)
+    assert len(noted(both)) == 1
+
+
+def test_one_file_that_two_ranks_write_in_one_step() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("save", "model.pt" if rank < 2 else "model-2.pt", [7, f"save.py:{rank}"])
+
+    [note] = noted(tell)
+    assert "SAVE: ranks 0,1 wrote one file in step 7, at save.py:0, save.py:1." in note.text
+    assert is_quiet(lambda facts, rank: facts.tell("save", "model.pt", [7 + rank, SITE]))  # one after the other
+
+
+def test_what_is_certain_comes_before_what_is_noted() -> None:
+    wrap, load = wraps(1, MODEL[:1]), loads([{}, {"batches": 5}, {}])
+
+    def both(facts: Facts, rank: int) -> None:
+        load(facts, rank)
+        wrap(facts, rank)
+
+    scene = scene_of(both)
+    first = find_training(scene)
+    assert first is not None
+    assert first.kind == "model"
+    assert [note.kind for note in training_notes(scene)] == ["data"]

@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, pack_words
+from lockstep.observe.settings import GuardSettings
 from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.waiting import wait_until
@@ -38,6 +39,7 @@ class Listener:
         self.recorder = FlightRecorder(f"{folder}/flight-{rank}", rank, world_size)
         self.record = FlightRecord(self.recorder.path)
         self.rank, self.world_size = rank, world_size
+        self.settings = GuardSettings()
         self.groups: dict[str, tuple[int, ...]] = {}
         self.before_look: list[Callable[[], None]] = []
         self.aborts: list[Callable[[CommError], None]] = []

@@ -27,7 +27,7 @@ def test_a_write_before_the_wait_is_named() -> None:
     flights.started(work, tensor, "all_reduce float32 [7] sum at train.py:9, step 0, rank 1")
     tensor[6] = 5.0
     error = flights.waited(work)
-    assert "at train.py:9, step 0, rank 1: its float32 [7] was changed" in str(error)
+    assert "at train.py:9, step 0, rank 1: its float32 [7], was changed" in str(error)
     assert flights.waited(work) is None, "said once"
 
 

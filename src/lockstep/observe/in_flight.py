@@ -33,8 +33,8 @@ class Flight(NamedTuple):
 def changed_in_flight(what: str, tensor: str) -> CommError:
     """what: the operation, its line, step and rank. tensor: which one of it."""
     return CommError(
-        f"{what}: {tensor} was changed while the operation was under way, between its start and its wait(). Outside of "
-        f"this check some ranks get the old values and some the new. Next: call wait() before the tensor is used"
+        f"{what}: {tensor}, was changed while the operation was under way, between its start and its wait(). Outside "
+        f"of this check some ranks get the old values and some the new. Next: call wait() before the tensor is used"
     )
 
 

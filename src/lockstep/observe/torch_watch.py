@@ -381,6 +381,8 @@ class TorchWatch:
 
     def abort(self, error: CommError) -> None:
         """End what is under way in this process: it cannot end by itself any more."""
+        if self._flights is None:  # the program never came to torch.distributed
+            return
         for group, watched in self._watched():
             is_open = watched.pending or watched.inside or any(call[1] is watched for call in list(self._open.values()))
             is_open = is_open or group._get_sequence_number_for_group() != watched.seen  # C++ may be at it

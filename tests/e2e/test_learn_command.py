@@ -7,6 +7,7 @@ import pty
 import select
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -90,8 +91,9 @@ def test_keys_turn_the_screens(tmp_path: Path) -> None:
             shown = bytearray()
 
             def has(text: str) -> bool:
-                while select.select([terminal], [], [], 0.05)[0]:
-                    shown.extend(os.read(terminal, 1 << 16))
+                with suppress(OSError):  # the program has ended, and nobody has the terminal any more
+                    while select.select([terminal], [], [], 0.05)[0]:
+                        shown.extend(os.read(terminal, 1 << 16))
                 return text.encode() in shown
 
             assert wait_until(lambda: has("1/3"), _PATIENCE_S), bytes(shown)

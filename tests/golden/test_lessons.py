@@ -74,7 +74,7 @@ def test_screens_are_the_same_on_every_rank(tmp_path: Path) -> None:
 def test_every_lesson_is_short_and_says_what_it_is_about() -> None:
     for name in LESSONS:
         path = Path(str(import_module(f"lockstep.lessons.{name}").__file__))
-        assert 10 <= len(path.read_text().splitlines()) <= 75, name
+        assert 10 <= len(path.read_text().splitlines()) <= 60, name
         assert title_of(path).endswith("."), name
 
 

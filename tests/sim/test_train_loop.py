@@ -307,6 +307,7 @@ def test_no_rank_ever_holds_more_than_its_pieces_and_one_module(run: RunConfig, 
     def one(comm: Communicator) -> None:
         with Alive() as alive:
             job = prepare(wide, comm, SilentConsole(), "auto" if resume else "", Launch())
+        job.profile.close()
         if job.logs:
             job.logs.close()
         whole = sum(param.numel() * param.itemsize for param in job.model.parameters())

@@ -57,7 +57,7 @@ def watch(words: Sequence[str]) -> int:
 
     server = PageServer(document, command.host, command.port)
     with server.serving(), suppress(KeyboardInterrupt):
-        print(f"lockstep: watch {shown(folder)} at {server.address}; Ctrl-C ends this, not the run", flush=True)
+        print(f"lockstep: watch {shown(folder)} at {server.address} (Ctrl-C ends this, not the run)", flush=True)
         if command.terminal:
             TerminalView(record_in(folder), document, sys.stdout).show(is_over)
         while not is_over.wait(_PERIOD_S):

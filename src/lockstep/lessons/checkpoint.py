@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,34 +19,23 @@ def checkpoint(stage: Stage) -> None:
         loaded = checkpointer.load({"model": model})
         if loaded is None:
             first_life(stage, model, checkpointer)
-        stage.screen(
-            "Killed, and back",
-            "The launcher saw the rank die, ended the others and started all of them again. This is their second "
-            "life: new processes that found two commits. Step 3 was never committed, so it is done again.",
-        )
+        text = "The launcher saw the rank die and started all again: new processes, which find step 2."
+        stage.screen("Killed, and back", text)
         stage.show(life=1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]), loaded_step=loaded.step, weight=model.weight)
 
-        stage.screen(
-            "A flipped bit",
-            "One bit of the newest checkpoint changes on disk. It is found before any tensor is handed out, and the "
-            "one before it is taken. torch.load would have returned a wrong weight, or an error that names no file.",
-        )
+        text = "One bit of the newest changes. It is found before a tensor is handed out; the older one is taken."
+        stage.screen("A flipped bit", text)
         if comm.rank == 0:
             file = next((stage.folder / "checkpoints").glob("step-00000002*/*.safetensors"))
-            content = bytearray(file.read_bytes())
-            content[-1] ^= 1
-            file.write_bytes(content)
+            content = file.read_bytes()
+            file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         comm.barrier()
         stage.show(loaded_step=checkpointer.load({"model": model}).step, weight=model.weight)
 
 
 def first_life(stage: Stage, model: nn.Module, checkpointer: lockstep.Checkpointer) -> None:
-    comm, path = stage.comm, Path(stage.folder) / "model.safetensors"
-    stage.screen(
-        "Rank 0 saves, all load",
-        "The replicas are equal, so one file is enough. All others have to wait until it is there: that is the "
-        "barrier. Were all to write this one path, nobody could read it.",
-    )
+    comm, path = stage.comm, stage.folder / "model.safetensors"
+    stage.screen("Rank 0 saves, all load", "Replicas are equal: one file is enough. The others wait until it is there.")
     if comm.rank == 0:
         save_file(model.state_dict(), path)
     comm.barrier(label="it is there")

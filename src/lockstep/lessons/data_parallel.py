@@ -24,11 +24,7 @@ def data_parallel(stage: Stage) -> None:
         """As torch.nn.DataParallel: replicate, scatter, compute in threads, gather all gradients in one place."""
         copies = [copy.deepcopy(model) for _ in range(comm.world_size)]
         with ThreadPoolExecutor(comm.world_size) as pool:
-            list(
-                pool.map(
-                    lambda pair: pair[0](pair[1]).sum().backward(), zip(copies, x.chunk(comm.world_size), strict=False)
-                )
-            )
+            list(pool.map(lambda one, part: one(part).sum().backward(), copies, x.chunk(comm.world_size)))
         for parameter, *others in zip(model.parameters(), *[one.parameters() for one in copies], strict=True):
             parameter.grad = torch.stack([other.grad for other in others if other.grad is not None]).sum(0)
 

@@ -39,11 +39,8 @@ def ddp_training(stage: Stage) -> None:
     wanted = torch.tensor(train(alone, slice(None)))
     stage.curve(loss=wanted)
 
-    stage.screen(
-        "All of them together",
-        "Each rank takes its part of every batch. Nothing of the loop changes but the wrapper around the model. The "
-        "mean over ranks of their losses is the loss of the batch.",
-    )
+    text = "Each takes its part of every batch; the mean of their losses is the batch's. Only the wrapper is new."
+    stage.screen("All of them together", text)
     together = lockstep.DistributedDataParallel(network())
     part = BATCH // comm.world_size
     losses = torch.tensor(train(together, slice(comm.rank * part, (comm.rank + 1) * part)))
@@ -51,16 +48,11 @@ def ddp_training(stage: Stage) -> None:
     stage.quietly.all_reduce(losses, "mean")
     stage.curve(mean_loss=losses)
 
-    stage.screen(
-        "They coincide",
-        "The largest difference in any weight, and in the loss of any step. Only the order of additions differs: to "
-        "the last bit they are equal where both add in one order, as `lockstep train` does with virtual shards.",
-    )
+    text = "The largest difference in any weight, and in any loss: rounding, as the additions have another order."
+    stage.screen("They coincide", text)
     pairs = zip(alone.parameters(), together.parameters(), strict=True)
-    stage.show(
-        difference_of_weights=max((a - b).abs().max() for a, b in pairs),
-        difference_of_losses=(wanted - losses).abs().max(),
-    )
+    stage.show(difference_of_weights=max((a - b).abs().max() for a, b in pairs))
+    stage.show(difference_of_losses=(wanted - losses).abs().max())
 
 
 if __name__ == "__main__":

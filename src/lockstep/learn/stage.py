@@ -40,8 +40,13 @@ class Stage:
         self._tell = tell
         self._rank = comm.rank
         self.folder = folder
-        self.comm = Communicator(EventLayer(comm.transport, tell))
+        self.sent_bytes = 0  # in messages of `comm`
+        self.comm = Communicator(EventLayer(comm.transport, self._told))
         self.quietly = comm  # the same ranks; what goes through this is not shown
+
+    def _told(self, event: Event) -> None:
+        self.sent_bytes += event.bytes if event.kind == "send" else 0
+        self._tell(event)
 
     def screen(self, title: str, text: str = "") -> None:
         """A new screen: one idea. Nothing that follows happens on any rank before all have come here."""

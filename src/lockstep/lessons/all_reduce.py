@@ -31,10 +31,9 @@ def all_reduce(stage: Stage) -> None:
         "The ring sends 2 (W - 1) / W of the tensor per rank, hardly more with more ranks: the well-known tutorial "
         "that passes the whole tensor W - 1 times sends W / 2 times as much.",
     )
-    elements = 1200
-    x = torch.ones(elements)
+    x, before = torch.ones(1200), stage.sent_bytes
     comm.all_reduce(x, algorithm="ring", label="1200 floats")
-    stage.show(tensor_bytes=x.nbytes, sent_bytes=2 * (world_size - 1) * x.nbytes // world_size)
+    stage.show(tensor_bytes=x.nbytes, sent_bytes=stage.sent_bytes - before)
 
     stage.screen(
         "Gradients: the mean",

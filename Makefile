@@ -42,13 +42,13 @@ test: $(STAMP) ## the test suite; ARGS=--slow for all of it
 chaos: $(STAMP) ## kill a training run KILLS times at random moments; it must end in the same bits
 	@$(BIN)/python -m lockstep.testing.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
+# The last of them: every name in tests/slow_tests.txt is that of a test.
 check: $(STAMP) ## format, lint, types, layers, sizes
 	@$(BIN)/ruff format --check --quiet . || { echo 'make: not formatted, see above: make format' >&2; exit 1; }
 	@$(BIN)/ruff check --quiet .
-	@$(BIN)/pyright
-	@$(BIN)/lint-imports --no-logo --no-cache
-	@$(BIN)/python -m pytest --quiet tests/unit/test_tidy.py
-	@$(BIN)/python -m pytest --collect-only >/dev/null # every name in tests/slow_tests.txt is that of a test
+	@$(BIN)/pyright & types=$$!; $(BIN)/lint-imports --no-logo --no-cache && \
+	$(BIN)/python -m pytest --quiet tests/unit/test_tidy.py && \
+	$(BIN)/python -m pytest --collect-only >/dev/null; others=$$?; wait $$types && exit $$others
 
 format: $(STAMP) ## write the house format and sort imports
 	@$(BIN)/ruff check --quiet --fix-only . && $(BIN)/ruff format --quiet .

@@ -5,11 +5,16 @@
 The model is `algorithms/cost.py`: alpha for a step, beta for a byte that moves, gamma for a byte that is added. They
 are fitted by least squares (of the relative error) to three things that are no collective: a message there and back
 between two ranks while the others rest, a shift round the ring with all ranks at once, and a plain addition. What sends
-one way (tree, naive) is predicted from the first; what does both at once (ring, halving, chain) from the second.
+one way (tree, naive) is predicted from the first; what does both at once (ring, halving, chain) from the second. To
+that comes what a collective costs before it says anything: the same call on a communicator of one rank.
 
-All of it is measured in the same interleaved rounds, on tensors where the transport needs the fewest copies. A
-broadcast is followed by a barrier by dissemination, in the measurement and in the prediction: else its root would run
-ahead. The model knows nothing of cores: with more ranks than cores they take turns, and what it leaves out shows.
+A byte costs more in a tensor that the caches do not hold: from IN_CACHE on, beta and gamma are those measured at the
+tensor's own size, where that is slower than the line.
+
+All of it is measured in the same interleaved rounds; what is received lies in plain memory, as the spare tensors of the
+algorithms do. A broadcast is followed by a barrier by dissemination, in the measurement and in the prediction: else its
+root would run ahead. The model knows nothing of cores: with more ranks than cores they take turns, and what it leaves
+out shows.
 
 A line is a measured time with its prediction as the baseline. `overtakes` is the size from which what the model would
 choose for the largest tensors is faster than its choice for the smallest (0: nowhere between two measured sizes);
@@ -38,10 +43,11 @@ from lockstep.comm.algorithms.wire import Wire
 from lockstep.comm.communicator import Communicator
 
 SIZES = ("1KiB", "4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB")
+IN_CACHE = 1 << 20
 ROUNDS = 20
 BROADCASTS = ("tree", "chain")
 BOTH_WAYS = ("ring", "halving_doubling", "chain")
-PARTS = ("there and back", "shift", "add")
+PARTS = ("there and back", "shift", "add", "call")
 
 
 # ------------------------------------------------------------------ one rank
@@ -60,8 +66,9 @@ def measure(rank: Rank) -> dict[str, dict[str, Samples]]:
 
 def measure_size(comm: Communicator, numel: int, settings: Mapping[str, Any]) -> dict[str, Samples]:
     """The parts of the model and the collectives, on float32 tensors of so many elements."""
-    here, there = comm.empty(numel).zero_(), comm.empty(numel).zero_()
-    wire = Wire(comm, "measured")
+    here, there = comm.empty(numel).zero_(), torch.zeros(numel)
+    wire, alone = Wire(comm, "measured"), comm.split(comm.rank)
+    assert alone is not None
     right, left = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
 
     def there_and_back() -> None:
@@ -79,12 +86,14 @@ def measure_size(comm: Communicator, numel: int, settings: Mapping[str, Any]) ->
         "there and back": there_and_back,
         "shift": lambda: wire.step(wire.send(here, right), wire.recv(there, left)),
         "add": lambda: torch.add(here, there, out=here),
+        "call": lambda: alone.all_reduce(here[:1], algorithm="ring"),
         "all_reduce": lambda: comm.all_reduce(here),
     }
     calls |= {f"all_reduce {name}": partial(comm.all_reduce, here, algorithm=name) for name in ALGORITHMS["all_reduce"]}
     calls |= {f"broadcast {name}": partial(broadcast, name) for name in BROADCASTS}
     variants = {name: back_to_back(call, agreed_calls(call, settings["seconds"], comm)) for name, call in calls.items()}
-    return interleaved(variants, settings["rounds"], warmup=1, together=comm.barrier)
+    with alone:
+        return interleaved(variants, settings["rounds"], warmup=1, together=comm.barrier)
 
 
 # ------------------------------------------------------------------ the model
@@ -95,27 +104,36 @@ class Line(NamedTuple):
 
     at_once: float
     each: float
+    measured: Mapping[int, float]  # what it is the line of
+
+    def each_in(self, size: int) -> float:
+        """For a byte, in the course of a collective on a tensor of `size` bytes."""
+        own = (self.measured[size] - self.at_once) / size
+        return self.each if size <= IN_CACHE else max(self.each, own)
 
 
 def fitted(us: Mapping[int, float]) -> Line:
     """The line nearest to the times by size, by the squares of relative errors: small sizes count like large ones."""
     rows = numpy.array([[1 / took, nbytes / took] for nbytes, took in us.items()])
     at_once, each = numpy.linalg.lstsq(rows, numpy.ones(len(rows)), rcond=None)[0]
-    return Line(max(float(at_once), 0.0), max(float(each), 0.0))
+    return Line(max(float(at_once), 0.0), max(float(each), 0.0), us)
 
 
-def predicted(name: str, numel: int, world_size: int, one_way: Line, both_ways: Line, added: Line) -> float:
+def predicted(
+    name: str, size: int, world_size: int, one_way: Line, both_ways: Line, added: Line, call_us: float
+) -> float:
     """Microseconds."""
     kind, algorithm = name.split()
     has_middle = world_size > 2 or algorithm != "chain"  # a chain of two only sends or only receives
     message = both_ways if algorithm in BOTH_WAYS and has_middle else one_way
     if kind == "all_reduce":
-        whole = getattr(cost, f"{algorithm}_all_reduce")(world_size, numel, 4)
-        return whole.path.time_s(message.at_once, message.each, added.each)
+        whole = getattr(cost, f"{algorithm}_all_reduce")(world_size, size // 4, 4)
+        return call_us + whole.path.time_s(message.at_once, message.each_in(size), added.each_in(size))
     segment = (chain.SEGMENT_BYTES,) if algorithm == "chain" else ()
-    tell = getattr(cost, f"{algorithm}_broadcast")(world_size, numel * 4, 0, *segment)
-    meet = cost.dissemination_barrier(world_size)
-    return tell.path.time_s(message.at_once, message.each) + meet.path.time_s(both_ways.at_once, both_ways.each)
+    tell = getattr(cost, f"{algorithm}_broadcast")(world_size, size, 0, *segment).path
+    meet = cost.dissemination_barrier(world_size).path
+    both = tell.time_s(message.at_once, message.each_in(size)) + meet.time_s(both_ways.at_once, both_ways.each)
+    return 2 * call_us + both
 
 
 def crossover(first: Mapping[int, float], second: Mapping[int, float]) -> float | None:
@@ -137,14 +155,16 @@ def results(by_rank: Sequence[Mapping[str, dict[str, Samples]]], world_size: int
     median = {n: {size: statistics.median(of[n]) for size, of in samples.items()} for n in (*PARTS, *names)}
     one_way = fitted({size: us / 2 for size, us in median["there and back"].items()})
     lines = (one_way, fitted(median["shift"]), fitted(median["add"]))
+    call_us = statistics.median(median["call"].values())
     rounds = len(next(iter(samples.values()))["add"])
     state = partial(Result.of_value, better="less", world_size=world_size, rounds=rounds, goal="")
     found = [
         state(f"{over}: {what}", line.at_once, unit="us", gb_per_s=round(1e-3 / line.each, 3) if line.each else None)
         for what, line in zip(("alpha, beta one way", "alpha, beta both ways", "gamma"), lines, strict=True)
     ]
+    found.append(state(f"{over}: a call that says nothing", call_us, unit="us"))
     names.remove("all_reduce")
-    model = {n: {size: predicted(n, size // 4, world_size, *lines) for size in samples} for n in names}
+    model = {n: {size: predicted(n, size, world_size, *lines, call_us) for size in samples} for n in names}
     for size, (name, forecast) in itertools.product(samples, model.items()):
         extra: dict[str, Any] = {"own": round(median["all_reduce"][size], 1)} if name.startswith("all_reduce") else {}
         title = f"{over}: {name} {size // 1024}KiB: measured / predicted"

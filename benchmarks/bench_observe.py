@@ -1,24 +1,36 @@
-"""What the guard costs: a training step, and a bare small operation, with its record on and off in the same run.
+"""What the guard and the record cost a training step: both on, as they are by default, and both off in the same run.
 
     python benchmarks/bench_observe.py [--quick] [--record]
 
-A step is arithmetic that takes some 10 ms, and in between 8 all-reduces over shared memory, as the buckets of a model
-have them: half of them asynchronous, all from the user's own code. Every round runs a block of steps with the guard and
-one without, in changing order; the figure of each is the wall time, and the processor time of the rank's main thread,
-which no neighbour on the machine can lengthen much. The guard's own thread runs during both; what it takes of a core is
-a figure of its own, from seconds in which the rank does nothing else.
+A step is arithmetic that takes some 10 ms, as many turns of it on every rank, and in between 8 all-reduces over shared
+memory, as the buckets of a model have them: half of them asynchronous, all from the user's own code. Every round runs
+one step with and one without, in changing order, so that the two see the machine in the same mood: the median of the
+rounds' own ratios is the figure. Two of them: the wall time of the slower rank, and the processor time of the ranks'
+main threads, which no neighbour on the machine can lengthen much.
+
+The noise of the arithmetic is still larger than what is looked for. So the operations are measured alone, too, where
+they stand: processor time from before to after each, over a transport that moves nothing, and the marks of the step.
+What they take more with than without is what the step takes more, for nothing else differs. The same for torch's own
+all_reduce over Gloo, as in an unchanged script. The guard's own thread runs during all of it; what it takes of a core
+is a figure of its own, from seconds in which the rank does nothing else.
 """
 
 from __future__ import annotations
 
+import gc
+import operator
 import statistics
+import tempfile
 import threading
 import time
 import timeit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import ProcessGroup
 
 from harness import (
     Rank,
@@ -27,6 +39,7 @@ from harness import (
     arguments,
     compare,
     interleaved,
+    interval_95,
     report,
     run_ranks,
     slowest_rank,
@@ -34,33 +47,53 @@ from harness import (
 )
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import DONE, CommOp, Work
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport
-from lockstep.observe.guard import GuardSettings
+from lockstep.errors import CommError
+from lockstep.observe.guard import Guard, GuardSettings
 from lockstep.observe.init import meet
+from lockstep.observe.profile.session import Profile, open_profile
+from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.recording import GuardLayer
 
 STEP_MS = 10.0
 COLLECTIVES = 8
 BUCKET = 16_384  # elements of each
 GOAL = "under 1 % of the step"
+GOAL_US = "under 100 us, 1 % of 10 ms"
+_WARM = 3  # operations after torch's calls were exchanged, which Python looks up anew then
 
 
-def work_of(milliseconds: float) -> Callable[[], None]:
-    """Arithmetic that takes about so long here, out of the caches of the operations between."""
+def work_of(milliseconds: float, agree: Callable[[int], int] = int) -> Callable[[], None]:
+    """Arithmetic that takes about so long here, out of the caches of the operations between.
+
+    agree: from the number of turns that this rank would take to that of all ranks.
+    """
     matrix = torch.randn(160, 160)
 
     def turn() -> None:
         torch.mm(matrix, matrix)
 
     best = min(timeit.repeat(turn, number=10, repeat=100)) / 10  # the others of this machine come and go
-    turns = max(1, round(milliseconds / 1e3 / best))
+    turns = agree(max(1, round(milliseconds / 1e3 / best)))
 
     def work() -> None:
         for _ in range(turns):
             turn()
 
     return work
+
+
+def fewest(comm: Communicator) -> Callable[[int], int]:
+    """The smallest number of all ranks'."""
+
+    def agree(mine: int) -> int:
+        number = torch.tensor([mine])
+        comm.all_reduce(number, "min")
+        return int(number)
+
+    return agree
 
 
 def step_of(comm: Communicator, work: Callable[[], None]) -> Callable[[], None]:
@@ -82,6 +115,29 @@ def step_of(comm: Communicator, work: Callable[[], None]) -> Callable[[], None]:
     return step
 
 
+def alone(
+    make: Callable[[Callable[[], None]], Callable[[], object]], work: Callable[[], None]
+) -> Callable[[int], dict[str, float]]:
+    """A variant: microseconds of this thread's processor in a step, `make(work)`, without its arithmetic."""
+    spent_s = 0.0
+
+    def timed() -> None:
+        nonlocal spent_s
+        spent_s += time.thread_time()
+        work()
+        spent_s -= time.thread_time()
+
+    step = make(timed)
+
+    def run(_: int) -> dict[str, float]:
+        nonlocal spent_s
+        spent_s = -time.thread_time()
+        step()
+        return {"alone": (spent_s + time.thread_time()) * 1e6}
+
+    return run
+
+
 def per_call(call: Callable[[], object], calls: int) -> Callable[[int], dict[str, float]]:
     """A variant that repeats `call` and returns microseconds of each: on the clock, and of this thread's processor."""
 
@@ -97,27 +153,138 @@ def per_call(call: Callable[[], object], calls: int) -> Callable[[int], dict[str
     return run
 
 
+@final
+class Nothing(Transport):
+    """Moves nothing: what is left of an operation is what it takes to ask for it."""
+
+    def __init__(self, beside: Transport) -> None:
+        self.name, self.rank, self.world_size = "nothing", beside.rank, beside.world_size
+        self.global_ranks, self.device, self.timeout_s = beside.global_ranks, beside.device, beside.timeout_s
+
+    def submit(self, op: CommOp) -> Work:
+        return DONE
+
+    def split(self, groups: Sequence[Sequence[int]]) -> None:
+        return None
+
+    def abort(self, error: CommError) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@final
+class Marks:
+    """What `lockstep run` and `lockstep train` do in each step beside its operations."""
+
+    def __init__(self, guard: Guard, profile: Profile) -> None:
+        self._guard = guard
+        self._profile = profile
+        self._clock = guard.recorder.clock
+
+    def of(self, step: Callable[[], object]) -> Callable[[], None]:
+        """`step` with its phases marked, and its end told."""
+
+        def marked() -> None:
+            for phase in range(len(PHASES)):
+                self._clock.switch(phase)
+            step()
+            self._profile.step_done(self._guard.recorder.step + 1, tokens=1)
+            self._guard.step_done()
+
+        return marked
+
+
 def measure(rank: Rank) -> dict[str, Samples]:
-    """One rank: steps and bare operations, guarded and not, over the same shared memory."""
+    """One rank: steps and bare operations, with everything on and off, over the same shared memory."""
     torch.set_num_threads(threads_per_rank(rank.world_size))
     dist.init_process_group("gloo", init_method=rank.rendezvous, rank=rank.rank, world_size=rank.world_size)
-    transport: Transport = fastest(TorchTransport.over())
+    switch = Stock()
+    transport = fastest(TorchTransport.over())
     guard = meet(GuardSettings(evidence=""), transport, ["here"] * rank.world_size, None)
     assert guard is not None
+    switch.is_watched()
     plain, guarded = Communicator(transport), Communicator(GuardLayer(transport, guard))
-    work = work_of(STEP_MS / COLLECTIVES)
+    nothing = Nothing(transport)
+    still, still_guarded = Communicator(nothing), Communicator(GuardLayer(nothing, guard, name="nothing"))
+    work = work_of(STEP_MS / COLLECTIVES, fewest(plain))
     tensor = plain.empty(8).zero_()
-    steps, calls = rank.settings["steps"], rank.settings["calls"]
-    variants = {
-        "step": per_call(step_of(plain, work), steps),
-        "step with the guard": per_call(step_of(guarded, work), steps),
-        "call": per_call(lambda: plain.all_reduce(tensor), calls),
-        "call with the guard": per_call(lambda: guarded.all_reduce(tensor), calls),
+    rounds, calls = rank.settings["rounds"], rank.settings["calls"]
+    gc.collect()
+    gc.freeze()  # collections need not walk what torch has brought along; those of the loop count
+    with tempfile.TemporaryDirectory() as folder:
+        profile = open_profile(Path(folder), guard, {}, rank=rank.rank, world_size=rank.world_size)
+        marks = Marks(guard, profile)
+        figures = interleaved(
+            {"off": per_call(step_of(plain, work), 1), "on": per_call(marks.of(step_of(guarded, work)), 1)},
+            rounds,
+            warmup=20,
+            together=plain.barrier,
+        )
+        bare = {
+            "off": alone(lambda each: step_of(still, each), work),
+            "on": alone(lambda each: marks.of(step_of(still_guarded, each)), work),
+        }
+        figures["step alone"] = interleaved(bare, rounds // 5, warmup=20, together=plain.barrier)["alone"]
+        figures["stock"] = interleaved(switch.variants(work), rounds // 10, warmup=5, together=plain.barrier)["alone"]
+        profile.close()
+    bare["on"] = alone(lambda each: step_of(still_guarded, each), work)
+    figures["operations alone"] = interleaved(bare, rounds // 5, warmup=20, together=plain.barrier)["alone"]
+    both = {
+        "off": per_call(lambda: plain.all_reduce(tensor), calls),
+        "on": per_call(lambda: guarded.all_reduce(tensor), calls),
     }
-    figures = interleaved(variants, rank.settings["rounds"], warmup=2, together=plain.barrier)
+    figures["call"] = interleaved(both, rounds // 10, warmup=2, together=plain.barrier)["main thread"]
     figures["own thread"] = {"share": [idle_share(rank.settings["idle_s"]) for _ in range(5)]}
     guard.close()
     return figures
+
+
+@final
+class Stock:
+    """Torch's own calls as they were before the guard came, and as it has replaced them."""
+
+    def __init__(self) -> None:
+        self._places = ((ProcessGroup, "allreduce"), (dist.Work, "wait"))
+        self._before = [vars(owner)[name] for owner, name in self._places]
+        self._watched = self._before
+
+    def is_watched(self) -> None:
+        """The guard is there."""
+        self._watched = [vars(owner)[name] for owner, name in self._places]
+
+    def _put(self, calls: Sequence[object]) -> None:
+        for (owner, name), call in zip(self._places, calls, strict=True):
+            setattr(owner, name, call)
+
+    def variants(self, work: Callable[[], None]) -> dict[str, Callable[[int], dict[str, float]]]:
+        """Steps of synchronous operations over Gloo."""
+        bucket = torch.zeros(BUCKET)
+
+        def make(each: Callable[[], None]) -> Callable[[], None]:
+            def step() -> None:
+                for _ in range(COLLECTIVES):
+                    each()
+                    dist.all_reduce(bucket)
+
+            return step
+
+        def run(calls: Sequence[object]) -> Callable[[int], dict[str, float]]:
+            timed = alone(make, work)
+
+            def block(number: int) -> dict[str, float]:
+                self._put(calls)
+                for _ in range(_WARM):
+                    dist.all_reduce(bucket)
+                try:
+                    return timed(number)
+                finally:
+                    self._put(self._watched)
+
+            return block
+
+        return {"off": run(self._before), "on": run(self._watched)}
 
 
 def idle_share(seconds: float) -> float:
@@ -132,40 +299,68 @@ def idle_share(seconds: float) -> float:
     return 100 * (time.clock_gettime(clock) - start_cpu) / (time.perf_counter() - start)
 
 
-def results(metric: str, figures: Samples, world_size: int) -> list[Result]:
-    """The claims that can be read from one metric's figures."""
+def ratio(metric: str, on: Sequence[float], off: Sequence[float]) -> Result:
+    """How much longer a step is; in `also` the median of the rounds' own ratios, on which drift has no hold."""
+    pairs = [a / b for a, b in zip(on, off, strict=True)]
+    return compare(
+        f"{COLLECTIVES} all_reduces in a {STEP_MS:g} ms step, {metric}: all on / all off",
+        on,
+        off,
+        unit="us",
+        world_size=2,
+        goal=GOAL,
+        paired_ratio=round(statistics.median(pairs), 4),
+        paired_95=interval_95(float, pairs),
+    )
 
-    def against(name: str, goal: str) -> Result:
-        on, off = figures[f"{name} with the guard"], figures[name]
-        added = statistics.median(a - b for a, b in zip(on, off, strict=True))
-        per_operation = added / (COLLECTIVES if name == "step" else 1)
-        what = f"{COLLECTIVES} all_reduces in a {STEP_MS:g} ms step" if name == "step" else "all_reduce of 8 floats"
-        return compare(
-            f"{what}, {metric}: with the guard / without",
-            on,
-            off,
-            unit="us",
-            world_size=world_size,
-            goal=goal,
-            added_us_per_operation=round(per_operation, 3),
-        )
 
-    return [against("step", GOAL), against("call", "")]
+def added(what: str, on: Sequence[float], off: Sequence[float], goal: str, operations: int) -> Result:
+    """What the main thread does more, in microseconds of its processor."""
+    more = statistics.median(on) - statistics.median(off)
+    return Result.of_value(
+        f"{what}: added processor time of the main thread",
+        more,
+        unit="us",
+        better="less",
+        world_size=2,
+        rounds=len(on),
+        goal=goal,
+        interval_95=interval_95(operator.sub, on, off),
+        undisturbed=round(statistics.quantiles(on, n=4)[0] - statistics.quantiles(off, n=4)[0], 1),
+        per_operation=round(more / operations, 2),
+        without=round(statistics.median(off), 1),
+    )
+
+
+def mean_rank(by_rank: Sequence[dict[str, Samples]], metric: str) -> Samples:
+    """Of every round the mean over the ranks."""
+    return {
+        name: [statistics.fmean(figures) for figures in zip(*(each[metric][name] for each in by_rank), strict=True)]
+        for name in by_rank[0][metric]
+    }
 
 
 def main() -> None:
     """Measure on two ranks of this machine."""
-    options = arguments("cost of the guard").parse_args()
+    options = arguments("cost of the guard and the record").parse_args()
     settings = {
-        "rounds": 6 if options.quick else 400,
-        "steps": 5 if options.quick else 3,
+        "rounds": 50 if options.quick else 4000,
         "calls": 100 if options.quick else 200,
         "idle_s": 0.5 if options.quick else 2.0,
     }
-    figures = slowest_rank(run_ranks(measure, 2, settings))
-    share = figures.pop("own thread")["share"]
-    found = [line for metric in figures for line in results(metric, figures[metric], 2)]
-    found.append(compare("the guard's own thread", share, None, unit="% of a core", world_size=2, goal="under 1 %"))
+    by_rank = run_ranks(measure, 2, settings)
+    wall, share = (slowest_rank(by_rank)[metric] for metric in ("wall", "own thread"))
+    metrics = ("main thread", "step alone", "operations alone", "stock", "call")
+    cpu, bare, operations, stock, call = (mean_rank(by_rank, metric) for metric in metrics)
+    found = [
+        ratio("wall", wall["on"], wall["off"]),
+        ratio("main thread", cpu["on"], cpu["off"]),
+        added(f"step with {COLLECTIVES} operations, all on", bare["on"], bare["off"], GOAL_US, COLLECTIVES),
+        added(f"step with {COLLECTIVES} operations, guard", operations["on"], operations["off"], GOAL_US, COLLECTIVES),
+        added(f"step with {COLLECTIVES} of torch's all_reduce", stock["on"], stock["off"], GOAL_US, COLLECTIVES),
+        added("all_reduce of 8 floats, one after the other", call["on"], call["off"], "", 1),
+        compare("the guard's own thread", share["share"], None, unit="% of a core", world_size=2, goal="under 1 %"),
+    ]
     report("observe", found, record=options.record)
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import TensorDataset
 
 import lockstep
 
-EPOCHS = 20
+EPOCHS = 10
 
 
 def waves() -> TensorDataset:

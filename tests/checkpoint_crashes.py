@@ -201,11 +201,11 @@ class Sample(NamedTuple):
         return drawn < self.looking and (self.looking == 1 or fault is not KILL)
 
 
-def sample_of(changing: float, looking: float) -> Sample:
-    """These shares, or all with LOCKSTEP_CRASH_POINTS=all; drawn by LOCKSTEP_SEED, or by chance."""
+def sample_of(changing: float, looking: float, *, most: float = 1) -> Sample:
+    """These shares, or with LOCKSTEP_CRASH_POINTS=all 1 and `most`; drawn by LOCKSTEP_SEED, or by chance."""
     seed = int(os.environ.get("LOCKSTEP_SEED") or secrets.randbits(32))
     everything = os.environ.get("LOCKSTEP_CRASH_POINTS") == "all"
-    return Sample(1, 1, seed) if everything else Sample(changing, looking, seed)
+    return Sample(1, most, seed) if everything else Sample(changing, looking, seed)
 
 
 class Copies:

@@ -12,13 +12,20 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import warm_programs
+
 DEADLINE_S = 90.0
 
 
 class Run:
-    """One `lockstep` process, in a session of its own, and what it wrote to both of its outputs."""
+    """One `lockstep` process, in a session of its own, and what it wrote to both of its outputs.
 
-    def __init__(self, folder: Path, *words: str, launcher: Sequence[str] = (), **variables: str) -> None:
+    warm: it and its ranks are forks that have torch, which is all that tells them from what a user starts.
+    """
+
+    def __init__(
+        self, folder: Path, *words: str, launcher: Sequence[str] = (), warm: bool = False, **variables: str
+    ) -> None:
         self.output = folder / f"output-{time.monotonic_ns()}"
         environ = {
             **os.environ,
@@ -28,7 +35,7 @@ class Run:
             **variables,
         }
         with self.output.open("w") as file:
-            self.process = subprocess.Popen(
+            self.process = (warm_programs.Popen if warm else subprocess.Popen)(
                 [sys.executable, *launcher, "-m", "lockstep", *words],
                 stdout=file,
                 stderr=subprocess.STDOUT,

@@ -82,7 +82,8 @@ def _nothing_is_left() -> Iterator[None]:
     yield
     leaks = before.leaks()
     if leaks:
-        pytest.fail("the test left behind:\n  " + "\n  ".join(leaks), pytrace=False)
+        also = " (a file may be that of a test in the other worker)" if "PYTEST_XDIST_WORKER" in os.environ else ""
+        pytest.fail(f"the test left behind{also}:\n  " + "\n  ".join(leaks), pytrace=False)
 
 
 @pytest.fixture(autouse=True, scope="session")

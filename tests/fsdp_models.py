@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from lockstep.comm.communicator import Communicator
 from lockstep.parallel.dtensors import local_tensor
 from lockstep.parallel.fsdp import FullyShardedDataParallel
-from lockstep.parallel.wrap_policies import ModuleWrapPolicy
+from lockstep.parallel.torch_fsdp import ModuleWrapPolicy
 
 
 class Block(nn.Module):

@@ -155,8 +155,8 @@ def run(name: str) -> tuple[int, str]:
     from dataclasses import replace
 
     from lockstep.comm.pulse import NONE
-    from lockstep.launch.agent import Supervision
-    from lockstep.launch.launcher import Launch, launch, local_config
+    from lockstep.launch.job import Launch, Supervision
+    from lockstep.launch.launcher import launch, local_config
     from lockstep.launch.program import Program
     from lockstep.launch.recovery import RestartPolicy
 

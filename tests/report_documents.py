@@ -253,6 +253,24 @@ def _join(rows: Sequence[dict[str, Any]], key: int, arrived: Sequence[int]) -> l
     return [key, max(range(len(rows)), key=lambda r: arrived[r]), real, waited, size * 10**6 // real]
 
 
+def open_step(document: dict[str, Any], culprit: int) -> dict[str, Any]:
+    """The step after the last one of a run that hangs: all ranks but one are in a collective."""
+    last = document["lanes"]["steps"][-1]
+    rows = []
+    for row in last["ranks"]:
+        rank, ended = row["rank"], row["began_us"] + 9_000_000
+        is_late = rank == culprit
+        row = {"rank": rank, "began_us": row["began_us"], "ended_us": ended, "culprit": is_late}
+        row["says"] = "does not move: at train.py:41 load" if is_late else f"waits for rank {culprit}: all_reduce"
+        began = 20_000 + 50 * rank
+        row["ops"] = [[0, 0, began - 900, began, -1, 0]]
+        row["ops"] += [] if is_late else [[1, 1, began, ended, began, ended - began]]
+        rows.append({**row, "spans": [["open", row["began_us"], ended]]})
+    joins = [[0, culprit, 900, 0, None], [1, culprit, 0, 0, None]]
+    step = {"step": last["step"] + 1, "why": "open", "began_us": last["ended_us"]}
+    return {**step, "ended_us": last["ended_us"] + 9_000_000, "ranks": rows, "joins": joins, "estimated": True}
+
+
 def _overlap(ranks: int, slow: int | None) -> dict[str, Any]:
     late = 0 if slow is None else slow
     each = [

@@ -26,39 +26,39 @@ if TYPE_CHECKING:
     from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_total_norm
     from lockstep.parallel.ddp import DistributedDataParallel
     from lockstep.parallel.fsdp import FullyShardedDataParallel
-    from lockstep.parallel.fsdp1.arguments import (
-        BackwardPrefetch,
-        CPUOffload,
-        FullOptimStateDictConfig,
-        FullStateDictConfig,
-        MixedPrecision,
-        ShardedOptimStateDictConfig,
-        ShardedStateDictConfig,
-        ShardingStrategy,
-        StateDictType,
-    )
     from lockstep.parallel.fsdp_module import FSDPModule
     from lockstep.parallel.fully_shard import fully_shard, register_fsdp_forward_method
     from lockstep.parallel.grad_scaler import GradScaler
     from lockstep.parallel.materialize import materialize
     from lockstep.parallel.naive import average_gradients
     from lockstep.parallel.named_state import whole_state_dict
-    from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
     from lockstep.parallel.sharded_optimizer import ShardedOptimizer
     from lockstep.parallel.strategy import in_step, microbatch, optimizer_for, parallelize
-    from lockstep.parallel.train_state import TrainState
-    from lockstep.parallel.wrap_policies import (
+    from lockstep.parallel.torch_fsdp import (
+        BackwardPrefetch,
+        CPUOffload,
+        CPUOffloadPolicy,
+        FullOptimStateDictConfig,
+        FullStateDictConfig,
+        MixedPrecision,
+        MixedPrecisionPolicy,
         ModuleWrapPolicy,
+        OffloadPolicy,
+        ShardedOptimStateDictConfig,
+        ShardedStateDictConfig,
+        ShardingStrategy,
+        StateDictType,
         size_based_auto_wrap_policy,
         transformer_auto_wrap_policy,
     )
+    from lockstep.parallel.train_state import TrainState
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "BackwardPrefetch": "lockstep.parallel.fsdp1.arguments",
-    "CPUOffload": "lockstep.parallel.fsdp1.arguments",
-    "CPUOffloadPolicy": "lockstep.parallel.shard_policies",
+    "BackwardPrefetch": "lockstep.parallel.torch_fsdp",
+    "CPUOffload": "lockstep.parallel.torch_fsdp",
+    "CPUOffloadPolicy": "lockstep.parallel.torch_fsdp",
     "Checkpointer": "lockstep.checkpoint.checkpointer",
     "Communicator": "lockstep.comm.communicator",
     "Coverage": "lockstep.data.coverage",
@@ -67,22 +67,22 @@ _HOME = {
     "DistributedDataParallel": "lockstep.parallel.ddp",
     "DistributedSampler": "lockstep.data.sampler",
     "FSDPModule": "lockstep.parallel.fsdp_module",
-    "FullOptimStateDictConfig": "lockstep.parallel.fsdp1.arguments",
-    "FullStateDictConfig": "lockstep.parallel.fsdp1.arguments",
+    "FullOptimStateDictConfig": "lockstep.parallel.torch_fsdp",
+    "FullStateDictConfig": "lockstep.parallel.torch_fsdp",
     "FullyShardedDataParallel": "lockstep.parallel.fsdp",
     "GradScaler": "lockstep.parallel.grad_scaler",
     "Mesh": "lockstep.comm.mesh",
-    "MixedPrecision": "lockstep.parallel.fsdp1.arguments",
-    "MixedPrecisionPolicy": "lockstep.parallel.shard_policies",
-    "ModuleWrapPolicy": "lockstep.parallel.wrap_policies",
-    "OffloadPolicy": "lockstep.parallel.shard_policies",
+    "MixedPrecision": "lockstep.parallel.torch_fsdp",
+    "MixedPrecisionPolicy": "lockstep.parallel.torch_fsdp",
+    "ModuleWrapPolicy": "lockstep.parallel.torch_fsdp",
+    "OffloadPolicy": "lockstep.parallel.torch_fsdp",
     "REQUEUE": "lockstep.launch.worker",
-    "ShardedOptimStateDictConfig": "lockstep.parallel.fsdp1.arguments",
+    "ShardedOptimStateDictConfig": "lockstep.parallel.torch_fsdp",
     "ReplicaCheck": "lockstep.observe.replica",
     "ShardedOptimizer": "lockstep.parallel.sharded_optimizer",
-    "ShardedStateDictConfig": "lockstep.parallel.fsdp1.arguments",
-    "ShardingStrategy": "lockstep.parallel.fsdp1.arguments",
-    "StateDictType": "lockstep.parallel.fsdp1.arguments",
+    "ShardedStateDictConfig": "lockstep.parallel.torch_fsdp",
+    "ShardingStrategy": "lockstep.parallel.torch_fsdp",
+    "StateDictType": "lockstep.parallel.torch_fsdp",
     "StopRequest": "lockstep.launch.worker",
     "TrainState": "lockstep.parallel.train_state",
     "average_gradients": "lockstep.parallel.naive",
@@ -102,8 +102,8 @@ _HOME = {
     "register_fsdp_forward_method": "lockstep.parallel.fully_shard",
     "rng_state": "lockstep.checkpoint.rng",
     "set_rng_state": "lockstep.checkpoint.rng",
-    "size_based_auto_wrap_policy": "lockstep.parallel.wrap_policies",
-    "transformer_auto_wrap_policy": "lockstep.parallel.wrap_policies",
+    "size_based_auto_wrap_policy": "lockstep.parallel.torch_fsdp",
+    "transformer_auto_wrap_policy": "lockstep.parallel.torch_fsdp",
     "whole_state_dict": "lockstep.parallel.named_state",
 }
 

@@ -188,6 +188,7 @@ class Chromium:
     def point(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
         """Moves the mouse there."""
         self.run(f"document.querySelector({json.dumps(selector)}).scrollIntoView({{block: 'center'}})")
+        self.settle()  # scrolling hides the tip
         self.send("Input.dispatchMouseEvent", type="mouseMoved", **self._place(selector, x, y))
         self.settle()
 

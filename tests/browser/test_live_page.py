@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 from chromium import Chromium
 
-from lockstep.observe.report.page import render
-from lockstep.observe.report.single_file import to_json
+from lockstep.observe.report.server import PageServer
 from report_documents import run_document
 
 Served = tuple[str, dict[str, Any]]  # address, and the document that is served there
@@ -22,27 +19,10 @@ def served(browser: Chromium) -> Iterator[Served]:
     document: dict[str, Any] = run_document(2, 60)
     document["run"]["status"] = "running"
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            is_page = self.path == "/"
-            text = render(document) if is_page else to_json(document)
-            self.send_response(200 if is_page or self.path == "/document.json" else 404)
-            self.send_header("Content-Type", "text/html" if is_page else "application/json")
-            self.send_header("Cache-Control", "no-store")
-            self.end_headers()
-            self.wfile.write(text.encode())
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        server.daemon_threads = False
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/", document
+    server = PageServer(lambda: document)
+    with server.serving():
+        yield server.address, document
         browser.open("about:blank")
-        server.shutdown()
-        thread.join()
 
 
 def test_newer_data_is_drawn_in_place(browser: Chromium, served: Served) -> None:

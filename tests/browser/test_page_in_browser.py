@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from chromium import Chromium, Show
 
-from report_documents import empty_document, hostile_document, owners, run_document
+from report_documents import empty_document, hostile_document, open_step, owners, run_document
 
 TITLES = [
     "Diagnosis",
@@ -177,6 +177,28 @@ def test_keyboard_goes_through_operations_ranks_and_steps(show: Show) -> None:
     assert tab.run("document.activeElement.id") == "lanes-canvas", "the keyboard stays where it was"
 
 
+def test_step_that_was_not_ended_comes_first_with_who_is_to_blame(show: Show) -> None:
+    document = run_document(8, 60)
+    document["lanes"]["steps"].append(open_step(document, culprit=5))
+    document["run"]["status"] = "failed"
+    tab = show(document)
+    assert tab.text("#lanes-step option:checked") == "step 60 · never ended"
+    assert tab.text("#lanes .lead").startswith("Step 60 was never ended.")
+    said = _texts(tab, "#lanes .says li")
+    assert said == ["rank 5 does not move: at train.py:41 load", "ranks 0–4, 6–7 waits for rank 5: all_reduce"]
+    assert "culprit" in tab.run("document.querySelector('#lanes .says li').className")
+    assert "never came\nrank 5" in tab.text("#operation"), "what most ranks are in is chosen"
+    tab.point(LANES, 0.5, (TOP + 5.2 * 52) / (TOP + 8 * 52 + 12))
+    assert tab.text("#tip").startswith("does not move: at train.py:41 load\nrank 5")
+    tab.point(LANES, 0.5, _track(tab, 8, 2))
+    assert "rank 5 never came" in tab.text("#tip")
+    whole = tab.picture(of=LANES)
+    tab.click("#lanes-previous")
+    assert tab.text("#lanes .lead").startswith("Step 59 took")
+    assert not _count(tab, "#lanes .says")
+    assert tab.picture(of=LANES) != whole
+
+
 def test_zoom_and_pan_by_keys_wheel_drag_and_buttons(show: Show) -> None:
     document = run_document(2, 60)
     tab = show(document)
@@ -317,6 +339,21 @@ def test_a_broken_seal_says_which(show: Show) -> None:
     assert "layer.0 on rank 1" in tab.text("#replicas")
     tab.click("#epoch-0")
     assert "exactly once" in tab.text("#coverage .seal.whole")
+
+
+def test_epoch_that_is_not_over_is_not_broken(show: Show) -> None:
+    document = run_document(2, 60)
+    epoch = document["coverage"]["epochs"][1]
+    epoch |= {"sealed": False, "running": True, "samples": 10_000, "missing": 40_000, "length": 50_000}
+    epoch["cells"] = [[0, 0, 4_999, 1], [1, 25_000, 29_999, 1]]
+    tab = show(document)
+    assert "Epoch 0: exactly once" in tab.text("#coverage .seal.whole"), "the last that has ended is shown first"
+    assert [text.strip() for text in _texts(tab, "#coverage label")] == ["0", "1 (open)"]
+    tab.click("#epoch-1")
+    assert "10,000 samples of 50,000; it did not end" in tab.text("#coverage .seal.open")
+    tab.focus("#coverage-canvas")
+    tab.press("End", "ArrowDown", "ArrowDown")
+    assert "some not yet" in tab.text("#live")
 
 
 # ------------------------------------------------------------------ for everybody

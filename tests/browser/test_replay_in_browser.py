@@ -86,6 +86,10 @@ def test_real_time_screens_and_theme(tab: Chromium) -> None:
     assert tab.run("document.querySelector('svg .arrow').getAttribute('d')") != before
     tab.click("#screens button:nth-child(2)")
     assert tab.text("#heading") == "2. Nothing"
+    tab.click("#screens button:nth-child(1)")
+    tab.press("ArrowRight")
+    assert tab.text("#heading") == "1. The ring"
+    assert position(tab) == 1, "keys are still the page's when a button has been clicked"
     light = tab.run("getComputedStyle(document.body).backgroundColor")
     tab.click("#theme")
     assert tab.run("getComputedStyle(document.body).backgroundColor") != light

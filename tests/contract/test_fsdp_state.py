@@ -29,7 +29,7 @@ from torch.distributed.fsdp import OptimStateKeyType as TorchKeyType
 from torch.distributed.tensor import DTensor
 
 from lockstep.comm.communicator import Communicator
-from lockstep.parallel.fsdp1.arguments import OptimStateKeyType
+from lockstep.parallel.torch_fsdp import OptimStateKeyType
 from lockstep.testing.worlds import run_processes
 
 CASES = Cases(__name__)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+import warm_programs
 from command_runs import Run, complaints
+from lockstep.cli import demo_side
 from lockstep.cli.demo import says_all
 from lockstep.cli.demo_side import Side
 from lockstep.demos.catalog import DEMOS, Demo
@@ -16,6 +20,14 @@ pytestmark = pytest.mark.limit_s(90)
 
 _LIMIT_S = 20.0  # of which none is waited for once all is said
 _ROWS = range(1, 44)
+
+
+@pytest.fixture(autouse=True)
+def _starts_are_warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `_output`'s processes; the `lockstep demo` of the last tests is all as its user starts it."""
+    warm_programs.get_ready()
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "TimeoutExpired")}
+    monkeypatch.setattr(demo_side, "subprocess", SimpleNamespace(Popen=warm_programs.Popen, **names))
 
 
 def _output(demo: Demo, folder: Path, *, whole: bool = False) -> tuple[int | None, str]:

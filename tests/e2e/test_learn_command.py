@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import os
 import pty
+import re
 import select
 import subprocess
 import sys
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lockstep.learn.events import read_events, screens
+import lockstep.cli.puzzle as command
 from lockstep.lessons import LESSONS
 from lockstep.puzzles import PUZZLES
 from lockstep.testing.waiting import wait_until
 
+GOLDEN = Path(__file__).parents[1] / "golden/lessons"
 _PATIENCE_S = 50
 
 
@@ -36,6 +39,17 @@ def test_all_are_listed(tmp_path: Path) -> None:
     assert [name for name in LESSONS if name not in lessons.stdout] == []
     assert f"0 of {len(PUZZLES)} are solved" in puzzles.stdout
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_has_gone_is_no_error(tmp_path: Path) -> None:
+    """`lockstep learn | head -1`"""
+    reading, writing = os.pipe()
+    os.close(reading)
+    words = [sys.executable, "-m", "lockstep", "learn"]
+    with subprocess.Popen(words, cwd=tmp_path, stdout=writing, stderr=subprocess.PIPE) as process:
+        os.close(writing)
+        assert process.communicate(timeout=50)[1] == b""
+    assert process.returncode == 1
 
 
 def test_a_lesson_in_a_pipe(tmp_path: Path) -> None:
@@ -110,44 +124,60 @@ def test_keys_turn_the_screens(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.limit_s(240)
-def test_a_puzzle_from_the_hole_to_the_solution(tmp_path: Path) -> None:
-    given = lockstep(tmp_path, "puzzle", "1")
-    path = tmp_path / "puzzles/p01_shift.py"
-    assert given.returncode == 0, given.stderr
-    assert "# your turn" in path.read_text()
+def test_a_puzzle_from_the_hole_to_the_solution(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On two processes; that it is run on each of `ranks` is in tests/unit/test_puzzle_command.py."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "PUZZLES", (replace(PUZZLES[0], ranks=(2,)), *PUZZLES[1:]))
 
+    def puzzle(*words: str) -> tuple[int, str]:
+        return command.puzzle(words), capsys.readouterr().out
+
+    assert puzzle("1")[0] == 0
+    path = tmp_path / "puzzles/p01_shift.py"
     path.write_text(
         path.read_text().replace("    ...\n", "    comm.recv(arrived, src=left)\n    comm.send(mine, dst=right)\n")
     )
-    stuck = lockstep(tmp_path, "puzzle", "1")
-    assert stuck.returncode == 1
-    assert "DEADLOCK" in stuck.stdout
-    assert "p01_shift.py" in stuck.stdout
-    assert "not yet" in stuck.stdout
+    code, stuck = puzzle("1")
+    assert code == 1
+    assert "DEADLOCK" in stuck
+    assert "p01_shift.py" in stuck
+    assert "not yet" in stuck
 
-    path.write_text(lockstep(tmp_path, "puzzle", "1", "--solution").stdout)
-    solved = lockstep(tmp_path, "puzzle", "1")
-    assert solved.returncode == 0, solved.stdout
-    assert "solved. Next: `lockstep puzzle 2`" in solved.stdout
-    assert f"1 of {len(PUZZLES)} are solved" in lockstep(tmp_path, "puzzle").stdout
+    path.write_text(puzzle("1", "--solution")[1])
+    code, solved = puzzle("1")
+    assert code == 0, solved
+    assert "solved. Next: `lockstep puzzle 2`" in solved
+    assert f"1 of {len(PUZZLES)} are solved" in puzzle()[1]
 
 
-@pytest.mark.slow
-def test_a_rank_is_killed_in_the_lesson_about_checkpoints_and_the_run_goes_on(tmp_path: Path) -> None:
-    done = lockstep(tmp_path, "learn", "checkpoint")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "was killed by SIGKILL" in done.stdout
-    *_, back, flipped = screens(read_events(tmp_path / "runs/learn-checkpoint"))
-    for screen, step in ((back, 2.0), (flipped, 1.0)):
-        assert {e.rank: e.after for e in screen.events if e.name == "loaded_step"} == dict.fromkeys(range(3), (step,))
+# ------------------------------------------------------------------ without `lockstep learn`
 
 
 @pytest.mark.slow
-@pytest.mark.limit_s(300)
-def test_every_pitfall_is_named_by_lockstep(tmp_path: Path) -> None:
-    done = lockstep(tmp_path, "learn", "pitfalls", "-n", "2", limit_s=280)
+@pytest.mark.limit_s(240)
+@pytest.mark.parametrize(
+    "names",
+    [[name for name in LESSONS if name not in ("checkpoint", "pitfalls")], ["checkpoint"]],
+    ids=["twelve", "checkpoint"],
+)
+def test_lessons_run_with_torchrun(names: list[str], tmp_path: Path) -> None:
+    """`pitfalls` starts twelve jobs of two: it takes minutes, and nothing of it depends on who started it."""
+    flags = ["--standalone", "--nproc-per-node", "2", "--max-restarts", str(int(names == ["checkpoint"]))]
+    program = Path(__file__).parents[1] / "torchrun_lessons.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *flags, str(program), *names],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=230,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    for screen in screens(read_events(tmp_path / "runs/learn-pitfalls")):
-        torch, ours = (event.text for event in screen.events if event.kind == "say")
-        assert torch.startswith("stock torch"), screen.title
-        assert ours.startswith("lockstep, after "), screen.title
+    for name in names:
+        golden = (GOLDEN / f"{name}.txt").read_text().partition("--- 3 ranks")[0]
+        titles = re.findall(r"(?m)^\d+\. (.*)$", golden)
+        assert titles
+        assert [title for title in titles if f"\n{title}\n" not in done.stdout] == [], name
+    assert list(tmp_path.glob("lockstep-*")) == [], "what the lessons kept is gone"

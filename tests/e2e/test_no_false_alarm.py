@@ -61,7 +61,7 @@ train(ddp, 5)
 ddp = DDP(torch.nn.Linear(4, 2))
 train(ddp, 5)
 if rank == 1:  # stands still in a frame of torch's compiler, as it does while it waits for a C++ compiler
-    import torch._dynamo.eval_frame as compiler
+    import torch._dynamo.convert_frame as compiler
     exec(compile("time.sleep(4)", compiler.__file__, "exec"), {"time": time})
 train(ddp, 5)
 """,
@@ -163,12 +163,12 @@ if dist.is_initialized():
 _RANKS = {"groups of few ranks": 3}
 
 
-def _run(folder: Path, name: str, body: str) -> str:
+def _run(folder: Path, name: str, body: str, *, warm: bool = True) -> str:
     """The output of a run that ended well."""
     (folder / "train.py").write_text(_HEAD + body + _END)
     ranks = _RANKS.get(name, 2)
     variables = {"LOCKSTEP_HANG_S": "1", "LOCKSTEP_EVIDENCE": str(folder / "evidence")}
-    run = Run(folder, "run", "--nproc-per-node", str(ranks), "train.py", **variables)
+    run = Run(folder, "run", "--nproc-per-node", str(ranks), "train.py", warm=warm, **variables)
     try:
         output = run.end(0)
     finally:
@@ -186,7 +186,7 @@ def test_nothing_is_said(name: str, tmp_path: Path) -> None:
 
 def test_nothing_is_said_of_a_rank_that_a_debugger_holds(tmp_path: Path) -> None:
     (tmp_path / "debugger.py").write_text(_DEBUGGER)
-    output = _run(tmp_path, "debugger", _DEBUGGED)
+    output = _run(tmp_path, "debugger", _DEBUGGED, warm=False)
     if "ptrace: " in output:
         pytest.skip("no process may debug another here")
     assert complaints(output) == []

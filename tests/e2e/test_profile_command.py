@@ -59,7 +59,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
     def go(*words: str) -> Run:
-        runs.append(Run(tmp_path, *words, LOCKSTEP_HANG_S="60"))
+        runs.append(Run(tmp_path, *words, warm=True, LOCKSTEP_HANG_S="60"))
         return runs[-1]
 
     yield go

@@ -52,7 +52,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     (tmp_path / "train.py").write_text(_SCRIPT)
 
     def go(*words: str, **variables: str) -> Run:
-        runs.append(Run(tmp_path, *words, **variables))
+        runs.append(Run(tmp_path, *words, warm=True, **variables))
         return runs[-1]
 
     yield go
@@ -70,6 +70,12 @@ def titles(document: dict[str, Any], severity: str = "error") -> str:
     return "\n".join(card["title"] for card in document["cards"] if card["severity"] == severity)
 
 
+def blamed(document: dict[str, Any]) -> list[tuple[int, int]]:
+    """(rank, step) of who is marked in the step that was not ended."""
+    lanes = [lane for lane in document["lanes"]["steps"] if lane["why"] == "open"]
+    return [(rank["rank"], lane["step"]) for lane in lanes for rank in lane["ranks"] if rank["culprit"]]
+
+
 def test_hang_is_shown_while_it_lasts(start: Callable[..., Run], tmp_path: Path) -> None:
     run = start("run", "--nproc-per-node", "2", "train.py", "hang", LOCKSTEP_HANG_S="2")
     wait_for(lambda: list(tmp_path.glob("runs/*/launch.jsonl")), "the run was recorded", run.text)
@@ -84,6 +90,7 @@ def test_hang_is_shown_while_it_lasts(start: Callable[..., Run], tmp_path: Path)
 
     wait_for(lambda: "rank 1" in titles(served()) + titles(served(), "warning"), "the page named rank 1", run.text)
     assert served()["run"]["status"] == "running"
+    assert blamed(served()) == [(1, 9)]
     said = start("report").end(0)
     assert ": running, 2 ranks, 8 steps, " in said
     assert "rank 1" in said
@@ -94,6 +101,10 @@ def test_hang_is_shown_while_it_lasts(start: Callable[..., Run], tmp_path: Path)
     _, document = document_in(page.parent)
     assert document["run"]["status"] == "stopped"
     assert document["run"]["attempts"][0]["last_step"] == 8
+    assert blamed(document) == [(1, 9)]
+    waits = document["lanes"]["steps"][-1]["ranks"][0]
+    assert waits["says"].startswith("waited for rank 1: ")
+    assert waits["ops"][-1][3] == waits["ended_us"], "to the end"
 
 
 @pytest.mark.parametrize(
@@ -113,6 +124,22 @@ def test_report_lies_there_however_the_run_ends(
         assert says in titles(document)
         assert "rank 1" in titles(document)
         assert document["run"]["steps"] == (0 if how == "early" else 8)
+        assert blamed(document) == [(1, 1 if how == "early" else 9)]
+
+
+def test_run_that_is_watched_keeps_what_its_ranks_print(start: Callable[..., Run], tmp_path: Path) -> None:
+    small = "--model.width 16 --model.layers 1 --model.heads 2 --model.context 16 --data.vocab_size 260"
+    (tmp_path / "text").write_text("each run leaves a picture of itself. " * 400)
+    words = (
+        "run --watch --nproc-per-node 2 -m lockstep train --data.path text --train.steps 6 --train.batch 2 --out out"
+    )
+    said = start(*words.split(), *small.split(), "--train.sample_tokens", "0").end(0)
+    assert "(Ctrl-C stops the run)" in said
+    (page,) = tmp_path.glob("runs/*/report.html")
+    assert tmp_path / last_line(said) == page
+    assert "step 6/6" in (page.parent / "output.txt").read_text()
+    _, document = document_in(page.parent)
+    assert (document["run"]["steps"], document["run"]["status"]) == (6, "finished"), "though they record in out"
 
 
 def test_training_run_has_its_report_in_its_folder(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -123,5 +150,5 @@ def test_training_run_has_its_report_in_its_folder(start: Callable[..., Run], tm
     assert last_line(said) == Path("out/report.html")
     folder, document = document_in(tmp_path / "out" / "profile")
     assert folder == tmp_path / "out"
-    assert document["run"]["steps"] == 6
+    assert (document["run"]["steps"], document["run"]["status"]) == (6, "finished")
     assert "loss" in [curve["name"] for curve in document["curves"]]

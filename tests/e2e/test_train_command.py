@@ -49,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(folder: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
 
-    def one(*words: str, launcher: tuple[str, ...] = ()) -> Run:
-        runs.append(Run(folder, "train", *words, launcher=launcher))
+    def one(*words: str, launcher: tuple[str, ...] = (), warm: bool = False) -> Run:
+        runs.append(Run(folder, "train", *words, launcher=launcher, warm=warm))
         return runs[-1]
 
     yield one
@@ -82,7 +82,7 @@ def test_stopped_killed_and_resumed_run_equals_one_that_nothing_happened_to(
     assert "--resume auto" in said
     assert steps_in(checkpoints)[-1] == stopped
 
-    run = start("-n", "2", *here, "--train.steps=100000", "--resume=auto")
+    run = start("-n", "2", *here, "--train.steps=100000", "--resume=auto", warm=True)
     run.await_text(rf"resumed from .*step-{stopped:08}.* made by 2 ranks")
     run.await_text(rf"step {stopped + 25 - stopped % 5}/100000 ")
     victim = run.pid_of(1)
@@ -100,7 +100,7 @@ def test_stopped_killed_and_resumed_run_equals_one_that_nothing_happened_to(
     assert saved > again
 
     steps = f"--train.steps={saved + 10}"
-    said = start("-n", "2", *here, steps, "--resume=auto").end(0)
+    said = start("-n", "2", *here, steps, "--resume=auto", warm=True).end(0)
     assert "train.steps: 100000 -> " in said
     logged = [json.loads(line) for line in (folder / "out" / "metrics.jsonl").read_text().splitlines()]
     trained = [record["step"] for record in logged if "loss" in record]
@@ -122,7 +122,7 @@ def test_cut_run_goes_on_with_another_sharding_on_another_number_of_ranks(
     folder: Path, start: Callable[..., Run]
 ) -> None:
     here = ("--data.path=text", "--out=cut", *_SMALL, "--resume=auto")
-    said = start("-n", "2", *here, "--train.sharding=full", "--train.steps=25").end(0)
+    said = start("-n", "2", *here, "--train.sharding=full", "--train.steps=25", warm=True).end(0)
     assert "parameters, sharding full" in said
     assert "sample of what the model writes" in said
     before = float(re.findall(r"validation after step 25: loss (\S+)", said)[0])
@@ -133,14 +133,15 @@ def test_cut_run_goes_on_with_another_sharding_on_another_number_of_ranks(
         "rank-00001.safetensors",
     }
     for world_size, sharding, change in (("1", "optimizer", "full -> optimizer"), ("2", "none", "full -> none")):
-        said = start("-n", world_size, *here, f"--train.sharding={sharding}", "--train.steps=25").end(0)
+        words = ("-n", world_size, *here, f"--train.sharding={sharding}", "--train.steps=25")
+        said = start(*words, warm=True).end(0)
         assert re.search(r"resumed from .*step-00000025\S* \(step 25, made by \d ranks\)", said)
         assert f"train.sharding: {change}" in said
         assert float(re.findall(r"validation after step 25: loss (\S+)", said)[0]) == pytest.approx(before, abs=2e-4)
 
 
 def test_other_ranks_end_with_the_launcher(start: Callable[..., Run]) -> None:
-    run = start("-n", "2", "--data.path=text/a.txt", "--out=orphans", *_SMALL, "--train.steps=100000")
+    run = start("-n", "2", "--data.path=text/a.txt", "--out=orphans", *_SMALL, "--train.steps=100000", warm=True)
     run.await_text(r"step 5/100000 ")
     run.process.kill()
     run.end(-signal.SIGKILL)
@@ -157,7 +158,7 @@ def test_signal_at_one_rank_before_the_first_step_stops_all(start: Callable[...,
 
 
 def test_second_interrupt_ends_what_cannot_stop(start: Callable[..., Run]) -> None:
-    run = start("-n", "2", "--data.path=text", "--out=stuck", *_SMALL, "--train.steps=100000")
+    run = start("-n", "2", "--data.path=text", "--out=stuck", *_SMALL, "--train.steps=100000", warm=True)
     run.await_text(r"step 5/100000 ")
     os.kill(run.pid_of(1), signal.SIGSTOP)
     run.signal(signal.SIGTERM)
@@ -168,9 +169,8 @@ def test_second_interrupt_ends_what_cannot_stop(start: Callable[..., Run]) -> No
 
 
 def test_loss_that_is_not_finite_stops_all_before_the_weights_change(folder: Path, start: Callable[..., Run]) -> None:
-    run = start(
-        "-n", "3", "--data.path=text", "--out=nan", *_SMALL, "--train.batch=6", "--optim.lr=1e36", "--restarts=0"
-    )
+    words = ("-n", "3", "--data.path=text", "--out=nan", *_SMALL, "--train.batch=6", "--optim.lr=1e36", "--restarts=0")
+    run = start(*words, warm=True)
     said = run.end(1)
     assert re.search(r"^lockstep: the loss became (nan|inf) at step \d+, first on rank \d", said, re.MULTILINE), said
     assert len(run.said()) == 2
@@ -180,7 +180,7 @@ def test_loss_that_is_not_finite_stops_all_before_the_weights_change(folder: Pat
 
 def test_text_that_cannot_be_used_is_one_sentence(folder: Path, start: Callable[..., Run]) -> None:
     (folder / "short.txt").write_text("too short\n" * 10)
-    said = start("-n", "2", "--data.path=short.txt", "--out=short", *_SMALL).end(2)
+    said = start("-n", "2", "--data.path=short.txt", "--out=short", *_SMALL, warm=True).end(2)
     sentences = [line for line in said.splitlines() if line.startswith("lockstep: ")]
     assert len(sentences) == 2
     assert "short.txt is too short" in sentences[1]

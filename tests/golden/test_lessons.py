@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -9,17 +12,16 @@ import pytest
 import torch
 
 from lockstep.comm.communicator import Communicator
-from lockstep.learn.events import Event, trace
+from lockstep.learn.events import Event, read_events, trace
 from lockstep.learn.program import Played, title_of
 from lockstep.learn.puzzle import Puzzle, problems, with_hole
 from lockstep.learn.stage import Stage
-from lockstep.lessons import LESSONS
+from lockstep.lessons import KILLED, LESSONS
 from lockstep.puzzles import PUZZLES
 from lockstep.testing.worlds import run_processes
 
 GOLDEN = Path(__file__).with_name("lessons")
-BY_COMMAND = ("checkpoint", "pitfalls")  # ranks die in them: see tests/e2e/test_learn_command.py
-MEASURES = ("buckets_and_overlap", "data_parallel")  # more ranks would only take longer
+BY_COMMAND = {"checkpoint": (2, 3, 4), "pitfalls": (2,)}  # processes die in them
 SOLVED = {puzzle.name: puzzle for puzzle in PUZZLES}
 
 
@@ -41,8 +43,7 @@ def played(module: str, world_size: int, folder: Path) -> list[list[Event]]:
 @pytest.mark.parametrize("name", [name for name in LESSONS if name not in BY_COMMAND])
 def test_lesson(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """`pytest tests/golden/test_lessons.py --rewrite-golden` writes the texts anew; then look at the diff."""
-    world_sizes = (2, 3) if name in MEASURES else (2, 3, 4)
-    compare(f"lockstep.lessons.{name}", tmp_path, world_sizes, request)
+    compare(f"lockstep.lessons.{name}", tmp_path, (2, 3, 4), request)
 
 
 @pytest.mark.parametrize("name", SOLVED)
@@ -56,12 +57,45 @@ def compare(
 ) -> dict[int, list[list[Event]]]:
     runs = {world_size: played(module, world_size, folder) for world_size in world_sizes}
     text = "".join(f"--- {world_size} ranks\n{trace(ranks)}" for world_size, ranks in runs.items())
-    golden = GOLDEN / f"{module.rpartition('.')[2]}.txt"
+    compare_text(module.rpartition(".")[2], text, request)
+    return runs
+
+
+def compare_text(name: str, text: str, request: pytest.FixtureRequest) -> None:
+    golden = GOLDEN / f"{name}.txt"
     if request.config.getoption("--rewrite-golden"):
-        GOLDEN.mkdir(exist_ok=True)
         golden.write_text(text)
     assert text == golden.read_text()
-    return runs
+
+
+VARYING = (
+    (r"after \d+\.\d s", "after T s"),
+    (r"pid \d+", "pid P"),
+    (r"host [^,]+,", "host H,"),
+    (r"/\S*/", "../"),
+    (r"\.py:\d+: UserWarning", ".py: UserWarning"),
+    (r"Connection \w+ by peer.*", "Connection closed by peer .."),
+    (r"127\.0\.0\.1:\d+, .*", "ADDRESS .."),
+    (r"ank \d has (inconsistent )?\d params", r"ank R has \1N params"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.limit_s(700)
+@pytest.mark.parametrize("name", BY_COMMAND)
+def test_lesson_in_which_processes_die(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """What the launcher says of their ends belongs to the text; times, processes and paths do not."""
+    text = ""
+    for world_size in BY_COMMAND[name]:
+        words = [sys.executable, "-m", "lockstep", "learn", name, "-n", str(world_size), "--auto"]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=650)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said = done.stdout.partition("the processes said:\n")[2].partition("\nto play it back")[0]
+        events = trace(read_events(tmp_path / f"runs/learn-{name}"))
+        text += f"--- {world_size} ranks\n{events}{said if name in KILLED else ''}"
+    for pattern, word in VARYING:
+        text = re.sub(pattern, word, text)
+    compare_text(name, text, request)
 
 
 def test_screens_are_the_same_on_every_rank(tmp_path: Path) -> None:
@@ -76,6 +110,7 @@ def test_every_lesson_is_short_and_says_what_it_is_about() -> None:
         path = Path(str(import_module(f"lockstep.lessons.{name}").__file__))
         assert 10 <= len(path.read_text().splitlines()) <= 60, name
         assert title_of(path).endswith("."), name
+        assert len(title_of(path)) <= 55, f"{name}: `lockstep learn` has 80 columns"
 
 
 @pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
@@ -84,6 +119,7 @@ def test_a_hole_is_a_program_that_does_not_solve_it(puzzle: Puzzle, tmp_path: Pa
     source = Path(str(import_module(f"lockstep.puzzles.{puzzle.name}").__file__)).read_text()
     given = with_hole(source)
     compile(given, puzzle.name, "exec")
+    assert len(title_of(Path(str(import_module(f"lockstep.puzzles.{puzzle.name}").__file__)))) <= 74
     assert "# your turn" in given
     assert "# end of your turn" not in given
     assert given != source

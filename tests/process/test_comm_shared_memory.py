@@ -16,7 +16,7 @@ from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm import segment
 from lockstep.comm.shm_transport import ShmTransport
-from lockstep.errors import CollectiveMismatch, ConfigError
+from lockstep.errors import CollectiveMismatch
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
@@ -163,43 +163,6 @@ def refused(comm: Communicator) -> None:
 
 def test_what_was_refused_takes_no_memory() -> None:
     run_processes(2, refused)
-
-
-def released(comm: Communicator) -> None:
-    with shared(comm) as ours:
-        tensor = have(ours, MIB)
-        comm.barrier()
-        if ours.rank == 0:
-            tensor.fill_(1)
-        comm.barrier()
-        before = segment_bytes()
-        comm.barrier()
-        if ours.rank == 1:
-            ours.release(tensor[1:5000])  # of the pages that it has alone
-        comm.barrier()
-        assert segment_bytes() == before - 3 * PAGE
-        comm.barrier()  # who reads such a page brings it back
-        assert not tensor[1024:4096].any()
-        assert tensor[:1024].all()
-        assert tensor[4096:].all()
-        comm.barrier()
-        if ours.rank == 1:
-            ours.release(tensor)
-            assert segment_bytes() == before - 4 * MIB
-        comm.barrier()
-        assert not tensor.any()
-        comm.barrier()
-        tensor[ours.rank :: 2] = 5
-        comm.barrier()
-        same(tensor, torch.full((MIB,), 5.0))
-        comm.barrier()
-    with pytest.raises(ConfigError, match="contiguous"):
-        comm.release(tensor[::2])
-    comm.release(torch.ones(3))  # what shares nothing stays as it is
-
-
-def test_released_memory_comes_back_as_zeros() -> None:
-    run_processes(2, released)
 
 
 def forked(comm: Communicator) -> None:

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from test_hierarchical_hosts import Hosts, hosts
+
+import warm_programs
 
 __all__ = ["hosts"]
 _PATIENCE_S = 80.0
@@ -15,43 +18,40 @@ _MEETING = "10.99.0.1:29500"  # nobody else sees it
 _C10D = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", _MEETING, "--wait-s", "20"]
 
 
-def run(made: Hosts, words: list[list[str]], **variables: str) -> list[tuple[int, str]]:
+def run(made: Hosts, folder: Path, words: list[list[str]], **variables: str) -> list[tuple[int, str]]:
     """Exit code and output of the doctor of each host. variables: of the second."""
-    doctors = [
-        subprocess.Popen(
-            [*made._inside(host), sys.executable, "-m", "lockstep", "doctor", *words[host]],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **(variables if host else {})},
-        )
-        for host in range(2)
-    ]
+    doctors = []
+    for host in range(2):
+        command = [*made._inside(host), sys.executable, "-m", "lockstep", "doctor", *words[host]]
+        environ = {**os.environ, **(variables if host else {})}
+        with (folder / f"host{host}").open("wb") as file:
+            doctors.append(warm_programs.Popen(command, env=environ, cwd=folder, stdout=file, stderr=subprocess.STDOUT))
     try:
-        outputs = [" ".join(one.communicate(timeout=_PATIENCE_S)[0].split()) for one in doctors]
+        codes = [one.wait(_PATIENCE_S) for one in doctors]
     finally:
         for one in doctors:
             one.kill()
             one.wait()
-    return [(one.returncode, output) for one, output in zip(doctors, outputs, strict=True)]
+    return [(code, " ".join((folder / f"host{host}").read_text().split())) for host, code in enumerate(codes)]
 
 
 @pytest.mark.slow
 @pytest.mark.limit_s(180)
-def test_two_hosts_and_what_keeps_them_apart(hosts: Hosts) -> None:
+def test_two_hosts_and_what_keeps_them_apart(hosts: Hosts, tmp_path: Path) -> None:
     first, second = [*_C10D, "--rdzv-conf", "is_host=1"], _C10D
     two = ["--nproc-per-node", "2", "--local-addr"]
-    for code, said in run(hosts, [[*first, *two, "10.99.0.1"], [*second, *two, "10.99.0.2"]]):
+    for code, said in run(hosts, tmp_path, [[*first, *two, "10.99.0.1"], [*second, *two, "10.99.0.2"]]):
         assert code == 0, said
         assert "ok ranks 4 on 2 machines" in said
         assert "ok links 2 ways between machines are open" in said
         assert "ok clock machines agree within" in said
         assert "2 inside a machine: median" in said
         assert "4 between machines: median" in said
-    for code, said in run(hosts, [first, second]):  # torch announces the machine of rank 0 as localhost
+    for code, said in run(hosts, tmp_path, [first, second]):  # torch announces the machine of rank 0 as localhost
         assert code == 1, said
         assert "FAIL way rank 0's machine is announced as" in said
         assert "add: --local-addr 10.99.0.1" in said
-    (code, said), (other_code, _) = run(hosts, [second, [*second[:-1], "1"]])
+    (code, said), (other_code, _) = run(hosts, tmp_path, [second, [*second[:-1], "1"]])
     assert (code, other_code) == (1, 1)
     assert "--rdzv-conf is_host=1" in said
     inside = hosts._inside(1)
@@ -63,7 +63,7 @@ def test_two_hosts_and_what_keeps_them_apart(hosts: Hosts) -> None:
     ):
         subprocess.run([*inside, "ip", *words], check=True)
     static = ["--nnodes", "2", "--master-addr", "10.99.0.1", "--wait-s", "20", "--node-rank"]
-    for code, said in run(hosts, [[*static, "0"], [*static, "1"]], GLOO_SOCKET_IFNAME="wrong0"):
+    for code, said in run(hosts, tmp_path, [[*static, "0"], [*static, "1"]], GLOO_SOCKET_IFNAME="wrong0"):
         assert code == 1, said
         assert "(rank 1) at 10.88.0.1:" in said
         assert "export GLOO_SOCKET_IFNAME" in said

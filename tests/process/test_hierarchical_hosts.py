@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 import comm_cases
 import lockstep
+import warm_programs
 from lockstep.comm import preflight
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport
@@ -92,7 +93,7 @@ class Hosts:
                 process.wait()
         return [_ended(process.returncode, rank, folder) for rank, process in enumerate(ranks)]
 
-    def _start(self, rank: int, arguments: tuple[str, ...], folder: Path) -> subprocess.Popen[bytes]:
+    def _start(self, rank: int, arguments: tuple[str, ...], folder: Path) -> warm_programs.Popen:
         host, local_rank = divmod(rank, RANKS_PER_HOST)
         environment = {
             **os.environ,
@@ -109,7 +110,7 @@ class Hosts:
         }
         command = [*self._inside(host), sys.executable, __file__, str(folder), *arguments]
         with (folder / f"rank{rank}.log").open("wb") as log:
-            return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+            return warm_programs.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
 
     def close(self) -> None:
         for keeper in self._keepers:

@@ -43,6 +43,8 @@ class Listener:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.before_look: list[Callable[[], None]] = []
         self.aborts: list[Callable[[CommError], None]] = []
+        self.seen: list[BaseException] = []
+        self.failed_at = ""
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         self.groups[name] = tuple(ranks)
@@ -55,6 +57,9 @@ class Listener:
 
     def step_done(self) -> None:
         self.recorder.set_step(self.recorder.step + 1)
+
+    def saw(self, error: BaseException) -> None:
+        self.seen.append(error)
 
     def look(self) -> list[Record]:
         for call in self.before_look:
@@ -100,6 +105,9 @@ def records_of(case: Callable[[], Any], tmp_path: Path, world_size: int, backend
     folder = tmp_path / case.__name__
     folder.mkdir()
     results = run_processes(world_size, watched, world_size, str(folder), case, backend, connect=False)
+    for records, _, _ in results:
+        assert [r.group for r in records[:1]] == ["init_process_group"]
+        del records[0]
     by_group: dict[str, list[tuple[Any, ...]]] = {}
     for records, _, groups in results:
         assert {record.group for record in records} <= groups.keys()
@@ -364,7 +372,7 @@ def forget_a_work(rank: int, folder: str) -> None:
         work = dist.all_reduce(tensor, async_op=True)
         assert wait_until(lambda: all(record.left_ns for record in listener.look()), 30)
         assert work.is_completed()
-        assert len(listener.look()) == 2
+        assert len(listener.look()) == 3  # with init_process_group
 
 
 def test_what_nobody_waits_for_ends_too(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server() -> Iterator[ForkServer]:
     with adopting_orphans():
-        server = ForkServer(["numpy"], {**os.environ, AGENT_PID: str(os.getpid()), "OMP_NUM_THREADS": "1"}, ["-u"])
+        server = ForkServer(["numpy"], {**os.environ, AGENT_PID: str(os.getpid()), "OMP_NUM_THREADS": "1"})
         try:
             yield server
         finally:
@@ -182,7 +182,7 @@ def test_worker_does_what_python_does(
         return server.start(start, at_once)
 
     def fresh(start: Start) -> WorkerProcess:
-        return start_fresh(start, [*python_command("program", "-u"), *program.words()])
+        return start_fresh(start, [*python_command("program"), *program.words()])
 
     for name, start in (("forked", forked), ("fresh", fresh)):
         did = outcome(start, program, tmp_path, known)
@@ -220,7 +220,7 @@ def test_worker_begins_only_when_its_launcher_knows_it(folder: Path, server: For
 
     marker = tmp_path / "ran"
     (tmp_path / "mark.py").write_text(f"open({str(marker)!r}, 'w')\n")
-    other = ForkServer([], {**os.environ, AGENT_PID: str(os.getpid())}, [])
+    other = ForkServer([], {**os.environ, AGENT_PID: str(os.getpid())})
     try:
         assert other.problem(at_once) == ""
         environ = {**os.environ, AGENT_PID: str(os.getpid())}
@@ -238,7 +238,7 @@ def test_worker_begins_only_when_its_launcher_knows_it(folder: Path, server: For
 
 def test_server_that_has_ended_is_noticed(tmp_path: Path) -> None:
     with adopting_orphans():
-        server = ForkServer([], {**os.environ, AGENT_PID: str(os.getpid())}, [])
+        server = ForkServer([], {**os.environ, AGENT_PID: str(os.getpid())})
         try:
             assert server.problem(at_once) == ""
             start = Start(Program("script", "x.py"), dict(os.environ), os.getcwd(), "", "")
@@ -248,7 +248,7 @@ def test_server_that_has_ended_is_noticed(tmp_path: Path) -> None:
             assert server.start(start, at_once) is None
         finally:
             server.close()
-        unborn = ForkServer(["lockstep.launch.program", "antigravity_is_no_module"], {**os.environ, AGENT_PID: "1"}, [])
+        unborn = ForkServer(["lockstep.launch.program", "antigravity_is_no_module"], {**os.environ, AGENT_PID: "1"})
         try:
             assert unborn.problem(at_once) is None  # its launcher is not pid 1
         finally:

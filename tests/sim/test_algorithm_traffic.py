@@ -174,14 +174,17 @@ def test_the_traffic_is_the_formula_s(world_size: int, numel: int, dtype: torch.
 ALPHA, BETA, GAMMA = 1000, 3, 1  # whole numbers: sums are exact
 
 
-def replayed(ranks: Sequence[Counting]) -> float:
-    """When the last rank ends, if every message takes alpha + beta * bytes from when both sides are there."""
-    begun: list[dict[tuple[int, int, int], float]] = [
-        {},
-        {},
-    ]  # (from, to, how manyth) -> when the send, the receive was
+def replayed(ranks: Sequence[Sequence[Batch | int]]) -> float:
+    """When the last rank ends, on the terms of NCCL, if a message takes alpha + beta * bytes.
+
+    A batch is one kernel: its messages go on together, each from when both of its ends are there, and nothing later of
+    its rank begins before all have ended. There are no tags: the n-th send from a to b meets b's n-th receive from a,
+    and both have one size. What a rank does next depends on nothing but its rank, so this order stands for every other.
+    """
+    begun: list[dict[tuple[int, int, int], float]] = [{}, {}]  # (from, to, n) -> when the send, the receive was
+    sizes: dict[tuple[int, int, int], int] = {}
     count: list[Counter[tuple[int, int]]] = [Counter(), Counter()]
-    todo = [list(rank.events) for rank in ranks]
+    todo = [list(events) for events in ranks]
     now = [0.0] * len(ranks)
     under_way: dict[int, list[tuple[tuple[int, int, int], int]]] = {}  # rank -> the messages of its step
     while any(todo) or under_way:
@@ -198,6 +201,7 @@ def replayed(ranks: Sequence[Counting]) -> float:
                         key = (*pair, count[side][pair])
                         count[side][pair] += 1
                         begun[side][key] = now[rank]
+                        assert sizes.setdefault(key, nbytes) == nbytes, "two sizes of one message"
                         under_way[rank].append((key, nbytes))
         ended = [
             rank for rank, messages in under_way.items() if all(k in begun[0] and k in begun[1] for k, _ in messages)
@@ -215,8 +219,28 @@ def test_the_time_is_the_formula_s(world_size: int) -> None:
     for numel, more in ((2520, 0), (0, 0), (37, 1)):
         cases = costed(world_size, numel, torch.float32, 1 % world_size, more)
         for name, ranks in counted(world_size, cases).items():
-            took, formula = replayed(ranks), cases[name].cost.path.time_s(ALPHA, BETA, GAMMA)
+            took, formula = replayed([rank.events for rank in ranks]), cases[name].cost.path.time_s(ALPHA, BETA, GAMMA)
             assert took <= formula if more else took == formula, name
+
+
+def shift(*messages: Sequence[str]) -> list[list[Batch | int]]:
+    """Three ranks round a ring, each with these batches: "s" sends to the right, "r" receives from the left."""
+    return [
+        [Batch((((rank + 1) % 3, 4),) * ("s" in batch), (((rank - 1) % 3, 4),) * ("r" in batch)) for batch in messages]
+        for rank in range(3)
+    ]
+
+
+def test_the_replay_finds_deadlocks_and_messages_that_do_not_fit() -> None:
+    """Else it would prove nothing."""
+    assert replayed(shift("sr", "sr")) == 2 * (ALPHA + 4 * BETA)
+    with pytest.raises(AssertionError, match="a deadlock"):
+        replayed(shift("s", "r"))
+    short = [[Batch(((1, 8),), ())], [Batch((), ((0, 4),))]]
+    with pytest.raises(AssertionError, match="two sizes"):
+        replayed(short)
+    with pytest.raises(AssertionError, match="a deadlock"):
+        replayed([[Batch(((1, 4),), ())], []])
 
 
 # ------------------------------------------------------------------ who says what to whom

@@ -16,9 +16,9 @@ from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.dtensors import local_tensor
 from lockstep.parallel.fsdp import FullyShardedDataParallel as Fsdp
-from lockstep.parallel.fsdp1.arguments import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from lockstep.parallel.shard_context import context_of, unit_of
 from lockstep.parallel.shard_group import ShardGroup, ShardState
+from lockstep.parallel.torch_fsdp import BackwardPrefetch, MixedPrecision, ShardingStrategy
 from lockstep.testing.worlds import run_threads
 
 # ------------------------------------------------------------------ hooks

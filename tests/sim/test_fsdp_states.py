@@ -14,7 +14,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.fsdp import FullyShardedDataParallel as Fsdp
-from lockstep.parallel.fsdp1.arguments import (
+from lockstep.parallel.torch_fsdp import (
     FullStateDictConfig,
     LocalStateDictConfig,
     OptimStateKeyType,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from lockstep.comm.op import CommOp, Work
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CollectiveTimeout, CommError, ConfigError, PeerFailed, PeerLost
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
-from lockstep.observe.recording import GuardLayer, name_of_part
+from lockstep.observe.recording import GuardLayer
 from lockstep.testing.worlds import run_threads
 
 pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
@@ -255,7 +254,7 @@ def test_what_must_not_differ_differs_in_the_words(tmp_path: Path, first: Callab
 
 
 class Silent(Transport):
-    """A transport that does nothing; `fails` makes the next operation fail."""
+    """A transport that does nothing. `refuses` fails when an operation is started, `error` when it is waited for."""
 
     def __init__(self, world_size: int) -> None:
         self.name, self.rank, self.world_size = "silent", 0, world_size
@@ -263,11 +262,12 @@ class Silent(Transport):
         self.device = torch.device("cpu")
         self.works: list[Pending] = []
         self.refuses: Exception | None = None
+        self.error: BaseException | None = None
 
     def submit(self, op: CommOp) -> Work:
         if self.refuses is not None:
             raise self.refuses
-        self.works.append(Pending())
+        self.works.append(Pending(self.error))
         return self.works[-1]
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
@@ -281,9 +281,9 @@ class Silent(Transport):
 
 
 class Pending(Work):
-    def __init__(self) -> None:
+    def __init__(self, error: BaseException | None) -> None:
         self.done = False
-        self.error: BaseException | None = None
+        self.error = error
 
     def wait(self, timeout_s: float | None = None) -> None:
         if self.error is not None:
@@ -361,6 +361,25 @@ def test_errors_are_told_with_the_last_words_of_the_peer(silent: Bench) -> None:
         assert raised.value.__cause__ is own
     assert watcher.asked == [own]  # once: it may take a second
     assert not watcher.open()
+
+
+def test_what_is_waited_for_at_once_fails_in_the_same_way(silent: Bench) -> None:
+    comm, watcher, transport = silent
+    for error, told in ((PeerLost("connection closed", 1), PeerFailed), (KeyboardInterrupt(), KeyboardInterrupt)):
+        transport.error = error
+        with pytest.raises(told):
+            comm.all_reduce(torch.ones(1))
+        assert not watcher.open()
+    assert len(watcher.asked) == 1
+
+
+def test_the_line_is_right_however_the_layer_is_reached(silent: Bench) -> None:
+    comm, watcher, _ = silent
+    comm.transport.submit(CommOp(0, "barrier", async_op=False))
+    comm.send(torch.ones(1), 1)
+    comm.barrier()
+    lines = [int(record.site.rpartition(":")[2].split()[0]) for record in watcher.records()]
+    assert lines == [lines[0], lines[0] + 1, lines[0] + 2]
 
 
 def test_other_errors_stay_what_they_are(silent: Bench) -> None:
@@ -444,16 +463,6 @@ def test_sub_groups_have_one_name_on_all_their_ranks(watched: Watched) -> None:
         texts = [watchers[rank].texts(name) for rank in ranks]
         assert texts == texts[:1] * len(ranks)
         assert texts[0]
-
-
-def test_names_are_short_and_tell_groups_apart() -> None:
-    groups = [tuple(range(0, 1000, step)) for step in (1, 2, 3)] + [
-        (0, 5, 7, 100, 999, 1000, n) for n in range(1001, 1099)
-    ]
-    names = Counter(name_of_part(ranks, count) for ranks in groups for count in (1, 2, 1000))
-    assert set(names.values()) == {1}
-    assert all(len(name.encode()) <= 24 for name in names)
-    assert name_of_part((3,), 1) == "ranks 3"
 
 
 def test_words_are_kept_but_not_without_end(silent: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
-from lockstep.parallel.zero.state import merge_state_dicts
 from lockstep.testing.worlds import run_threads
 from optimizer_cases import (
     WORLDS,
@@ -50,7 +49,7 @@ def half_way(comm: Communicator, cls: Made, kwargs: dict[str, Any]) -> tuple[nn.
     model = Uneven()
     optimizer = ShardedOptimizer(groups(model), cls, process_group=comm, **kwargs)
     train(model, optimizer, steps=5)
-    return model, optimizer.state_dict(), optimizer.state_dict(sharded=True)
+    return model, optimizer.state_dict(), optimizer.state_dict_in_pieces()
 
 
 def go_on(
@@ -71,9 +70,7 @@ def go_on(
 def test_saved_on_two_ranks_loaded_anywhere(cls: Made, kwargs: dict[str, Any]) -> None:
     saved = run_threads(2, half_way, cls, kwargs)
     model, whole, _ = saved[0]
-    pieces = [sharded for _, _, sharded in saved]
-    merged = merge_state_dicts(pieces)
-    assert state_difference(merged, whole) is None
+    pieces = [own for _, _, own in saved]
     expected = go_on(None, cls, kwargs, model, [whole])
     for world_size in WORLDS:
         assert same_tensors(run_threads(world_size, go_on, cls, kwargs, model, [whole])[0], expected)
@@ -187,10 +184,6 @@ def misfits(comm: Communicator) -> None:
         optimizer.load_state_dict({**saved, "state": turned})
     with pytest.raises(CheckpointError, match="state of parameter 9"):
         optimizer.load_state_dict({**saved, "state": {9: saved["state"][0]}})
-    other = optimizer.state_dict(sharded=True)
-    other["pieces"][0]["range"] = (1, 2)
-    with pytest.raises(CheckpointError, match=r"elements \[1, 2\] of parameter 0"):
-        optimizer.load_state_dict(other)
     with pytest.raises(ConfigError, match="load_state_dict"):
         optimizer.state = saved["state"]
     assert same_tensors(weights(model), before)
@@ -201,10 +194,15 @@ def test_state_of_another_model() -> None:
     run_threads(2, misfits)
 
 
-def test_pieces_that_lack_some() -> None:
-    pieces = [sharded for _, _, sharded in run_threads(2, half_way, torch.optim.AdamW, {})]
-    with pytest.raises(CheckpointError, match="elements in 1 parts"):
-        merge_state_dicts(pieces[:1])
+def test_pieces_of_another_rank() -> None:
+    saved = run_threads(2, half_way, torch.optim.AdamW, {})
+
+    def swapped(comm: Communicator) -> None:
+        optimizer = ShardedOptimizer(groups(saved[comm.rank][0]), torch.optim.AdamW, process_group=comm)
+        with pytest.raises(CheckpointError, match="state are not those that this rank steps"):
+            optimizer.load_state_dict(saved[1 - comm.rank][2])
+
+    run_threads(2, swapped)
 
 
 class Remembering(torch.optim.SGD):

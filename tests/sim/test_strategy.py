@@ -20,10 +20,10 @@ from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import is_cut, whole_state_dict, whole_tensors
 from lockstep.parallel.shard_context import unit_of
-from lockstep.parallel.shard_policies import MixedPrecisionPolicy
+from lockstep.parallel.shard_group import ShardState
 from lockstep.parallel.strategy import chosen_units, in_step, microbatch, optimizer_for, parallelize
+from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy, ModuleWrapPolicy
 from lockstep.parallel.train_state import OptimizerState
-from lockstep.parallel.wrap_policies import ModuleWrapPolicy
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 
@@ -200,9 +200,10 @@ def test_parameters_are_whole_from_forward_to_backward_where_only_gradients_are_
         model: Any = parallelize(copy.deepcopy(original), sharding, mesh=comm)
         loss = model(input_ids=torch.zeros(1, 4, dtype=torch.int64)).logits.sum()
         units = [unit_of(module) for module in (*model.transformer.h, model)]
-        after_forward = [unit.is_whole for unit in units if unit is not None]
+        groups = [group for unit in units if unit is not None for group in unit.groups]
+        after_forward = [group.state is ShardState.UNSHARDED for group in groups]
         loss.backward()
-        assert not any(unit.is_whole for unit in units if unit is not None)
+        assert all(group.state is ShardState.SHARDED for group in groups)
         return after_forward
 
     assert run_threads(2, one, "gradients") == [[True, True, True]] * 2

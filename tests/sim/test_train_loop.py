@@ -24,7 +24,7 @@ from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 from lockstep.train import loop
 from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
-from lockstep.train.console import SilentConsole
+from lockstep.train.console import Console
 from lockstep.train.loop import TrainResult, prepare, train
 from lockstep.train.metrics import StepLog
 from lockstep.train.run_dir import Launch
@@ -306,7 +306,7 @@ def test_no_rank_ever_holds_more_than_its_pieces_and_one_module(run: RunConfig, 
 
     def one(comm: Communicator) -> None:
         with Alive() as alive:
-            job = prepare(wide, comm, SilentConsole(), "auto" if resume else "", Launch())
+            job = prepare(wide, comm, Console(1, 0), "auto" if resume else "", Launch())
         job.profile.close()
         if job.logs:
             job.logs.close()

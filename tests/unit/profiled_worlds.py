@@ -70,7 +70,8 @@ class World:
         first = (step - 1) * self.collectives
         span = first, first + self.collectives
         ended_ns = 1000 * began_us + sum(spent)
-        return Step(step, 1000 * began_us, ended_ns, tuple(spent), self.tokens, 8, span, tuple(waits))
+        marks = (DATA, 1000 * began_us), (BACKWARD, 1000 * began_us + spent[DATA])
+        return Step(step, 1000 * began_us, ended_ns, tuple(spent), self.tokens, 8, span, tuple(waits), marks)
 
 
 def reader(records: list[Record]) -> Callable[[int, int], Sequence[Record]]:

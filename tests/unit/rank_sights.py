@@ -28,6 +28,7 @@ class PaperRank:
         self.digests: dict[str, int] = {}
         self.age_s = 0.0
         self.is_gone = False
+        self.how = ""
         self.open: set[int] = set()
         self.is_readable = True
         self.kept = 1024
@@ -73,8 +74,8 @@ class PaperRank:
     def finishes(self) -> None:
         self.status_fields.update(state=FINISHED, words=LastWords("", "", ""))
 
-    def raises(self, kind: str, message: str, where: str, is_consequence: bool = False) -> None:
-        self.status_fields.update(state=RAISED, words=LastWords(kind, message, where, is_consequence))
+    def raises(self, kind: str, message: str, where: str, is_consequence: bool = False, of: int | None = None) -> None:
+        self.status_fields.update(state=RAISED, words=LastWords(kind, message, where, is_consequence, of))
 
     def kept_records(self) -> list[Record]:
         if not self.is_readable:
@@ -91,7 +92,7 @@ class PaperRank:
             **self.status_fields,
         }
         status = Status(self.rank, self.world_size, 4710 + self.rank, "b", **fields)  # type: ignore[arg-type]
-        return Sight(Status.from_json(status.to_json()), self.age_s, self.is_gone)
+        return Sight(Status.from_json(status.to_json()), self.age_s, self.is_gone, self.how)
 
 
 def world(size: int) -> list[PaperRank]:
@@ -134,6 +135,7 @@ def diagnosed(ranks: Sequence[PaperRank], limits: Limits = LIMITS) -> Finding | 
         lines = found[0].text.splitlines()
         assert len(lines) <= 12, found[0].text
         assert all(len(line) <= 110 for line in lines), found[0].text
+        assert not any(line.startswith("Likely fix") and line.endswith("...") for line in lines), found[0].text
     return found[0]
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import lockstep
+from lockstep.launch.program import python_command
 from lockstep.observe import call_site as module
 from lockstep.observe.call_site import call_site, short_path
 
@@ -87,9 +88,23 @@ def test_typed_code_is_the_users(file: str) -> None:
     assert through(Path(file), CALLS_BACK)(call_site) == f"{file}:2 through"
 
 
+def test_the_code_that_a_launcher_gives_to_python_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "orig_argv", python_command("fork_server"))
+    monkeypatch.setattr(module, "_kinds", {})
+    assert not module.is_users("<string>")
+    assert module.is_users("<stdin>")
+
+
 def test_a_recipe_is_a_program_like_the_users() -> None:
     name = through(LOCKSTEP / "recipes" / "lm" / "train.py", CALLS_BACK)(call_site)
     assert name == "src/lockstep/recipes/lm/train.py:2 through"
+
+
+def test_the_loop_of_ours_has_a_line_but_is_not_the_users() -> None:
+    file = LOCKSTEP / "train" / "loop.py"
+    for _ in range(2):
+        assert through(file, CALLS_BACK)(call_site) == "src/lockstep/train/loop.py:2 through"
+    assert not module.is_users(str(file))
 
 
 def test_inside_of_functools_and_a_comprehension() -> None:
@@ -98,6 +113,15 @@ def test_inside_of_functools_and_a_comprehension() -> None:
 
     (found,) = train_step()
     assert found.startswith(f"tests/unit/test_call_site.py:{line_of(train_step)} ")
+
+
+def test_it_may_begin_to_look_further_out() -> None:
+    def inner(depth: int) -> str:
+        return call_site(depth)
+
+    assert inner(1).endswith(" inner")
+    assert inner(2).endswith(" test_it_may_begin_to_look_further_out")
+    assert inner(1 << 20).endswith(" inner")  # no stack is so deep
 
 
 def test_two_calls_of_one_function_are_two_sites() -> None:

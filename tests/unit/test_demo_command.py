@@ -68,3 +68,13 @@ def test_environment_says_what_the_place_says_and_no_more() -> None:
         "LOCAL_RANK": "1",
         "MASTER_PORT": "29501",
     }
+
+
+def test_page_has_every_demo_with_its_row_and_the_lines_that_are_named() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text()
+    for name, demo in DEMOS.items():
+        found = re.search(rf"^\| {demo.row} \| {name} \| {re.escape(demo.title)} \| (.*) \|$", page, re.MULTILINE)
+        assert found is not None, f"docs/diagnosis.md has no row for {name}"
+        named = {f"{program}.py:{line}" for pattern in demo.says for program, line in _AT.findall(pattern)}
+        shown = set(re.findall(rf"\b{name}\.py:\d+", found[1]))
+        assert shown <= named or demo.places or name == "no_sync_on_one_rank", (name, shown, named)

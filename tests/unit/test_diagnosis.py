@@ -97,6 +97,16 @@ def two_steps_in_one() -> list[PaperRank]:
     return ranks
 
 
+def never_steps() -> list[PaperRank]:
+    """Rank 1 takes no optimizer step any more, and stays in step 2 for good."""
+    ranks = running(2)
+    for _ in range(4):
+        for one in ranks:
+            one.calls(FIRST, SECOND)
+            one.step -= one.rank
+    return ranks
+
+
 def left_the_ring() -> list[PaperRank]:
     ranks = with_step(2, [SECOND], after=8)
     for one in ranks:
@@ -146,6 +156,7 @@ CASES: dict[str, tuple[Build, str, tuple[int, ...], bool]] = {
     "records of other machines": (unreadable, "mismatch", (1,), True),
     "sub-group": (sub_group, "mismatch", (2, 4), True),
     "steps": (two_steps_in_one, "steps", (1,), False),
+    "no more steps": (never_steps, "steps", (1,), False),
     "raised": (raised_first, "raised", (1,), True),
     "killed": (lambda: rank_1(killed), "gone", (1,), True),
     "finished": (lambda: rank_1(PaperRank.finishes, size=2), "finished", (1,), True),

@@ -155,6 +155,20 @@ def test_a_long_wait_is_mentioned(name: str, open_s: float) -> None:
     assert "no fault" in finding.text
 
 
+@pytest.mark.parametrize(("age_s", "looping_s", "is_told"), [(10.1, 7.1, True), (9.9, 9.9, False), (10.1, 6.9, False)])
+def test_a_loop_is_mentioned_sooner(age_s: float, looping_s: float, is_told: bool) -> None:
+    ranks = at_work("", age_s, unmoved_s=0.0)
+    ranks[1].status_fields["looping_s"] = looping_s
+    finding = diagnosed(ranks)
+    assert (finding is not None) == is_told
+    if finding is not None:
+        assert (finding.kind, finding.is_certain) == ("waiting", False)
+        assert "waiting for rank 1 for 10.1 s in step 3; is that a loop without an end?" in finding.text
+        assert f"rank 1 is at work (in one loop for {looping_s} s): at save.py:3 write" in finding.text
+    ranks[1].status_fields["activity"] = "evaluate"
+    assert diagnosed(ranks) is None
+
+
 def test_a_rank_that_was_never_heard_of_is_mentioned() -> None:
     finding = found_in(waiting_for_rank_1(3, 61)[::2])
     assert finding.culprits == (1,)

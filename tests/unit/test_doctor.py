@@ -354,18 +354,18 @@ def test_who_listens_at_a_port(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_memory_limit_of_a_control_group(tmp_path: Path, version: int) -> None:
-    membership = tmp_path / "cgroup"
-    membership.write_text("0::/a/b\n" if version == 2 else "4:cpu:/a\n5:memory:/a/b\n")
-    root = tmp_path / "root"
+    assert probes.group_limit(tmp_path) == INF
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n" if version == 2 else "4:cpu:/a\n5:memory:/a/b\n")
+    root = tmp_path / "sys/fs/cgroup"
     folder = root / "a/b" if version == 2 else root / "memory/a/b"
     folder.mkdir(parents=True)
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-    assert probes.group_limit(root, membership) == INF
+    assert probes.group_limit(tmp_path) == INF
     (folder / name).write_text("max" if version == 2 else str(2**63 - 4096))
-    assert probes.group_limit(root, membership) == INF
+    assert probes.group_limit(tmp_path) == INF
     (folder.parent / name).write_text(str(3 * GIB))
-    assert probes.group_limit(root, membership) == 3 * GIB
-    assert probes.group_limit(root, tmp_path / "none") == INF
+    assert probes.group_limit(tmp_path) == 3 * GIB
 
 
 def test_a_taken_port_is_seen_with_its_owner() -> None:

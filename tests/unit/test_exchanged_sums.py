@@ -133,3 +133,19 @@ def test_little_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         sums._add_what_has_come()
         assert [kept.nbytes for kept in sums._kept._free] == [400]
     assert all(work.is_done() for work in works)
+
+
+def test_what_cannot_be_added_for_the_next_is_added_by_its_own_wait() -> None:
+    """Tensors of inference mode may be written in that mode only, and the next operation may begin outside of it."""
+    net = Net(2)
+    with torch.inference_mode():
+        op = scattered(64)
+        works = [net.start(rank, op if rank == 0 else scattered(64)) for rank in range(2)]
+        net.deliver()
+    net.start(0, scattered(64))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="inference"):
+            works[0].wait()
+    with torch.inference_mode():
+        works[0].wait()
+        assert torch.equal(op.outputs[0], torch.full((32,), 2.0))

@@ -14,8 +14,9 @@ from lockstep.comm.pulse import NONE
 from lockstep.errors import ConfigError
 from lockstep.launch import starter as starting
 from lockstep.launch.fork_server import Start
-from lockstep.launch.guess import FLAGS, guess_program, guess_threads
-from lockstep.launch.launcher import LOOPBACK, Launch, stop_numbers
+from lockstep.launch.guess import guess_program, guess_threads
+from lockstep.launch.job import Launch
+from lockstep.launch.launcher import LOOPBACK, stop_numbers
 from lockstep.launch.preload import is_installed, modules_to_preload
 from lockstep.launch.processes import WorkerProcess
 from lockstep.launch.program import Program, read_program
@@ -163,7 +164,6 @@ def test_guess_is_right_where_it_matters(words: tuple[str, ...], program: Progra
     assert guess_program(words) == program
     if program is not None:
         assert read(folder, *words).program == program
-        assert read(folder, *words).flags == FLAGS
 
 
 @pytest.mark.parametrize(

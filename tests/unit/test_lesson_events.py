@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.cli.pager import pages
 from lockstep.errors import ConfigError
-from lockstep.learn.events import Event, count, file_of, numbers, read_events, screens, spark, trace, words
+from lockstep.learn.events import Event, Screen, count, file_of, numbers, read_events, screens, spark, trace, words
 from lockstep.learn.lanes import draw, rows
 from lockstep.learn.replay import replay
 
@@ -99,6 +100,31 @@ def test_a_collective_comes_after_the_messages_that_it_is_made_of() -> None:
     assert [row.events[0].kind for row in rows([*whole, *parts])] == ["send", "broadcast"]
 
 
+def test_a_name_that_is_too_long_for_a_lane_has_a_line_of_its_own() -> None:
+    events = [show(rank, 0, 10.0**rank, "a_name_as_long_as_a_lane_is") for rank in range(3)]
+    ranks, name, values = (line.plain for line in draw(events, 3, 80))
+    assert name.strip() == "a_name_as_long_as_a_lane_is:"
+    assert [ranks.index(f"rank {rank}") for rank in range(3)] == [values.index(f"[{10**rank}]") for rank in range(3)]
+
+
+def test_nothing_is_drawn_where_nothing_happened() -> None:
+    assert draw([], 3, 80) == []
+
+
+@pytest.mark.parametrize("height", [1, 9, 14, 21, 500])
+def test_a_screen_that_is_higher_than_the_window_goes_on_on_the_next_page(height: int) -> None:
+    high = Screen("High", "words " * 30, tuple(show(0, at, at) for at in range(30)))
+    found = pages([high, Screen("Empty", "", ())], 2, "lesson", 80, height)
+    lines = [line.plain for page in found for line in page]
+    assert [line for line in lines if " x = " in line] == [f" x = [{at}]" for at in range(30)]
+    assert all(page[0].plain.startswith("lesson  1/2  High") for page in found[:-1])
+    assert found[-1][0].plain == "lesson  2/2  Empty"
+    assert all("rank 0" in "".join(line.plain for line in page) for page in found[:-1])
+    if height > 8:  # the head alone has seven lines
+        assert max(map(len, found)) <= height
+    assert (len(found) == 2) == (height == 500)
+
+
 def test_a_message_whose_other_end_is_missing_is_drawn_open() -> None:
     (_, line) = draw([message("send", 0, 1, 0, 5)], 2, 80)
     assert "o" in line.plain
@@ -129,7 +155,7 @@ def test_whatever_happened_is_drawn_once_and_fits(events: list[Event], width: in
 
 @pytest.mark.parametrize(
     ("values", "shape", "text"),
-    [((1.0,), (), "1"), ((1.0, 2.5), (2,), "[1, 2.5]"), ((1.0,) * 12, (40,), f"[{'1, ' * 12}..]"), ((), (0,), "[]")],
+    [((1.0,), (), "1"), ((1.0, 2.5), (2,), "[1, 2.5]"), ((1.0,) * 12, (40,), "[1, 1, 1, ..]"), ((), (0,), "[]")],
 )
 def test_numbers(values: tuple[float, ...], shape: tuple[int, ...], text: str) -> None:
     assert numbers(values, shape) == text

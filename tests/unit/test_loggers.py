@@ -17,8 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.loggers import Loggers, logger_names, open_loggers
 from lockstep.recipes import gpt2
 from lockstep.train.config import check
-from lockstep.train.loop import Logs
-from lockstep.train.metrics import StepLog, StepMetrics
+from lockstep.train.metrics import Logs, StepLog, StepMetrics
 
 CONFIG = {"seed": 1, "out": "runs/tiny"}
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None

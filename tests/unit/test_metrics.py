@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lockstep.train import console as console_module
-from lockstep.train.console import BarConsole, SilentConsole, open_console
+from lockstep.train.console import Console
 from lockstep.train.metrics import Meter, StepLog, StepMetrics, duration
 
 RECORD = StepMetrics(step=20, loss=2.5, lr=1e-3, grad_norm=0.5, tokens=2000, tokens_per_s=12345.6, eta_s=75)
@@ -83,8 +83,7 @@ FIGURES = "loss 2.5000 lr 1.00e-03 grad_norm 0.50 12,346 tok/s eta 1:15"
 
 def test_pipe_gets_plain_lines_and_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     for rank in (0, 1):
-        console = open_console(rank, 100)
-        assert isinstance(console, SilentConsole) == (rank == 1)
+        console = Console(rank, 100)
         console.say("[bold]hello[/bold]")
         console.step(RECORD)
         console.close()
@@ -96,8 +95,7 @@ def test_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(console_module.sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    console = open_console(0, 100)
-    assert isinstance(console, BarConsole)
+    console = Console(0, 100)
     console.step(RECORD)
     console.say("[bold]hello[/bold]")
     console.close()

@@ -353,20 +353,21 @@ def test_core_mask_is_the_affinity() -> None:
 
 
 def test_quota_of_nested_control_groups(tmp_path: Path) -> None:
-    membership = tmp_path / "cgroup"
-    root = tmp_path / "fs"
+    assert core_quota(tmp_path) == float("inf")
+    membership = tmp_path / "proc/self/cgroup"
+    membership.parent.mkdir(parents=True)
+    root = tmp_path / "sys/fs/cgroup"
     (root / "job/step").mkdir(parents=True)
     (root / "cpu/job").mkdir(parents=True)
     membership.write_text("0::/job/step\n")
-    assert core_quota(root, membership) == float("inf")
+    assert core_quota(tmp_path) == float("inf")
     (root / "job/step/cpu.max").write_text("max 100000\n")
     (root / "job/cpu.max").write_text("150000 100000\n")
-    assert core_quota(root, membership) == 1.5
+    assert core_quota(tmp_path) == 1.5
     membership.write_text("3:cpuset:/job\n2:cpu:/job\n")
     (root / "cpu/job/cpu.cfs_quota_us").write_text("250000\n")
     (root / "cpu/job/cpu.cfs_period_us").write_text("100000\n")
-    assert core_quota(root, membership) == 2.5
-    assert core_quota(root, tmp_path / "absent") == float("inf")
+    assert core_quota(tmp_path) == 2.5
 
 
 def test_is_running() -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.testing.process_tree import age_s, descendants, look, mapped_files, reap, strike, words_of
+from lockstep.launch.processes import reap_strangers
+from lockstep.testing.process_tree import age_s, descendants, look, mapped_files, strike, words_of
 from lockstep.testing.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")
@@ -76,7 +77,7 @@ def test_zombies_are_seen_as_such_and_let_go() -> None:
     victim = look(processes[0].pid)
     assert victim is not None
     assert not strike(victim, signal.SIGKILL)
-    reap(but=[processes[0].pid, *(p.pid for p in descendants(os.getpid()) if p.pid != processes[1].pid)])
+    reap_strangers([processes[0].pid, *(p.pid for p in descendants(os.getpid()) if p.pid != processes[1].pid)])
     assert look(processes[1].pid) is None
     assert is_zombie(processes[0].pid)
     assert processes[0].wait() == 0

@@ -114,7 +114,7 @@ def test_collective_that_a_thread_did_not_stand_in_tells_nothing() -> None:
 def test_killed_rank_does_not_spoil_the_others(tmp_path: Path) -> None:
     World(work_us=lambda rank, step: 1000 + 500 * rank, steps=20).run(tmp_path)
     path = tmp_path / "rank-1.jsonl"
-    path.write_text(path.read_text()[:1500])
+    path.write_text(path.read_text()[:2000])
     run = read_run(tmp_path)
     cut = len(run.ranks[1].lines)
     assert 3 < cut < 20
@@ -125,7 +125,8 @@ def test_run_that_went_on_with_fewer_ranks_is_judged_by_those(tmp_path: Path) ->
     World(work_us=lambda rank, step: 1000, world_size=3, steps=10).run(tmp_path)
     for rank in (0, 1):
         path = tmp_path / f"rank-{rank}.jsonl"
-        later = World(work_us=lambda rank, step: 1000 + 2000 * rank, steps=20).run(tmp_path / "later").folder
+        world = World(work_us=lambda rank, step: 1000 + 2000 * rank, steps=20, ahead_us=[10**9] * 2)
+        later = world.run(tmp_path / "later").folder
         text = (later / f"rank-{rank}.jsonl").read_text().replace('"a/0"', '"a/1"')
         path.write_text(path.read_text() + text)
         for left in later.iterdir():

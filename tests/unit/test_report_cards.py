@@ -64,6 +64,21 @@ def test_severity_of_a_finding(tmp_path: Path, kind: Kind, is_certain: bool, sev
     assert (found["severity"], found["step"]) == (severity, None)
 
 
+@pytest.mark.parametrize(
+    ("code", "severities"), [(1, ["error", "error"]), (130, ["error", "note"]), (0, ["warning", "error"])]
+)
+def test_hang_that_was_the_end_is_an_error_and_what_ctrl_c_raised_is_none(
+    tmp_path: Path, code: int, severities: list[str]
+) -> None:
+    _EVEN.run(tmp_path)
+    say(tmp_path, 0, 10, "hang", "first", is_certain=False)
+    say(tmp_path, 0, 20, "raised", "then")
+    launched = {"launch": "a", "command": [], "time_ns": 1, "pid": 1, "host": "h"}
+    begun = {"attempt": "a/0", "world_size": 2, "time_ns": 2}
+    add_launch(tmp_path, launched, begun, {"over": "a", "code": code, "time_ns": 10**19})
+    assert sorted(card["severity"] for card in cards(tmp_path) if "HANG" in card["title"]) == sorted(severities)
+
+
 def test_finding_that_a_restart_has_overcome_is_no_error_any_more(tmp_path: Path) -> None:
     _EVEN.run(tmp_path)
     say(tmp_path, 0, 10)

@@ -109,7 +109,15 @@ def test_spans_fill_the_step_and_keep_each_wait(waits: list[tuple[int, int]], ph
     assert all(a[0] != b[0] for a, b in pairwise(spans))
 
 
-def test_phases_come_in_their_usual_order() -> None:
+def test_phases_have_their_own_times_or_come_in_their_usual_order() -> None:
+    times = replace(line(1), spans=((1, 0), (2, 300), (1, 400), (2, 600), (4, 950), (5, 1000)))
+    assert spans_of(times) == [
+        ("forward", 0, 300),
+        ("backward", 300, 400),
+        ("forward", 400, 600),
+        ("backward", 600, 950),
+        ("optimizer", 950, 1000),
+    ]
     one = Steps(1, 1, 0, 1000, 1000, (100, 300, 400, 50, 100, 50), ops=(op(1, 500, 650, 600, 50),))
     assert spans_of(one) == [
         ("data", 0, 100),
@@ -130,6 +138,7 @@ def test_words_are_said_once_and_rows_point_at_them(tmp_path: Path) -> None:
     lane = next(lane for lane in lanes["steps"] if lane["why"] == "finding")
     assert lane["step"] == 6
     assert lane["ended_us"] - lane["began_us"] == max(rank["ended_us"] for rank in lane["ranks"])
+    assert not lane["estimated"]
     for rank in lane["ranks"]:
         assert [row[:2] for row in rank["ops"]] == [[0, 0], [1, 1], [2, 2]]
         assert rank["spans"][0][1] == rank["began_us"]

@@ -16,10 +16,13 @@ from reported_runs import add_launch, add_notes, full_run
 
 from lockstep.cli import main
 from lockstep.cli.report import tell_record
+from lockstep.cli.watched import watched
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.window import PROFILE, RUN
+from lockstep.observe.report import server as report_server
 from lockstep.observe.report.server import PageServer
 from lockstep.observe.report.writing import LiveDocument
+from lockstep.testing.waiting import wait_until
 
 
 class Client:
@@ -88,6 +91,23 @@ def test_browser_that_goes_away_is_no_news(client: Client, capsys: pytest.Captur
         gone.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
     assert client.get("/document.json")[0] == 200
     assert capsys.readouterr().err == ""
+
+
+def test_connection_that_says_nothing_does_not_delay_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_server._Handler, "timeout", None)  # or it would be given up by itself
+    server = PageServer(dict)
+    with server.serving():
+        silent = socket.create_connection(("127.0.0.1", server.server_port))
+        assert wait_until(lambda: len(server._connections) == 1, 20)
+    assert silent.recv(1) == b"", "it was ended"
+    silent.close()
+
+
+def test_watched_command_that_is_refused_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert watched(["report", "nowhere"], tmp_path / "run") == 2
+    assert "nowhere holds no record of a run" in capfd.readouterr().out
+    assert main(["run", "--nproc-per-node", "1", "--watch", __file__]) == 2
+    assert "--watch comes first" in capfd.readouterr().err
 
 
 def test_nothing_else_is_there(client: Client) -> None:

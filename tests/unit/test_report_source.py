@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from profiled_worlds import World
-from reported_runs import add_launch
+from reported_runs import add_launch, began_ns
 
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.run_record import Start, start_line
 from lockstep.observe.report.run_rows import is_alive, status_of
-from lockstep.observe.report.source import Launch, RunReader, find_run, record_in
+from lockstep.observe.report.source import Launch, RunReader, find_run, ranks_in, record_in
 from lockstep.testing.waiting import wait_until
 
 _WORLD = World(work_us=lambda rank, step: 1000, steps=10)
@@ -94,6 +94,22 @@ def test_launchers_lines(tmp_path: Path) -> None:
     again = RunReader(tmp_path).read().launch
     assert again is not None
     assert (again.began_ns, again.pid, again.code, len(again.attempts)) == (10, 2, None, 2)
+
+
+def test_record_that_lies_elsewhere_is_followed_unless_it_is_of_another_run(tmp_path: Path) -> None:
+    run, launched = tmp_path / "out" / "profile", tmp_path / "launched"
+    _WORLD.run(run)
+    launched.mkdir()
+    before = began_ns(run) - 10**9
+    add_launch(launched, {**_LAUNCHED, "time_ns": before}, _BEGUN, {"record": str(tmp_path / "out")})
+    source = RunReader(launched).read()
+    assert [len(record.lines) for record in source.run.ranks.values()] == [10, 10]
+    assert (source.folder, source.run.folder) == (launched, run)
+    assert (ranks_in(launched), ranks_in(run)) == (run, run)
+    assert source.launch is not None
+    assert [attempt.name for attempt in source.launch.attempts] == ["a/0"]
+    add_launch(launched, {"over": "a", "code": 0, "time_ns": before + 1})
+    assert not RunReader(launched).read().run.ranks, "they began when this run was over"
 
 
 # ------------------------------------------------------------------ finding

@@ -43,6 +43,8 @@ def test_steps_are_read_as_they_were(tmp_path: Path) -> None:
             assert [op.site for op in line.ops or ()] == ["train.py:0", "train.py:1", "train.py:2"]
             assert sum(op.waited_us for op in line.ops or ()) == line.phase("exposed")
             assert {op.bytes for op in line.ops or ()} == {4 * 65536}
+            assert [PHASES[phase] for phase, _ in line.spans] == ["backward", "exposed"] * 3
+            assert [at for _, at in line.spans[1::2]] == [op.began_us for op in line.ops or ()]
         assert [op.seq for line in record.lines for op in line.ops or ()] == list(range(27))
 
 

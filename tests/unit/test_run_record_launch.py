@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from lockstep.launch.ended import Ended
-from lockstep.launch.launch_log import NAME, LaunchLog
+from lockstep.launch.launch_log import LaunchLog
+from lockstep.observe.profile.window import LAUNCH
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / NAME).read_text().splitlines()]
+    return [json.loads(line) for line in (folder / LAUNCH).read_text().splitlines()]
 
 
 def ended(rank: int, code: int, **about: Any) -> Ended:

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.observe.profile import step_clock
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, FORWARD, OTHER, PHASES, StepClock
+from lockstep.observe.profile.step_clock import (
+    BACKWARD,
+    DATA,
+    EXPOSED,
+    FORWARD,
+    OTHER,
+    PHASES,
+    Step,
+    StepClock,
+    Wait,
+    spans_in,
+)
 
 
 class Time:
@@ -62,8 +73,39 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
         ends = [time for wait in step.waits for time in (wait.began_ns, wait.ended_ns)]
         assert ends == sorted(ends)
         assert sum(wait.ended_ns - wait.began_ns for wait in step.waits) <= step.spent_ns[EXPOSED]
+        spans = spans_in(step, 1000)
+        spent = [0] * len(PHASES)
+        for (phase, at), (_, until) in itertools.pairwise([*spans, (OTHER, step.ended_ns)]):
+            spent[phase] += until - at
+        assert tuple(spent) == step.spent_ns, "spans are the phases, with their times"
+        assert all(before != after for (before, _), (after, _) in itertools.pairwise(spans))
+        for most in (1, 3):
+            few = spans_in(step, most)
+            assert len(few) <= most
+            assert set(few) <= set(spans)
+            assert few[:1] == spans[:1]
     for before, after in itertools.pairwise(steps):
         assert (before.ended_ns, before.operations[1]) == (after.began_ns, after.operations[0])
+
+
+def test_span_lasts_until_the_next_and_the_shortest_are_left_out_where_there_are_many() -> None:
+    marks = (DATA, 0), (FORWARD, 10), (BACKWARD, 400), (OTHER, 1000), (FORWARD, 1005), (BACKWARD, 1300)
+    waits = Wait(0, 600, 900), Wait(1, 900, 901), Wait(2, 1600, 2000)
+    step = Step(1, 0, 2000, (0,) * len(PHASES), 0, 0, (0, 3), waits, marks)
+    every = spans_in(step, 100)
+    assert every == [
+        (DATA, 0),
+        (FORWARD, 10),
+        (BACKWARD, 400),
+        (EXPOSED, 600),
+        (BACKWARD, 901),
+        (OTHER, 1000),
+        (FORWARD, 1005),
+        (BACKWARD, 1300),
+        (EXPOSED, 1600),
+    ]
+    assert spans_in(step, 8) == [span for span in every if span != (OTHER, 1000)]
+    assert spans_in(step._replace(marks=()), 100) == []
 
 
 def test_wait_inside_a_wait_counts_once(read: StepClock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -66,6 +67,22 @@ def test_each_of_the_signals_asks_and_says_its_name(comm: OneRank, number: signa
     finally:
         stop.close()
     stop.close()
+
+
+def test_handler_that_c_has_made_is_put_back(comm: Any, tmp_path: Path) -> None:
+    """As faulthandler's: Python takes it for none, and without it SIGUSR1 ends the process."""
+    with (tmp_path / "stacks").open("w") as file:
+        faulthandler.register(signal.SIGUSR1, file)
+        try:
+            stop = StopRequest(comm)
+            signal.raise_signal(signal.SIGUSR1)
+            assert stop.reason == "SIGUSR1"
+            assert not (tmp_path / "stacks").read_text()
+            stop.close()
+            signal.raise_signal(signal.SIGUSR1)
+            assert "test_handler_that_c_has_made" in (tmp_path / "stacks").read_text()
+        finally:
+            faulthandler.unregister(signal.SIGUSR1)
 
 
 def test_signal_of_another_rank_stops_this_one_too(comm: Any) -> None:

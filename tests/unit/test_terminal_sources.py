@@ -14,8 +14,9 @@ import pytest
 from lockstep.observe.board import flight_path
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.profile.run_record import Start, Steps, file_of, start_line, steps_line
-from lockstep.observe.report.onlooker import Onlooker, flights_of
+from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Tail
+from lockstep.observe.report.source import flights_of
 from lockstep.observe.report.terminal import TerminalView
 from lockstep.observe.status import Status
 from lockstep.observe.wording import Finding
@@ -34,6 +35,13 @@ def start(rank: int = 0, attempt: str = "a/0") -> Start:
 def steps(step: int, wall_us: int = 100_000, count: int = 1) -> Steps:
     phases = tuple(count * us for us in PHASES_US)
     return Steps(step, count, 0, count * wall_us, wall_us, phases, tokens=count * 500, rss_mib=640)
+
+
+LAUNCHED = json.dumps({"launch": "x", "time_ns": 1, "host": "h", "pid": 1})
+
+
+def attempt(name: str, flights: str) -> str:
+    return json.dumps({"attempt": name, "world_size": 2, "time_ns": 1, "flights": flights})
 
 
 def append(path: Path, *lines: str) -> None:
@@ -101,14 +109,14 @@ def test_another_run_takes_the_place_of_the_first(tmp_path: Path, count: int) ->
     ("lines", "found"),
     [
         ([], []),
-        (['{"launch": "x"}'], []),
-        (['{"attempt": "a", "flights": "/one"}', '{"attempt": "b"}'], []),
-        (['{"attempt": "a", "flights": "/one"}', '{"attempt": "b", "flights": "/two"}', '{"ended": "b"}'], ["/two"]),
-        (['{"attempt": "b", "flights": "/two"}', '{"at', '{"attempt": "b", "flights": "/three"}'], ["/two", "/three"]),
+        ([attempt("a", "/one"), attempt("b", "")], []),
+        ([attempt("a", "/one"), attempt("b", "/two"), '{"news": "b"}'], ["/two"]),
+        ([attempt("b", "/two"), '{"at', attempt("b", "/three")], ["/two", "/three"]),
     ],
 )
 def test_the_newest_start_says_where_its_flight_records_lie(tmp_path: Path, lines: list[str], found: list[str]) -> None:
-    append(tmp_path / "launch.jsonl", *(line + "\n" for line in lines), '{"attempt": "c", "flig')
+    assert flights_of(tmp_path) == ()
+    append(tmp_path / "launch.jsonl", *(line + "\n" for line in [LAUNCHED, *lines]), '{"attempt": "c", "flig')
 
     assert flights_of(tmp_path) == tuple(map(Path, found))
 
@@ -119,7 +127,7 @@ def flights(tmp_path: Path) -> Iterator[tuple[Path, list[FlightRecorder]]]:
     folder = tmp_path / "flights"
     folder.mkdir()
     recorders = [FlightRecorder(flight_path(folder, rank), rank, 2) for rank in range(2)]
-    append(tmp_path / "launch.jsonl", json.dumps({"attempt": "a", "flights": str(folder)}) + "\n")
+    append(tmp_path / "launch.jsonl", LAUNCHED + "\n", attempt("a", str(folder)) + "\n")
     for recorder in recorders:
         recorder.tell(Status(recorder.rank, 2, os.getpid(), "here", step=5).to_json())
     yield tmp_path, recorders

@@ -39,11 +39,13 @@ MAY_IMPORT_TORCH_DISTRIBUTED = (
     "src/lockstep/observe/torch_watch.py",
     "src/lockstep/launch/agent.py",
     "src/lockstep/launch/channel.py",
+    "src/lockstep/launch/job.py",
     "src/lockstep/launch/launcher.py",
     "src/lockstep/launch/loopback.py",
     "src/lockstep/launch/torchrun_flags.py",
     "src/lockstep/launch/workers.py",
     "src/lockstep/parallel/dtensors.py",
+    "src/lockstep/parallel/torch_fsdp.py",
 )
 
 Finding = tuple[int, str]  # line, what is wrong with it

@@ -185,9 +185,14 @@ def replicas(
             entries = [Entry("parameter 'weight'", value), Entry("parameter 'bias'", "same")]
             rows = [[e.what, e.value, e.holders, e.is_moving] for e in entries]
             topic = f"replica {'hand ' * (kind == 'hand')}world/3/0"
-            facts.tell(topic, step, [fold(entries), kind, gradients, False], lambda rows=rows: rows)
+            facts.tell(topic, step, [fold(entries), kind, gradients, []], lambda rows=rows: rows)
+        facts.tell(topic.replace("replica", "lines"), "now", {**LINES, **(LOADED if rank == 1 else {})})
 
     return tell
+
+
+LINES = {key: f"{key} at {SITE}" for key in ("wrapped", "made", "step")}
+LOADED = {"loaded": "load_state_dict() at train.py:30 main, in step 2"}
 
 
 def test_a_replica_that_drifts_is_named_with_its_parameter_and_steps() -> None:
@@ -196,13 +201,32 @@ def test_a_replica_that_drifts_is_named_with_its_parameter_and_steps() -> None:
     assert (finding.kind, finding.culprits, finding.is_certain) == ("replica", (1,), True)
     assert "REPLICAS differ after step 3, equal after step 2." in finding.text
     assert "parameter 'weight' is a on ranks 0, 2, b on rank 1" in finding.text
-    assert "a bit flipped" in finding.text
+    assert "a bit flipped in its memory." in finding.text
+    assert "rank 1: load_state_dict() at train.py:30 main, in step 2\n  ranks 0-2: step at train.py:9" in finding.text
+
+
+def test_what_all_ranks_loaded_explains_nothing() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        replicas({0: "aaa", 1: "aab", 2: "aaa"})(facts, rank)
+        facts.tell("lines world/3/0", "now", {**LINES, **LOADED})
+
+    assert "load_state_dict" not in found(tell).text
+
+
+def test_a_step_far_from_the_last_good_one_can_be_found() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        for step, value in ((1, "a"), (100, "ab"[rank == 1])):
+            entry = Entry("parameter 'weight'", value)
+            facts.tell("replica world/3/0", step, [fold([entry]), "ddp", "", []], lambda entry=entry: [entry])
+
+    assert "LOCKSTEP_REPLICA_EVERY=1 finds the step" in " ".join(found(tell).text.split())
 
 
 def test_replicas_that_differ_from_the_start_name_both_of_two() -> None:
     finding = found(replicas({0: "a", 1: "b"}), size=2)
 
     assert finding.culprits == (0, 1)
+    assert "ranks 0,1: step at train.py:9 main" in finding.text
     assert "equal when they were wrapped" in finding.text
 
 
@@ -215,26 +239,33 @@ def test_models_trained_by_hand_are_meant_equal_where_gradients_were(gradients: 
     tell = replicas({0: "a", 1: "b", 2: "a"}, kind="hand", gradients=gradients)
 
     assert is_quiet(tell) is not is_meant
+    assert not is_meant or "ranks 0-2: made at train.py:9 main" in found(tell).text
 
 
 def test_another_learning_rate_alone_is_noted() -> None:
     def tell(facts: Facts, rank: int) -> None:
         entries = [Entry("lr of parameter group 0", "0.1" if rank else "0.2")]
         rows = [[e.what, e.value, e.holders, e.is_moving] for e in entries]
-        facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", False], lambda: rows)
+        facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", []], lambda: rows)
+        facts.tell("lines world/3/0", "now", {"made": f"optimizer made at train.py:{min(rank, 1)}"})
 
     [note] = noted(tell)
     assert note.culprits == (0,)
     assert "lr of parameter group 0 is 0.1 on ranks 1, 2, 0.2 on rank 0" in note.text
+    assert "rank 0: optimizer made at train.py:0\n  ranks 1,2: optimizer made at train.py:1\n" in note.text
 
 
 def test_running_statistics_that_each_rank_keeps_are_noted() -> None:
-    def tell(facts: Facts, rank: int, keeps_own: bool = True) -> None:
+    def tell(facts: Facts, rank: int, kept: Sequence[str] = ("'mean'",)) -> None:
         entries = [Entry("buffer 'mean'", str(rank), is_moving=True)]
-        facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", keeps_own], list)
+        facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", kept], list)
+        facts.tell("lines world/3/0", "now", LINES)
 
-    assert "BUFFERS differ" in noted(tell)[0].text
-    assert is_quiet(lambda facts, rank: tell(facts, rank, keeps_own=False))
+    [note] = noted(tell)
+    assert "BUFFERS differ on ranks 0-2" in note.text
+    assert "each rank keeps its own 'mean', and" in note.text
+    assert "ranks 0-2: wrapped at train.py:9 main" in note.text
+    assert is_quiet(lambda facts, rank: tell(facts, rank, kept=()))
 
 
 # ------------------------------------------------------------------ gradients and data

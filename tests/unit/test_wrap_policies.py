@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.fsdp import wrap as torch_wrap
+from torch.distributed.fsdp import wrap
 from torch.nn import Module
 
 from lockstep.errors import ConfigError
-from lockstep.parallel import wrap_policies as ours
-from lockstep.parallel.wrap_policies import modules_to_shard, unit_overrides
+from lockstep.parallel.wrap_policies import unit_overrides
 
 
 def gpt2(tied: bool = False) -> Module:
@@ -67,12 +66,12 @@ def torch_units(root: Module, policy: Any, ignored: set[Module]) -> list[Module]
         wrapped.append(module)
         return module
 
-    if isinstance(policy, torch_wrap._Policy):
+    if isinstance(policy, wrap._Policy):
         targets = policy._run_policy(root, ignored, {})
-        torch_wrap._post_order_apply(root, torch_wrap._construct_wrap_fn(root, targets, note))
+        wrap._post_order_apply(root, wrap._construct_wrap_fn(root, targets, note))
     else:
         params = {param for module in ignored for param in module.parameters()}
-        torch_wrap._recursive_wrap(root, policy, note, ignored, params, only_wrap_children=True)
+        wrap._recursive_wrap(root, policy, note, ignored, params, only_wrap_children=True)
     return wrapped
 
 
@@ -87,14 +86,13 @@ def with_something_left(root: Module, chosen: list[Module], ignored: set[Module]
     return left
 
 
+def units(root: Module, policy: Any, ignored: Iterable[Module] = ()) -> list[Module]:
+    return list(unit_overrides(root, policy, ignored))
+
+
 def names(root: Module, chosen: list[Module]) -> list[str]:
     of = {module: name for name, module in root.named_modules()}
     return [of[module] for module in chosen]
-
-
-def both(name: str, **arguments: Any) -> tuple[Any, Any]:
-    mine, theirs = getattr(ours, name), getattr(torch_wrap, name)
-    return partial(mine, **arguments), partial(theirs, **arguments)
 
 
 def is_block(module: Module) -> bool:
@@ -102,94 +100,87 @@ def is_block(module: Module) -> bool:
 
 
 BLOCKS = {nn.Linear, nn.LayerNorm, nn.Sequential, nn.Embedding, nn.MultiheadAttention}
-PAIRS: dict[str, tuple[Any, Any]] = {
-    "always": (ours.always_wrap_policy, torch_wrap.always_wrap_policy),
-    "classes": (ours.ModuleWrapPolicy(BLOCKS), torch_wrap.ModuleWrapPolicy(BLOCKS)),
-    "transformer": both("transformer_auto_wrap_policy", transformer_layer_cls=BLOCKS),
-    "lambda": both("lambda_auto_wrap_policy", lambda_fn=is_block),
-    "custom": (ours.CustomPolicy(is_block), torch_wrap.CustomPolicy(is_block)),
-    "size 0": both("size_based_auto_wrap_policy", min_num_params=0),
-    "size 20": both("size_based_auto_wrap_policy", min_num_params=20),
-    "size 100": both("size_based_auto_wrap_policy", min_num_params=100),
-    "size 300": both("size_based_auto_wrap_policy", min_num_params=300),
-    "size 700": both("size_based_auto_wrap_policy", min_num_params=700),
-    "size, default": (ours.size_based_auto_wrap_policy, torch_wrap.size_based_auto_wrap_policy),
-    "size, sets": both(
-        "size_based_auto_wrap_policy", min_num_params=9, force_leaf_modules={nn.Sequential},
+POLICIES: dict[str, Any] = {
+    "always": wrap.always_wrap_policy,
+    "classes": wrap.ModuleWrapPolicy(BLOCKS),
+    "transformer": partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=BLOCKS),
+    "lambda": partial(wrap.lambda_auto_wrap_policy, lambda_fn=is_block),
+    "custom": wrap.CustomPolicy(is_block),
+    **{f"size {n}": partial(wrap.size_based_auto_wrap_policy, min_num_params=n) for n in (0, 20, 100, 300, 700)},
+    "size, default": wrap.size_based_auto_wrap_policy,
+    "size, sets": partial(
+        wrap.size_based_auto_wrap_policy, min_num_params=9, force_leaf_modules={nn.Sequential},
         exclude_wrap_modules={nn.LayerNorm, nn.ModuleList},
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("build", MODELS)
-@pytest.mark.parametrize("policy", PAIRS)
-def test_the_units_are_those_of_torch(build: Callable[[], Module], policy: str) -> None:
-    root = build()
-    mine, theirs = PAIRS[policy]
-    expected = names(root, with_something_left(root, torch_units(root, theirs, set()), set()))
-    assert names(root, modules_to_shard(root, mine)) == expected
-    assert names(root, modules_to_shard(root, theirs)) == expected, "torch's own policy object"
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_units_are_those_of_torch(build: Callable[[], Module], name: str) -> None:
+    root, policy = build(), POLICIES[name]
+    expected = with_something_left(root, torch_units(root, policy, set()), set())
+    assert names(root, units(root, policy)) == names(root, expected)
 
 
-def test_the_pairs_choose_different_units() -> None:
+def test_the_policies_choose_different_units() -> None:
     """Else the comparison above would prove little."""
     root = gpt2()
-    chosen = {tuple(names(root, modules_to_shard(root, mine))) for mine, _ in PAIRS.values()}
+    chosen = {tuple(names(root, units(root, policy))) for policy in POLICIES.values()}
     assert len(chosen) >= 8
     assert () in chosen
 
 
-@pytest.mark.parametrize("policy", ["always", "classes", "custom", "size 20", "size 300"])
-def test_ignored_modules_and_their_parameters_do_not_count(policy: str) -> None:
+@pytest.mark.parametrize("name", ["always", "classes", "custom", "size 20", "size 300"])
+def test_ignored_modules_and_their_parameters_do_not_count(name: str) -> None:
     root = handmade()
     ignored = set(root["tower"].modules())
-    mine, theirs = PAIRS[policy]
-    expected = with_something_left(root, torch_units(root, theirs, ignored), ignored)
-    assert names(root, modules_to_shard(root, mine, [root["tower"]])) == names(root, expected)
-    assert names(root, modules_to_shard(root, theirs, ignored)) == names(root, expected)
+    policy = POLICIES[name]
+    expected = names(root, with_something_left(root, torch_units(root, policy, ignored), ignored))
+    assert names(root, units(root, policy, ignored)) == expected
+    assert names(root, units(root, policy, [root["tower"]])) == expected
 
 
 def test_tied_parameters_stay_with_a_unit_that_has_all_their_users() -> None:
-    policy = ours.ModuleWrapPolicy({nn.Embedding, nn.Linear})
+    policy = wrap.ModuleWrapPolicy({nn.Embedding, nn.Linear})
     loose, tied = gpt2(), gpt2(tied=True)
-    apart, together = names(loose, modules_to_shard(loose, policy)), names(tied, modules_to_shard(tied, policy))
+    apart, together = names(loose, units(loose, policy)), names(tied, units(tied, policy))
     assert {"transformer.wte", "lm_head"} < set(apart)
     assert set(apart) - set(together) == {"transformer.wte", "lm_head"}
 
     outer = nn.Sequential(tied, nn.Linear(2, 2))
-    both_users = ours.CustomPolicy(lambda module: isinstance(module, nn.Embedding | nn.Linear) or module is tied)
-    assert outer[0] in modules_to_shard(outer, both_users), "it has all users of the tied parameter"
+    both_users = wrap.CustomPolicy(lambda module: isinstance(module, nn.Embedding | nn.Linear) or module is tied)
+    assert outer[0] in units(outer, both_users), "it has all users of the tied parameter"
 
 
 def test_a_tied_parameter_is_counted_once() -> None:
     tied = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     tied[1].weight = tied[0].weight
     root = nn.Sequential(tied)
-    size = partial(ours.size_based_auto_wrap_policy, min_num_params=16)
-    assert modules_to_shard(root, size) == [tied]
-    assert modules_to_shard(root, partial(size, min_num_params=17)) == []
+    size = partial(wrap.size_based_auto_wrap_policy, min_num_params=16)
+    assert units(root, size) == [tied]
+    assert units(root, partial(size, min_num_params=17)) == []
 
 
 def test_a_module_in_several_places_is_one_unit() -> None:
     block = nn.Linear(3, 3)
     root = nn.Sequential(nn.Sequential(block, nn.ReLU()), nn.Sequential(block, nn.Linear(2, 2)))
-    assert modules_to_shard(root, ours.ModuleWrapPolicy({nn.Linear})) == [block, root[1][1]]
+    assert units(root, wrap.ModuleWrapPolicy({nn.Linear})) == [block, root[1][1]]
     asked: list[Module] = []
-    modules_to_shard(root, ours.CustomPolicy(lambda module: bool(asked.append(module))))
+    units(root, wrap.CustomPolicy(lambda module: bool(asked.append(module))))
     assert asked.count(block) == 1
 
 
 def test_never_the_root_and_nothing_without_a_policy() -> None:
     root = nn.Linear(2, 2)
-    assert modules_to_shard(root, ours.always_wrap_policy) == []
-    assert modules_to_shard(handmade(), None) == []
+    assert units(root, wrap.always_wrap_policy) == []
+    assert units(handmade(), None) == []
 
 
-@pytest.mark.parametrize("library", [ours, torch_wrap])
-def test_a_custom_policy_can_give_arguments(library: Any) -> None:
+def test_a_custom_policy_can_give_arguments() -> None:
     root = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2), nn.Bilinear(2, 2, 2))
     answers = {root[0]: {"sharding_strategy": "other"}, root[1]: True, root[2]: {}}
-    policy = library.CustomPolicy(lambda module: answers.get(module, False))
+    policy = wrap.CustomPolicy(lambda module: answers.get(module, False))
     assert unit_overrides(root, policy) == {root[0]: {"sharding_strategy": "other"}, root[1]: {}}
 
 
@@ -201,7 +192,7 @@ def test_any_function_of_the_three_arguments_is_a_policy() -> None:
         asked.append((type(module).__name__, recurse, nonwrapped_numel))
         return recurse or nonwrapped_numel == 9
 
-    assert modules_to_shard(root, policy) == [root[0][1]]
+    assert units(root, policy) == [root[0][1]]
     assert asked == [
         ("Sequential", True, 15),
         ("Linear", True, 6),
@@ -214,13 +205,4 @@ def test_any_function_of_the_three_arguments_is_a_policy() -> None:
 
 def test_what_is_no_policy_is_refused() -> None:
     with pytest.raises(ConfigError, match="auto_wrap_policy=3 is no policy"):
-        modules_to_shard(handmade(), 3)
-    with pytest.raises(ConfigError, match="returned 'yes'"):
-        modules_to_shard(handmade(), ours.CustomPolicy(lambda module: "yes"))  # type: ignore[arg-type,return-value]
-
-
-def test_torchs_sets_hang_on_the_function() -> None:
-    function: Any = ours.size_based_auto_wrap_policy
-    theirs: Any = torch_wrap.size_based_auto_wrap_policy
-    assert function.EXCLUDE_WRAP_MODULES == theirs.EXCLUDE_WRAP_MODULES
-    assert function.FORCE_LEAF_MODULES == theirs.FORCE_LEAF_MODULES
+        units(handmade(), 3)

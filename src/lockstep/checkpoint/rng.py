@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import random
 import sys
-from typing import Any
 
 import torch
 
+from lockstep.checkpoint.state import State
 from lockstep.errors import CheckpointMismatch
-
-State = dict[str, Any]
 
 
 def rng_state() -> State:

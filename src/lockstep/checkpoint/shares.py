@@ -43,7 +43,7 @@ def plan_pieces(tensors: Mapping[str, Layout], rank: int, world_size: int) -> li
     more than 1 MiB, between rows. So no rank writes more of it than its equal part, 1 MiB and one row.
     """
     pieces = []
-    wholes = {p: Piece(p, t.dtype, Part((0,) * len(t.shape), t.shape)) for p, t in tensors.items() if not t.is_cut}
+    wholes = {p: Piece.whole(p, t.dtype, t.shape) for p, t in tensors.items() if not t.is_cut}
     total = sum(whole.nbytes for whole in wholes.values() if whole.nbytes > _SMALL_BYTES)
     low, high = (-(-total * r // world_size) for r in (rank, rank + 1))  # this rank's stretch, in bytes
     begin = 0

@@ -62,6 +62,11 @@ class Piece(NamedTuple):
     dtype: str  # in the format's words
     part: Part
 
+    @classmethod
+    def whole(cls, path: str, dtype: str, shape: tuple[int, ...]) -> Piece:
+        """All of a tensor."""
+        return cls(path, dtype, Part((0,) * len(shape), shape))
+
     @property
     def nbytes(self) -> int:
         """How much room its elements take."""
@@ -135,14 +140,11 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, source: str) ->
     Raises: CheckpointDamaged, beginning with `source`.
     """
     try:
-        length = int.from_bytes(read_at(0, 8), "little") if size >= 8 else -1
-        if not 2 <= length <= min(size - 8, _HEADER_BYTES_MAX):
-            raise ValueError(f"a header of {length} bytes in a file of {size}")
-        raw = read_at(8, length)
+        raw = raw_header(read_at, size)
         pieces = _parsed(raw)
         if _header(pieces) != raw:
             raise ValueError("it is not written as this library writes it")
-        stored, end = [], 8 + length
+        stored, end = [], 8 + len(raw)
         for piece in pieces:
             stored.append(Stored(piece, end))
             end += piece.nbytes
@@ -151,6 +153,20 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, source: str) ->
     except ValueError as error:
         raise CheckpointDamaged(f"{source}: its header is damaged: {error}") from error
     return stored
+
+
+def raw_header(read_at: Callable[[int, int], bytes], size: int) -> bytes:
+    """The header of any safetensors file, unparsed. Raises: ValueError where there is none."""
+    length = int.from_bytes(read_at(0, 8), "little") if size >= 8 else -1
+    if not 2 <= length <= min(size - 8, _HEADER_BYTES_MAX):
+        raise ValueError(f"a header of {length} bytes in a file of {size}")
+    return read_at(8, length)
+
+
+def header_text(header: dict[str, Any]) -> bytes:
+    """A header as it stands in a file, filled up so that what follows is aligned."""
+    encoded = json.dumps(header, separators=(",", ":")).encode()
+    return encoded + b" " * (-len(encoded) % 8)
 
 
 def parse_json(text: str) -> Any:
@@ -237,8 +253,7 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     for name, piece in zip(names, pieces, strict=True):
         start, end = end, end + piece.nbytes
         header[name] = {"dtype": piece.dtype, "shape": piece.part.shape, "data_offsets": (start, end)}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    return encoded + b" " * (-len(encoded) % 8)
+    return header_text(header)
 
 
 def _parsed(raw: bytes) -> list[Piece]:

@@ -49,11 +49,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(HELP)
         return 0
     try:
-        return _command(words[0], words[1:])
+        code = _command(words[0], words[1:])
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         if os.environ.get("RANK", "0") == "0":  # every rank reads the same words: one answer is enough
             print(f"lockstep: {error}", file=sys.stderr)
         return _USER_ERROR
+    except BrokenPipeError:  # `lockstep learn | head`: what is still buffered has nowhere to go
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
         return _INTERRUPTED
 

@@ -6,7 +6,6 @@ Parsing, explaining and refusing need no torch, so they are quick.
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -51,20 +50,12 @@ def checkpoint(words: Sequence[str]) -> int:
     parser = _Parser(prog=f"lockstep checkpoint {words[0]}", allow_abbrev=False)
     declare(parser)
     try:
-        code = act(parser.parse(words[1:]))
-        sys.stdout.flush()
-        return code
-    except ConfigError:
+        return act(parser.parse(words[1:]))
+    except (ConfigError, BrokenPipeError):  # as for all commands
         raise
-    except LockstepError as error:
+    except (LockstepError, OSError) as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return _USER_ERROR if isinstance(error, CheckpointMissing) else 1
-    except BrokenPipeError:  # `lockstep checkpoint show | head`; what is still buffered has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:
-        print(f"lockstep: {error}", file=sys.stderr)
-        return 1
 
 
 @final
@@ -185,7 +176,7 @@ def _show(options: argparse.Namespace) -> int:
 
 def _export(options: argparse.Namespace) -> int:
     from lockstep.checkpoint.foreign.export import export_checkpoint
-    from lockstep.checkpoint.reader import open_checkpoint
+    from lockstep.checkpoint.reader import open_checkpoint, some
     from lockstep.cli.checkpoint_listing import checkpoint_of, size_text
 
     with open_checkpoint(checkpoint_of(options.directory, options.step)) as reader:
@@ -198,11 +189,10 @@ def _export(options: argparse.Namespace) -> int:
             config=options.config,
         )
     size = sum(path.stat().st_size for path in ([done.path] if done.path.is_file() else done.path.iterdir()))
-    print(
-        f"{done.path}: {done.tensors} tensors of step {reader.manifest.step}, {size_text(size)} in {_files(done.files)}"
-    )
+    files = done.files[0] if len(done.files) == 1 else f"{len(done.files)} files"
+    print(f"{done.path}: {done.tensors} tensors of step {reader.manifest.step}, {size_text(size)} in {files}")
     if done.left_out:
-        print(f"left out, as files of weights hold tensors only: {_some(done.left_out)}", file=sys.stderr)
+        print(f"left out, as files of weights hold tensors only: {some(done.left_out)}", file=sys.stderr)
     return 0
 
 
@@ -211,14 +201,6 @@ def _import(options: argparse.Namespace) -> int:
 
     print(import_checkpoint(options.source, options.directory, step=options.step, key=options.key))
     return 0
-
-
-def _files(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{len(names)} files"
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 _COMMANDS: dict[str, tuple[Callable[[argparse.ArgumentParser], None], Callable[[argparse.Namespace], int]]] = {

@@ -20,7 +20,6 @@ from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint
 from lockstep.checkpoint.tensor_file import DTYPES, Piece
-from lockstep.comm.tensor_parts import Part
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
 _RUN_FOLDER = "checkpoints"
@@ -206,7 +205,7 @@ def show_checkpoint(directory: Path, step: int | None, pattern: str, *, with_val
     rows, count, total = [], 0, 0
     for path, (dtype, shape) in manifest.tensors.items():
         if _matches(path, pattern):
-            size = Piece(path, dtype, Part((), shape)).nbytes
+            size = Piece.whole(path, dtype, shape).nbytes
             count, total = count + 1, total + size
             name = str(DTYPES[dtype]).removeprefix("torch.")
             places = ", ".join(file.removesuffix(".safetensors") for file in files.get(path, ()))

@@ -6,9 +6,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from textwrap import wrap
 
-from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
+from rich.console import Console
 from rich.text import Text
 
 from lockstep.learn.events import Screen
@@ -26,25 +26,42 @@ def show_screens(screens: Sequence[Screen], world_size: int, name: str, *, is_au
     """Show them all, by keys where standard input and output are a terminal and `is_auto` is not asked for."""
     console = Console(highlight=False, soft_wrap=False)
     if is_auto or not screens or not (sys.stdin.isatty() and console.is_terminal) or os.name != "posix":
-        for number in range(len(screens)):
-            console.print(_page(screens, number, world_size, name, console.width))
+        for page in pages(screens, world_size, name, console.width):
+            console.print(Text(), _joined(page), sep="\n")
         return
-    number = 0
+    at = 0
     with _single_keys(), console.screen() as full:
-        while 0 <= number < len(screens):
-            page = _page(screens, number, world_size, name, console.width)
-            full.update(Group(page, Text("\n" + _HELP, "dim")))
+        while True:
+            found = pages(screens, world_size, name, console.width, console.height - 3)  # an empty line, and the keys
+            at = min(at, len(found) - 1)  # the window may have become larger
+            full.update(_joined([Text(), *found[at], Text(), Text(_HELP, "dim")]))
             key = _key()
-            if key in _QUIT:
+            if key in _QUIT or (key in _NEXT and at == len(found) - 1):
                 return
-            number = min(number + 1, len(screens)) if key in _NEXT else max(0, number - (key in _BACK))
+            at = max(0, at + (key in _NEXT) - (key in _BACK))
 
 
-def _page(screens: Sequence[Screen], number: int, world_size: int, name: str, width: int) -> RenderableType:
-    screen = screens[number]
-    head = Text.assemble((f"{name}  {number + 1}/{len(screens)}  ", "dim"), (screen.title, "bold"))
-    lanes = draw(screen.events, world_size, width)
-    return Group(Text(), head, Padding(Text(screen.text), (0, 0, 1, 0)), *lanes)
+def pages(
+    screens: Sequence[Screen], world_size: int, name: str, width: int, height: int | None = None
+) -> list[list[Text]]:
+    """The lines of each page. A screen that is higher than `height` goes on on the next, under the same title."""
+    found: list[list[Text]] = []
+    for number, screen in enumerate(screens, 1):
+        title = Text.assemble((f"{name}  {number}/{len(screens)}  ", "dim"), (screen.title, "bold"))
+        ranks, *lines = draw(screen.events, world_size, width) or [Text()]
+        head = [title, *map(Text, wrap(screen.text, width)), Text(), ranks]
+        while True:
+            room = max(1, height - len(head)) if height else len(lines)
+            found.append([*head, *lines[:room]])
+            lines = lines[room:]
+            if not lines:
+                break
+            head = [title.copy().append("  (goes on)", "dim"), Text(), ranks]
+    return found
+
+
+def _joined(lines: Sequence[Text]) -> Text:
+    return Text("\n").join(lines)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -36,11 +35,7 @@ class ProfileCommand:
 def profile(words: Sequence[str]) -> int:
     """`lockstep profile ...`; the exit code. Raises: ConfigError for a folder without a record."""
     command = tyro.cli(ProfileCommand, args=list(words), prog="lockstep profile", use_underscores=True)
-    try:
-        sys.stdout.write("".join(line + "\n" for line in describe(command)))
-        sys.stdout.flush()
-    except BrokenPipeError:  # `lockstep profile ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.write("".join(line + "\n" for line in describe(command)))
     return 0
 
 

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import time
+from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lockstep.launch.guess import FLAGS, guess_program, guess_threads
+from lockstep.launch.guess import guess_program, guess_threads
 from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.private_folder import private_folder
 from lockstep.launch.starter import loading_ahead
 from lockstep.launch.stop_signals import leaving_at_once
+from lockstep.observe.profile.window import RUN
 
 
 def run(words: Sequence[str]) -> int:
     """`lockstep run [torchrun's flags] script.py ...`; return the exit code. Raises: ConfigError before the start."""
+    if words[:1] == ["--watch"]:
+        return _watched(words[1:])
     with leaving_at_once() as settle, ExitStack() as stack:
         program, server = guess_program(words), None
         if program is not None:
             modules = modules_to_preload(program, Path.cwd())
-            server = stack.enter_context(loading_ahead(modules, FLAGS, **guess_threads(words, os.environ)))
+            server = stack.enter_context(loading_ahead(modules, **guess_threads(words, os.environ)))
         from lockstep.launch.launcher import launch
         from lockstep.launch.torchrun_flags import read_flags
 
@@ -31,3 +36,15 @@ def run(words: Sequence[str]) -> int:
 
     tell_record(job.supervision.variables, is_quiet=code != 0)
     return code
+
+
+def _watched(words: Sequence[str]) -> int:
+    from lockstep.cli.watched import watched
+
+    options = ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--record", default=os.environ.get(RUN, ""))
+    given = options.parse_known_args(words)[0].record  # also one that the script takes: then ours comes first
+    program = guess_program(words)
+    name = program.name if program is not None else "run"
+    folder = given or f"runs/{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return watched(["run", "--record", folder, *words], Path(folder))

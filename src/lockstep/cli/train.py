@@ -12,7 +12,7 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import Annotated, NoReturn
 
@@ -22,6 +22,7 @@ from lockstep.cli.words import nearest
 from lockstep.comm.place import Place, find_place
 from lockstep.comm.pulse import NONE
 from lockstep.errors import CheckpointError, CommError, ConfigError, DataError, LockstepError, PeerFailed
+from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.private_folder import private_folder
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
@@ -75,6 +76,11 @@ class TrainCommand:
 def train(words: Sequence[str]) -> int:
     """`lockstep train ...`: launch the ranks, or be one of them. Raises: ConfigError before anything was started."""
     die_with_launcher(os.environ)
+    if "--watch" in words:
+        from lockstep.cli.watched import watched
+
+        rest = [word for word in words if word != "--watch"]
+        return watched(["train", *rest], parse_train(rest).run.out)
     command = parse_train(words)
     read_window(command.profile)
     place = find_place(os.environ)
@@ -92,7 +98,7 @@ def train(words: Sequence[str]) -> int:
     processes = choose_processes(command.run, smallest, largest)
     print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
     is_alone = processes == 1 and not command.restarts
-    code = run_rank(command, place) if is_alone else _launch(command, words, processes, smallest or processes)
+    code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
     from lockstep.cli.report import tell_record
 
     tell_record({RUN: str(command.run.out / "profile"), PROFILE: command.profile}, is_quiet=code != 0)
@@ -141,13 +147,25 @@ def _fits(run: RunConfig, processes: int) -> bool:
     return True
 
 
+def _alone(command: TrainCommand, words: Sequence[str], place: Place) -> int:
+    """Train in this process, which says in the record how that ended, as a launcher would."""
+    log = _log(command, words)
+    log.begin()
+    code = run_rank(command, place)
+    log.over(code)
+    return code
+
+
+def _log(command: TrainCommand, words: Sequence[str]) -> LaunchLog:
+    return LaunchLog(command.run.out / "profile", command=["lockstep", "train", *words], is_ours=False)
+
+
 def _launch(command: TrainCommand, words: Sequence[str], processes: int, smallest: int) -> int:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything is loaded: nothing here is downloaded
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     with leaving_at_once() as settle, loading_ahead(_MODULES) as server:
-        from lockstep.launch.agent import Supervision
-        from lockstep.launch.launch_log import LaunchLog
-        from lockstep.launch.launcher import Launch, launch, local_config
+        from lockstep.launch.job import Launch, Supervision
+        from lockstep.launch.launcher import launch, local_config
 
         supervision = Supervision(
             RestartPolicy(command.restarts, smallest, flag="--restarts"),
@@ -156,7 +174,7 @@ def _launch(command: TrainCommand, words: Sequence[str], processes: int, smalles
             again="the same command with --resume auto",
             fits=partial(_fits, command.run),
             newest=partial(newest_step, command),
-            log=LaunchLog(command.run.out / "profile", command=["lockstep", "train", *words], is_ours=False),
+            log=_log(command, words),
         )
         program = Program("module", "lockstep", ("train", *words))
         with private_folder() as folder:
@@ -233,7 +251,8 @@ def parse_train(words: Sequence[str]) -> TrainCommand:
         args=options,
         prog="lockstep train [RECIPE]",
         description=f"Train a language model on real processes. RECIPE is one of {', '.join(RECIPES)} (else the "
-        f"first). The defaults below are those of {name}.",
+        f"first). The defaults below are those of {name}. With --watch the run is shown here, a row per rank, and as a "
+        "live page; what the ranks print goes into a file in --out.",
         return_unknown_args=True,
         use_underscores=True,
         console_outputs=os.environ.get("RANK", "0") == "0",
@@ -248,15 +267,8 @@ def refuse(word: str, command: TrainCommand) -> NoReturn:
     """Raises: ConfigError with the option whose name is nearest to `word`."""
     if not word.startswith("-"):
         raise ConfigError(f"unexpected {word!r}: the recipe comes first, every value after its --option")
-    options = [
-        "-n",
-        "--nproc",
-        "--processes",
-        "--resume",
-        "--restarts",
-        "--grace_s",
-        *(f"--{name}" for name, _ in flatten(command.run)),
-    ]
+    names = [field.name for field in fields(command) if field.name != "run"]
+    options = ["-n", "--nproc", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]
     raise ConfigError(
         f"unknown option {word}: did you mean {nearest(word, options)}? `lockstep train --help` lists all"
     )

@@ -13,6 +13,7 @@ from typing import Annotated
 import tyro
 
 from lockstep.observe.report.document import Document
+from lockstep.observe.report.run_rows import Status
 from lockstep.observe.report.server import LOOPBACK, PageServer
 from lockstep.observe.report.source import find_run, record_in
 from lockstep.observe.report.terminal import TerminalView
@@ -43,11 +44,24 @@ class WatchCommand:
     """Show the ranks here too."""
 
 
+DEFAULTS = WatchCommand()
+
+
 def watch(words: Sequence[str]) -> int:
     """`lockstep watch ...`; the exit code. Raises: ConfigError for a folder without a record, a port that is taken."""
     command = tyro.cli(WatchCommand, args=list(words), prog="lockstep watch")
     folder = find_run(command.run, Path("runs"))
+    status = show(folder, "Ctrl-C ends this, not the run", command)
+    page = folder / PAGE
+    where = f"report: {shown(page)}" if page.exists() else f"lockstep report {shown(folder)}"
+    print(f"lockstep: the run {_ENDS[status]}; {where}")
+    return 0
+
+
+def show(folder: Path, hint: str, options: WatchCommand = DEFAULTS) -> Status:
+    """Serve the page of the run in `folder`, and show its ranks here, to its end or Ctrl-C; how it stands then."""
     live, is_over = LiveDocument(folder), threading.Event()
+    live()  # says whether there is anything
 
     def document() -> Document:
         found = live()
@@ -55,17 +69,13 @@ def watch(words: Sequence[str]) -> int:
             is_over.set()
         return found
 
-    server = PageServer(document, command.host, command.port)
+    server = PageServer(document, options.host, options.port)
     with server.serving(), suppress(KeyboardInterrupt):
-        print(f"lockstep: watch {shown(folder)} at {server.address} (Ctrl-C ends this, not the run)", flush=True)
-        if command.terminal:
+        print(f"lockstep: watch {shown(folder)} at {server.address} ({hint})", flush=True)
+        if options.terminal:
             TerminalView(record_in(folder), document, sys.stdout).show(is_over)
         while not is_over.wait(_PERIOD_S):
             document()
         if server.has_page.is_set():
             server.has_told_end.wait(_LINGER_S)
-    end = live()["run"]["status"]
-    page = folder / PAGE
-    where = f"report: {shown(page)}" if page.exists() else f"lockstep report {shown(folder)}"
-    print(f"lockstep: the run {_ENDS[end]}; {where}")
-    return 0
+    return live()["run"]["status"]

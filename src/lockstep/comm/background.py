@@ -28,19 +28,24 @@ class Background(Generic[Owner, Item]):
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def call(self, item: Item) -> None:
-        """Let the thread take care of `item`; nothing happens after `close`."""
+    def call(self, item: Item) -> bool:
+        """Let the thread take care of `item`. False after `close`: then nothing happens."""
         with self._lock:
             if self._closed:
-                return
+                return False
             if self._thread is None:
                 arguments = (self._owner, self._do, self._items)
                 thread = threading.Thread(target=_serve, args=arguments, name=self._name, daemon=True)
                 thread.start()
                 self._thread = thread
             self._items.put(item)
+            return True
 
-    def close(self) -> None:
+    def is_here(self) -> bool:
+        """Whether the caller is this thread."""
+        return threading.current_thread() is self._thread
+
+    def close(self, patience_s: float | None = None) -> None:
         """End the thread, once it has ended what it is at; not waited for where it calls this itself."""
         with self._lock:
             self._closed = True
@@ -48,7 +53,7 @@ class Background(Generic[Owner, Item]):
         if thread is not None:
             self._items.put(None)
             if thread is not threading.current_thread():
-                thread.join()
+                thread.join(patience_s)
 
 
 def _serve(ref: weakref.ref[Any], do: Callable[[Any, Any], object], items: queue.SimpleQueue[Any]) -> None:

@@ -5,21 +5,15 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import Any
-from weakref import WeakKeyDictionary
 
 from lockstep.comm import preflight
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport
-from lockstep.comm.process_group import transport_of
 from lockstep.comm.shm_transport import Exchange, ShmTransport
-from lockstep.comm.torch_transport import TorchTransport, has_gpus
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, SharedMemoryUnavailable
 
 SWITCH = "LOCKSTEP_SHM"
-
-_over: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # torch's process groups -> what was chosen for them
 
 
 def wants_shared_memory(environ: Mapping[str, str]) -> bool:
@@ -65,18 +59,3 @@ def _share(plain: Transport, exchange: Exchange | None = None, beneath: Transpor
         timeout_s=plain.timeout_s,
         beneath=beneath,
     )
-
-
-def over_group(process_group: Any) -> Transport:
-    """The best transport for the ranks of a torch process group; of a group of the backend "lockstep" its own.
-
-    Where the group also has a backend for the GPUs of this machine, torch's calls, which choose by the tensor.
-    Collective: every rank of the group, the first time for each group; it lives as long as the group.
-    """
-    own = transport_of(process_group)
-    if own is not None and not has_gpus(process_group):
-        return own
-    chosen = _over.get(process_group)
-    if chosen is None:
-        chosen = _over[process_group] = fastest(TorchTransport.over(process_group))
-    return chosen

@@ -88,17 +88,6 @@ class Communicator:
                 return torch.zeros(numel, dtype=dtype, device=self.device)
         return self.transport.shared(numel, dtype)
 
-    def release(self, tensor: Tensor) -> None:
-        """Let the memory of a `shared` tensor, or a part of one, go back to the system until it is touched again.
-
-        Its values are lost, on all ranks: zeros, or what was there. Not collective: one rank calls it, when no other
-        reads or writes. The way there and back costs as much as writing the tensor fifteen times, and ends the process
-        (SIGBUS) where the memory is another's by then: a buffer that is used again is better kept.
-        """
-        if not tensor.is_contiguous():
-            raise ConfigError("release needs a contiguous tensor: between its elements lie others'")
-        self.transport.release(tensor)
-
     def __repr__(self) -> str:
         place = f"rank {self.rank} of {self.world_size}"
         return f"<Communicator {self.name!r}: {place}, {self.transport.name}, {self.device}>"
@@ -190,8 +179,7 @@ class Communicator:
         if self.rank == dst:
             flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
             return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, dst, reduce, algorithm)
-        flat = dense(tensor)
-        flat = torch.view_as_real(flat) if flat.is_complex() else flat
+        flat = dense(tensor, complex_as_real=True)
         return self._collective("reduce", (flat,), (), None, async_op, label, dst, reduce, algorithm)
 
     def gather(
@@ -298,9 +286,7 @@ class Communicator:
                 f"input_list[{self.rank}], which is reduced into it, has {mine.numel()}"
             )
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
-        inputs = tuple(dense(t) for t in input_list)
-        if output.is_complex():
-            inputs = tuple(torch.view_as_real(t) for t in inputs)
+        inputs = tuple(dense(t, complex_as_real=True) for t in input_list)
         return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, None, reduce, algorithm)
 
     def reduce_scatter_tensor(
@@ -321,8 +307,7 @@ class Communicator:
         self._check_even("reduce_scatter_tensor", whole=tensor, part=output, may_widen=True)
         check_reduction(reduce, output)
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
-        whole = dense(tensor)
-        whole = torch.view_as_real(whole) if whole.is_complex() else whole
+        whole = dense(tensor, complex_as_real=True)
         return self._collective(
             "reduce_scatter", (whole,), (flat,), copy_back, async_op, label, None, reduce, algorithm
         )

@@ -18,7 +18,6 @@ from torch import Tensor
 from lockstep.comm.op import AllWork, CommOp, Work
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_by_blocks
-from lockstep.errors import CommError
 
 _KEPT_BYTES = 32 << 20
 _SMALL_BYTES = 1 << 20  # of an operand: up to here one exchange among all is faster than one for each distance
@@ -87,7 +86,7 @@ class ExchangedSums:
         for known in self._open:
             work = known()
             if work is not None and work.is_done():
-                with contextlib.suppress(CommError):  # kept: its `wait` raises it
+                with contextlib.suppress(RuntimeError):  # its own `wait` raises it again
                     work.wait()
             elif work is not None:
                 still_open.append(known)
@@ -106,9 +105,9 @@ class _Sum(Work):
     def wait(self, timeout_s: float | None = None) -> None:
         self._exchanges.wait(timeout_s)
         with self._adding, torch.no_grad():
-            add, self._add = self._add, None
-            if add is not None:
-                add()
+            if self._add is not None:
+                self._add()
+                self._add = None  # after an error it is for the owner's own `wait`
 
     def is_done(self) -> bool:
         return self._exchanges.is_done()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict
 
+from lockstep.comm.preflight import NOTICE_S
 from lockstep.errors import CollectiveTimeout, EnvironmentProblems
 
 _SHOWN = 8  # ranks named in one sentence
@@ -63,8 +64,10 @@ def who(record: Record) -> str:
     return f"rank {record['rank']} on {record['host']} (pid {record['pid']})"
 
 
-def shake_hands(store: Store, record: Record, timeout_s: float, where: str, holds_store: bool) -> list[Record]:
-    """Every rank's record, in rank order, once all are there and agree.
+def shake_hands(
+    store: Store, record: Record, timeout_s: float, where: str, holds_store: bool, say: Callable[[str], None]
+) -> list[Record]:
+    """Every rank's record, in rank order, once all are there and agree. say: who is waited for, where that takes long.
 
     Collective: every rank; blocks until all have arrived, at most `timeout_s`.
     Raises: EnvironmentProblems (world sizes, a rank twice, versions, GPUs) and CollectiveTimeout (who never arrived),
@@ -77,7 +80,7 @@ def shake_hands(store: Store, record: Record, timeout_s: float, where: str, hold
         records: list[Record] = [json.loads(store.get(f"rank/{rank}")) for rank in range(record["world_size"])]
         problem = disagreement(records)
         _decide(store, {"problem": problem} if problem else {"records": records})
-    verdict = _verdict(store, record, timeout_s, where)
+    verdict = _verdict(store, record, timeout_s, where, say)
     if "records" in verdict and not contradiction:
         return verdict["records"]
     store.add("read", 1)
@@ -142,20 +145,29 @@ def _arrive(store: Store, record: Record, where: str) -> str:
     return ""
 
 
-def _verdict(store: Store, record: Record, timeout_s: float, where: str) -> dict[str, Any]:
-    if not _await(lambda: store.check(["verdict"]), timeout_s):
-        size = record["world_size"]
-        there = [rank for rank in range(size) if store.check([f"rank/{rank}"])]
-        missing = [rank for rank in range(size) if rank not in there]
-        seen: list[Record] = [json.loads(store.get(f"rank/{rank}")) for rank in there[:_SHOWN]]
-        late = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {_some(missing)}"
-        more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+def _verdict(store: Store, record: Record, timeout_s: float, where: str, say: Callable[[str], None]) -> dict[str, Any]:
+    if not _await(lambda: store.check(["verdict"]), min(NOTICE_S, timeout_s)):
+        missing, late, seen = _absent(store, record["world_size"])
+        if timeout_s > NOTICE_S and missing and seen.startswith(who(record)):  # one rank says it
+            say(f"waiting for {late} at {where}, up to {timeout_s:g} s; seen: {seen}")
+    if not _await(lambda: store.check(["verdict"]), max(timeout_s - NOTICE_S, 0.0)):
+        missing, late, seen = _absent(store, record["world_size"])
         problem = (
-            f"{late} never arrived at {where} in {timeout_s:g} s; seen: {', '.join(map(who, seen))}{more}. Look at the "
+            f"{late} never arrived at {where} in {timeout_s:g} s; seen: {seen}. Look at the "
             f"output of {late}: it was not started, ended early, or was given another address or port"
         )
         _decide(store, {"problem": problem, "missing": missing})
     return json.loads(store.get("verdict"))
+
+
+def _absent(store: Store, size: int) -> tuple[list[int], str, str]:
+    """The ranks that are not there; in words; who is there."""
+    there = [rank for rank in range(size) if store.check([f"rank/{rank}"])]
+    missing = [rank for rank in range(size) if rank not in there]
+    seen: list[Record] = [json.loads(store.get(f"rank/{rank}")) for rank in there[:_SHOWN]]
+    late = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {_some(missing)}"
+    more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
+    return missing, late, ", ".join(map(who, seen)) + more
 
 
 def _some(ranks: Sequence[int]) -> str:

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -32,6 +33,9 @@ from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, ConfigError, EnvironmentProblems, PeerLost
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _TIMEOUT_S = 600.0
 _GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
 _FAREWELL_S = 10.0  # how long the process that holds the store stays for ranks that are still at work
@@ -42,78 +46,72 @@ _HOST_KEY = "lockstep/host"
 Layer = Callable[[Transport, Sequence[str], "dist.Store | None"], Transport]
 
 
-def init(
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    address: str | None = None,
-    port: int | None = None,
-    file: str | os.PathLike[str] | None = None,
-    device: torch.device | str | None = None,
-    backend: str | None = None,
-    threads: int | None = None,
-    timeout_s: float | None = None,
-    start_timeout_s: float = 120.0,
-    verbose: bool = True,
-    layer: Layer | None = None,
-    caller: str = "",
-) -> Communicator:
-    """The communicator of all ranks of this job: `with lockstep.init() as comm:`.
+class Options(TypedDict, total=False):
+    """What users may ask of `lockstep.init`, which says what it means."""
 
-    rank, world_size, address, port: None takes torchrun's variables, else Slurm's, else one process; rank 0 says which
-    (`verbose`), and `comm.place` holds what was found. LOCKSTEP_ENV=off ignores the environment.
-    file: meet in this file, which must not exist yet and which all ranks see, and not at an address.
-    device: "cuda" where there is a GPU, else "cpu"; each rank takes the GPU of its local rank.
-    backend: torch's name; None also lets CPU ranks of one host share memory, unless LOCKSTEP_SHM=off.
-    threads: CPU threads of this rank. None shares the machine's cores among its ranks, unless OMP_NUM_THREADS is set; a
-    1 under torchrun counts as not set, because torchrun itself puts it there.
-    timeout_s: limit of every operation, also in sub-groups; 600 unless given. start_timeout_s: for all ranks to come.
-    layer: see `Layer`. caller: "train.py:12", where the user's code calls this.
+    rank: int | None
+    world_size: int | None
+    address: str | None
+    port: int | None
+    file: str | os.PathLike[str] | None
+    device: torch.device | str | None
+    backend: str | None
+    threads: int | None
+    timeout_s: float | None
+    start_timeout_s: float
+    verbose: bool
 
-    Where torch.distributed has a default group already, that group is used, and closing leaves it alone.
-    Collective: every rank of the job, equally often; it blocks until all are there.
-    Raises: EnvironmentProblems with all that is wrong, before a socket of the job is opened, and the same on every rank
-    where ranks contradict each other; CollectiveTimeout naming the ranks that never came; ConfigError while the
-    communicator of an earlier call is open.
-    """
-    if not caller:
-        frame = sys._getframe(1)
-        caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+def init(layer: Layer, caller: str, **options: Unpack[Options]) -> Communicator:
+    """`lockstep.init`, with `layer` over the transport. caller: "train.py:12", where the user's code calls it."""
+    settings = _Settings(**options)
     _refuse_second(caller)
     _enable_faulthandler()
     if dist.is_initialized():
-        given = {"address": address, "port": port, "file": file, "backend": backend, "device": device}
-        comm = _adopt(
-            rank, world_size, [name for name, value in given.items() if value is not None], timeout_s, threads, layer
-        )
+        comm = _adopt(settings, layer)
     else:
-        path = None if file is None else os.fspath(file)
-        place, problems = read_place(
-            os.environ, rank=rank, world_size=world_size, address=address, port=port, file=path
-        )
-        timeout_s = _TIMEOUT_S if timeout_s is None else timeout_s
-        settings = _Settings(place, device, backend, threads, timeout_s, start_timeout_s, verbose, layer)
-        comm = _found(settings, {p.field for p in problems}, [p.text for p in problems])
+        comm = _found(settings, layer)
         group = dist.group.WORLD
         assert group is not None
         _sessions[:] = [_Session(comm, weakref.ref(group), caller)]
-    if verbose and comm.rank == 0:
+    if settings.verbose and comm.rank == 0:
         _say(_headline(comm))
     return comm
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Settings:
-    place: Place
-    device: torch.device | str | None
-    backend: str | None
-    threads: int | None
-    timeout_s: float
-    start_timeout_s: float
-    verbose: bool
-    layer: Layer | None
+    """What the user has asked for. None: as the environment says, or what is usual."""
+
+    rank: int | None = None
+    world_size: int | None = None
+    address: str | None = None
+    port: int | None = None
+    file: str | os.PathLike[str] | None = None
+    device: torch.device | str | None = None
+    backend: str | None = None
+    threads: int | None = None
+    timeout_s: float | None = None
+    start_timeout_s: float = 120.0
+    verbose: bool = True
+
+    @property
+    def limit_s(self) -> float:
+        """Of every operation."""
+        return _TIMEOUT_S if self.timeout_s is None else self.timeout_s
+
+    def problems(self) -> list[str]:
+        """What is wrong with the numbers."""
+        found = []
+        for name, value in (("timeout_s", self.timeout_s), ("start_timeout_s", self.start_timeout_s)):
+            if value is not None and not 0 < value < 1e9:
+                found.append(f"{name}={value!r}: it is a number of seconds above 0")
+        if self.threads is not None and self.threads < 1:
+            found.append(f"threads={self.threads!r}: a rank needs at least 1")
+        return found
 
     def say(self, text: str) -> None:
+        """For people."""
         if self.verbose:
             _say(text)
 
@@ -146,17 +144,22 @@ _interfaces: set[str] = set()  # values of GLOO_SOCKET_IFNAME that an earlier in
 # ---------------------------------------------------------------------- a new group
 
 
-def _found(settings: _Settings, spoilt: set[str], problems: list[str]) -> Communicator:
+def _found(settings: _Settings, layer: Layer) -> Communicator:
     """Look, meet, shake hands, make the group, and try it."""
-    device = choose_device(settings.device, settings.backend, settings.place, problems)
-    _check_numbers(problems, settings.threads, timeout_s=settings.timeout_s, start_timeout_s=settings.start_timeout_s)
-    place = settings.place
-    meeting = _meet(settings, spoilt, problems)
+    asked = {name: getattr(settings, name) for name in ("rank", "world_size", "address", "port")}
+    file = None if settings.file is None else os.fspath(settings.file)
+    place, wrong = read_place(os.environ, **asked, file=file)
+    problems = [problem.text for problem in wrong]
+    device = choose_device(settings.device, settings.backend, place, problems)
+    problems += settings.problems()
+    meeting = _meet(settings, place, {problem.field for problem in wrong}, problems)
     prefix = f"lockstep/{place.run_id or '-'}/{place.restart_count}/{next(meeting.generations)}"
     store = dist.PrefixStore(prefix, meeting.store)
     mine = _record(place, device, meeting.address)
     try:
-        meeting.records = shake_hands(store, mine, settings.start_timeout_s, place.meeting_point, place.hosts_store)
+        meeting.records = shake_hands(
+            store, mine, settings.start_timeout_s, place.meeting_point, place.hosts_store, settings.say
+        )
     except dist.DistError as error:
         holder = "torchrun's agent" if place.agent_store else "rank 0"
         text = f"{holder}, which holds {place.meeting_point}, ended while the ranks were gathering: look at its output"
@@ -166,13 +169,17 @@ def _found(settings: _Settings, spoilt: set[str], problems: list[str]) -> Commun
     set_threads(settings.threads, mine, meeting.records)
     others = [record["address"] for record in meeting.records if record["machine"] != mine["machine"]]
     _set_gloo_interface(preflight.gloo_interface([meeting.address, *others], one_machine=not others))
-    machines = [record["machine"] for record in meeting.records]
-    return _make_group(settings, place, device, store, machines)
+    transport = _make_group(settings, place, device, store)
+    try:
+        comm = Communicator(_under(layer, transport, [record["machine"] for record in meeting.records], store))
+    except BaseException:
+        transport.close()
+        raise
+    comm.place = place
+    return comm
 
 
-def _make_group(
-    settings: _Settings, place: Place, device: torch.device, store: dist.Store, machines: Sequence[str]
-) -> Communicator:
+def _make_group(settings: _Settings, place: Place, device: torch.device, store: dist.Store) -> Transport:
     backend = settings.backend or ("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     try:
         dist.init_process_group(
@@ -187,31 +194,18 @@ def _make_group(
         raise CommError(f"rank {place.rank}: torch could not make the {backend} group: {error}") from error
     group = dist.group.WORLD
     assert group is not None
-    distributed_c10d._set_pg_timeout(timedelta(seconds=settings.timeout_s), group)
-    plain = TorchTransport(group, device, settings.timeout_s, owned=True)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=settings.limit_s), group)
+    plain = TorchTransport(group, device, settings.limit_s, owned=True)
     try:
         Communicator(plain).barrier(label="init")  # after it no rank needs the store, so any rank may leave at once
-        transport = plain if settings.backend else fastest(plain)
-        comm = Communicator(_under(settings.layer, transport, machines, store))
+        return plain if settings.backend else fastest(plain)
     except BaseException:
         plain.close()
         raise
-    comm.place = place
-    return comm
 
 
-def _under(layer: Layer | None, transport: Transport, machines: Sequence[str], store: dist.Store) -> Transport:
-    if layer is None:
-        return transport
+def _under(layer: Layer, transport: Transport, machines: Sequence[str], store: dist.Store) -> Transport:
     return layer(transport, machines, store if len(set(machines)) > 1 else None)
-
-
-def _check_numbers(problems: list[str], threads: int | None, **seconds: float | None) -> None:
-    for name, value in seconds.items():
-        if value is not None and not 0 < value < 1e9:
-            problems.append(f"{name}={value!r}: it is a number of seconds above 0")
-    if threads is not None and threads < 1:
-        problems.append(f"threads={threads!r}: a rank needs at least 1")
 
 
 def _set_gloo_interface(interface: str) -> None:
@@ -246,9 +240,8 @@ def _record(place: Place, device: torch.device, meeting_address: str) -> Record:
 # ---------------------------------------------------------------------- where the ranks meet
 
 
-def _meet(settings: _Settings, spoilt: set[str], problems: list[str]) -> _Meeting:
+def _meet(settings: _Settings, place: Place, spoilt: set[str], problems: list[str]) -> _Meeting:
     """The store of this job. Raises EnvironmentProblems with `problems` and what is wrong with the meeting point."""
-    place = settings.place
     meeting = _meetings.get(place.meeting_point)
     if meeting is not None and not problems:
         return meeting
@@ -275,19 +268,18 @@ def _meet(settings: _Settings, spoilt: set[str], problems: list[str]) -> _Meetin
         if listening.listener is not None:
             listening.listener.close()
         raise EnvironmentProblems(problems, HINT)
-    _meetings[place.meeting_point] = meeting = _open_meeting(settings, addresses, listening)
+    _meetings[place.meeting_point] = meeting = _open_meeting(settings, place, addresses, listening)
     return meeting
 
 
-def _open_meeting(settings: _Settings, addresses: list[str], listening: preflight.Listening) -> _Meeting:
-    place = settings.place
-    limit = timedelta(seconds=settings.timeout_s)
+def _open_meeting(settings: _Settings, place: Place, addresses: list[str], listening: preflight.Listening) -> _Meeting:
+    limit = timedelta(seconds=settings.limit_s)
     if place.world_size == 1:
         return _Meeting(dist.HashStore(), place)
     if place.file:
         return _Meeting(dist.FileStore(place.file, place.world_size), place)
     if listening.listener is None:
-        return _join_meeting(settings, addresses, listening.taken)
+        return _join_meeting(settings, place, addresses, listening.taken)
     address, port = listening.listener.getsockname()[:2]
     local = "127.0.0.1" if address == "0.0.0.0" else address
     fd = listening.listener.detach()
@@ -297,9 +289,8 @@ def _open_meeting(settings: _Settings, addresses: list[str], listening: prefligh
     return _Meeting(store, place, local)
 
 
-def _join_meeting(settings: _Settings, addresses: list[str], taken: bool) -> _Meeting:
+def _join_meeting(settings: _Settings, place: Place, addresses: list[str], taken: bool) -> _Meeting:
     """Connect to the store that rank 0, or torchrun's agent, holds; know it from anything else that listens there."""
-    place = settings.place
     where = f"port {place.port} of {place.address}"
     start = time.monotonic()
     found = preflight.await_listener(place, addresses, settings.start_timeout_s, settings.say)
@@ -308,11 +299,14 @@ def _join_meeting(settings: _Settings, addresses: list[str], taken: bool) -> _Me
     if found.result != "open":
         text = f"{in_use} by another program" if taken else preflight.unmet(place, found, waited_s)
         raise EnvironmentProblems([text], HINT)
-    limit = timedelta(seconds=settings.timeout_s)
+    limit = timedelta(seconds=settings.limit_s)
     patience_s = min(_GREETING_S, settings.start_timeout_s)
+    slow = f"rank {place.rank}: {where} answers, but no torch store replies: another program? Up to {patience_s:g} s"
     try:
         store = preflight.within(
-            patience_s, lambda: dist.TCPStore(found.address, place.port, None, False, limit, False)
+            patience_s,
+            lambda: dist.TCPStore(found.address, place.port, None, False, limit, False),
+            lambda: settings.say(slow),
         )
     except (preflight.Deadline, dist.DistError) as error:
         text = f"{in_use} by another program" if taken else f"{where} answers, but is not this job"
@@ -349,27 +343,21 @@ def _everywhere(place: Place, addresses: list[str]) -> bool:
 # ---------------------------------------------------------------------- a group that exists
 
 
-def _adopt(
-    rank: int | None,
-    world_size: int | None,
-    given: list[str],
-    timeout_s: float | None,
-    threads: int | None,
-    layer: Layer | None,
-) -> Communicator:
+def _adopt(settings: _Settings, layer: Layer) -> Communicator:
     """The user's own default group, with this process's place in it."""
-    here, size = dist.get_rank(), dist.get_world_size()
+    here, size, timeout_s = dist.get_rank(), dist.get_world_size(), settings.timeout_s
+    given = [name for name in ("address", "port", "file", "backend", "device") if getattr(settings, name) is not None]
     problems = [f"{name}=...: the group exists already, made by init_process_group" for name in given]
-    for name, asked, is_ in (("rank", rank, here), ("world_size", world_size, size)):
+    for name, asked, is_ in (("rank", settings.rank, here), ("world_size", settings.world_size, size)):
         if asked is not None and asked != is_:
             problems.append(f"{name}={asked}, but torch.distributed has been initialised with {name}={is_}")
     if timeout_s is not None and transport_of(dist.group.WORLD) is not None:
         problems.append(f"timeout_s={timeout_s}: the group has its own, give timeout= to init_process_group")
-    _check_numbers(problems, threads, timeout_s=timeout_s)
+    problems += settings.problems()
     if problems:
         raise EnvironmentProblems(problems, "Leave these arguments out, or let lockstep.init() make the group.")
-    if threads is not None:
-        torch.set_num_threads(threads)
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
     own = transport_of(dist.group.WORLD)
     if own is None:
         plain = TorchTransport.over()

@@ -12,6 +12,8 @@ from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce
 from lockstep.errors import CollectiveMismatch
 
+Ops = Sequence[CommOp] | Mapping[int, CommOp]  # rank -> what it asked for
+
 
 def exchange(ops: Sequence[CommOp]) -> None:
     """Carry out one collective of all ranks. Raises: CollectiveMismatch where sizes do not fit."""
@@ -34,7 +36,7 @@ def copy_message(send: CommOp, source: int, recv: CommOp, target: int) -> None:
         _copy(recv.outputs[0], send.inputs[0], {source: send, target: recv}, source, target)
 
 
-def _mismatch(problem: str, ops: Mapping[int, CommOp], *ranks: int) -> CollectiveMismatch:
+def _mismatch(problem: str, ops: Ops, *ranks: int) -> CollectiveMismatch:
     lines = "".join(f"\n  rank {rank}: {describe(ops[rank])}" for rank in ranks)
     return CollectiveMismatch(
         f"{problem}:{lines}\nNext: find the branch or loop that runs differently on these ranks; every rank must call "
@@ -42,7 +44,7 @@ def _mismatch(problem: str, ops: Mapping[int, CommOp], *ranks: int) -> Collectiv
     )
 
 
-def _copy(target: Tensor, source: Tensor, ops: Mapping[int, CommOp], source_rank: int, target_rank: int) -> None:
+def _copy(target: Tensor, source: Tensor, ops: Ops, source_rank: int, target_rank: int) -> None:
     if target.numel() != source.numel() or target.dtype != source.dtype:
         raise _mismatch(
             f"rank {target_rank} has room for {target.numel()} x {target.dtype} from rank {source_rank}, which gives "
@@ -52,10 +54,6 @@ def _copy(target: Tensor, source: Tensor, ops: Mapping[int, CommOp], source_rank
             target_rank,
         )
     target.view(-1).copy_(source.view(-1))
-
-
-def _by_rank(ops: Sequence[CommOp]) -> dict[int, CommOp]:
-    return dict(enumerate(ops))
 
 
 def _root(ops: Sequence[CommOp]) -> int:
@@ -71,7 +69,7 @@ def _reduction(ops: Sequence[CommOp]) -> Reduction:
 def _broadcast(ops: Sequence[CommOp]) -> None:
     root = _root(ops)
     for rank, op in enumerate(ops):
-        _copy(op.outputs[0], ops[root].inputs[0], _by_rank(ops), root, rank)
+        _copy(op.outputs[0], ops[root].inputs[0], ops, root, rank)
 
 
 def _reduce(ops: Sequence[CommOp]) -> None:
@@ -88,19 +86,19 @@ def _all_reduce(ops: Sequence[CommOp]) -> None:
 def _gather(ops: Sequence[CommOp]) -> None:
     root = _root(ops)
     for rank, op in enumerate(ops):
-        _copy(ops[root].outputs[rank], op.inputs[0], _by_rank(ops), rank, root)
+        _copy(ops[root].outputs[rank], op.inputs[0], ops, rank, root)
 
 
 def _scatter(ops: Sequence[CommOp]) -> None:
     root = _root(ops)
     for rank, op in enumerate(ops):
-        _copy(op.outputs[0], ops[root].inputs[rank], _by_rank(ops), root, rank)
+        _copy(op.outputs[0], ops[root].inputs[rank], ops, root, rank)
 
 
 def _all_gather(ops: Sequence[CommOp]) -> None:
     for target, op in enumerate(ops):
         for source, piece in enumerate(pieces(op.outputs, len(ops))):
-            _copy(piece, ops[source].inputs[0], _by_rank(ops), source, target)
+            _copy(piece, ops[source].inputs[0], ops, source, target)
 
 
 def _reduce_scatter(ops: Sequence[CommOp]) -> None:
@@ -111,7 +109,7 @@ def _reduce_scatter(ops: Sequence[CommOp]) -> None:
                 problem = (
                     f"rank {source} has {piece.numel()} elements to reduce into rank {target}'s output of another size"
                 )
-                raise _mismatch(problem, _by_rank(ops), source, target)
+                raise _mismatch(problem, ops, source, target)
     sum_dtype = ops[0].outputs[0].dtype
     results = [tree_reduce([row[target].to(sum_dtype) for row in rows], _reduction(ops)) for target in range(len(ops))]
     for op, result in zip(ops, results, strict=True):  # only now: an output may be a part of its rank's input
@@ -121,7 +119,7 @@ def _reduce_scatter(ops: Sequence[CommOp]) -> None:
 def _all_to_all(ops: Sequence[CommOp]) -> None:
     for target, op in enumerate(ops):
         for source, piece in enumerate(op.outputs):
-            _copy(piece, ops[source].inputs[target], _by_rank(ops), source, target)
+            _copy(piece, ops[source].inputs[target], ops, source, target)
 
 
 def _barrier(ops: Sequence[CommOp]) -> None:

@@ -28,11 +28,8 @@ class Mesh:
     Raises: ConfigError for sizes that do not fill `comm`, before anything is sent, and for an axis that does not exist.
     """
 
-    def __init__(
-        self, comm: Communicator, sizes: Mapping[str, int], *, also: Sequence[Sequence[str]] = (), name: str = ""
-    ) -> None:
+    def __init__(self, comm: Communicator, sizes: Mapping[str, int], *, also: Sequence[Sequence[str]] = ()) -> None:
         self.comm = comm
-        self.name = name or comm.name
         self.sizes = fill_sizes(sizes, comm.world_size)
         self.axes = tuple(self.sizes)
         self.coordinate = coordinate(comm.rank, self.sizes)
@@ -60,7 +57,7 @@ class Mesh:
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
-        return f"<Mesh {self.name!r}: {sizes}; rank {self.comm.rank} at {tuple(self.coordinate.values())}>"
+        return f"<Mesh {self.comm.name!r}: {sizes}; rank {self.comm.rank} at {tuple(self.coordinate.values())}>"
 
     def __enter__(self) -> Mesh:
         return self
@@ -76,7 +73,7 @@ class Mesh:
     def _make(self, axes: Sequence[str], lines: Sequence[Sequence[int]]) -> Communicator:
         color = next(number for number, line in enumerate(lines) if self.comm.rank in line)
         key = lines[color].index(self.comm.rank)
-        made = self.comm.split(color, key, name=f"{self.name}/{'+'.join(axes)}")
+        made = self.comm.split(color, key, name=f"{self.comm.name}/{'+'.join(axes)}")
         assert made is not None, "a rank that gives a color has a communicator"
         self._made.append(made)
         return made

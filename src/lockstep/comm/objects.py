@@ -20,23 +20,35 @@ if TYPE_CHECKING:
 MAX_OBJECT_BYTES = 1 << 20  # objects are for settings and reports; data travels as tensors
 
 
-def broadcast_object(comm: Communicator, value: Any, src: int, label: str) -> Any:
-    """Rank `src`'s value on every rank."""
-    payload, error = _encode(value) if comm.rank == src else (b"", None)
+def broadcast_object(comm: Communicator, value: Any, src: int, label: str, limit: int = MAX_OBJECT_BYTES) -> Any:
+    """Rank `src`'s value, of at most `limit` bytes, on every rank."""
+    payload, error = _encode(value, limit) if comm.rank == src else (b"", None)
     size = torch.tensor([-1 if error else len(payload)], device=comm.device)
     comm.broadcast(size, src, label=label or "object.size")
-    _check_sizes([int(size.item())], [src], error)
+    _check_sizes([int(size.item())], [src], error, limit)
     data = _tensor(payload, int(size.item()), comm.device)
     comm.broadcast(data, src, label=label or "object")
     return _decode(data)
 
 
+def broadcast_values(comm: Communicator, values: Sequence[Any], src: int, label: str) -> list[Any]:
+    """Rank `src`'s tensors and JSON values on every rank; tensors are where `comm` communicates."""
+    described = [[list(v.shape), str(v.dtype).removeprefix("torch.")] if isinstance(v, Tensor) else [v] for v in values]
+    found: list[Any] = []
+    for place, (value, *dtype) in enumerate(broadcast_object(comm, described, src, label)):
+        if dtype:
+            empty = torch.empty(value, dtype=getattr(torch, dtype[0]), device=comm.device)
+            value = values[place].detach().to(comm.device).contiguous() if comm.rank == src else empty
+            comm.broadcast(value, src, label=label)
+        found.append(value)
+    return found
+
+
 def all_gather_object(comm: Communicator, value: Any, label: str, limit: int = MAX_OBJECT_BYTES) -> list[Any]:
     """The ranks' values, each of at most `limit` bytes, in rank order, on every rank."""
     sizes, mine = _exchange_sizes(comm, value, label, limit)
-    whole = torch.empty(comm.world_size * mine.numel(), dtype=torch.uint8, device=comm.device)
-    comm.all_gather_into_tensor(whole, mine, label=label or "object")
-    return [_decode(row[:size]) for row, size in zip(whole.view(comm.world_size, -1), sizes, strict=True)]
+    rows = all_gather_rows(comm, mine, label or "object")
+    return [_decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
 def gather_object(comm: Communicator, value: Any, dst: int, label: str) -> list[Any] | None:
@@ -47,15 +59,20 @@ def gather_object(comm: Communicator, value: Any, dst: int, label: str) -> list[
     return None if rows is None else [_decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
 
 
+def all_gather_rows(comm: Communicator, mine: Tensor, label: str) -> Tensor:
+    """Every rank's `mine` [n] as [W, n]. Collective: every rank; blocks."""
+    rows = torch.empty(comm.world_size * mine.numel(), dtype=mine.dtype, device=mine.device)
+    comm.all_gather_into_tensor(rows, mine, label=label)
+    return rows.view(comm.world_size, -1)
+
+
 def _exchange_sizes(
     comm: Communicator, value: Any, label: str, limit: int = MAX_OBJECT_BYTES
 ) -> tuple[list[int], Tensor]:
     """Every rank's size, and this rank's bytes, as long as the longest."""
     payload, error = _encode(value, limit)
-    sizes = torch.empty(comm.world_size, dtype=torch.int64, device=comm.device)
     mine = torch.tensor([-1 if error else len(payload)], device=comm.device)
-    comm.all_gather_into_tensor(sizes, mine, label=label or "object.size")
-    counts = [int(size) for size in sizes.tolist()]
+    counts: list[int] = all_gather_rows(comm, mine, label or "object.size").view(-1).tolist()
     _check_sizes(counts, range(comm.world_size), error, limit)
     return counts, _tensor(payload, max(counts), comm.device)
 

@@ -162,8 +162,12 @@ class ThenWork(Work):
         self._work.wait(timeout_s)
         then, self._then = self._then, None
         if then is not None:
-            with torch.no_grad():
-                then()
+            try:
+                with torch.no_grad():
+                    then()
+            except BaseException:
+                self._then = then  # the result is not there, and no later `wait` may say so
+                raise
 
     def is_done(self) -> bool:
         return self._work.is_done()

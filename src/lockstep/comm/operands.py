@@ -15,7 +15,7 @@ SUM_LIKE = ("sum", "mean")
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}  # to add in
 
 
-def dense(tensor: Tensor) -> Tensor:
+def dense(tensor: Tensor, complex_as_real: bool = False) -> Tensor:
     """`tensor` itself where its memory holds its elements in order, else a copy that does."""
     if not isinstance(tensor, Tensor):
         raise ConfigError(f"a {type(tensor).__name__} cannot be sent: make it a tensor, or use the object operations")
@@ -24,7 +24,7 @@ def dense(tensor: Tensor) -> Tensor:
     flat = tensor.detach().contiguous()
     if flat.is_conj() or flat.is_neg():  # the memory holds other numbers than the tensor says
         flat = flat.resolve_conj().resolve_neg()
-    return flat
+    return torch.view_as_real(flat) if complex_as_real and flat.is_complex() else flat
 
 
 def in_place(tensor: Tensor, complex_as_real: bool = False) -> tuple[Tensor, Callable[[], object] | None]:

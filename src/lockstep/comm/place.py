@@ -13,7 +13,7 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from lockstep.comm.slurm_lists import expand_hosts, expand_tasks, slurm_port
 from lockstep.errors import EnvironmentProblems
@@ -131,17 +131,9 @@ def read_place(
     return place, tuple(reader.problems)
 
 
-def find_place(
-    environ: Mapping[str, str],
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    address: str | None = None,
-    port: int | None = None,
-    file: str | None = None,
-) -> Place:
+def find_place(environ: Mapping[str, str], **given: Any) -> Place:
     """`read_place` for who wants a place or nothing. Raises EnvironmentProblems with all that is wrong."""
-    place, problems = read_place(environ, rank=rank, world_size=world_size, address=address, port=port, file=file)
+    place, problems = read_place(environ, **given)
     if problems:
         raise EnvironmentProblems([problem.text for problem in problems], HINT)
     return place

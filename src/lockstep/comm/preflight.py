@@ -13,8 +13,9 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar, final
 
+from lockstep.comm.control_groups import ROOT, group_folders
 from lockstep.comm.place import Place
 
 if sys.platform == "linux":
@@ -24,6 +25,7 @@ T = TypeVar("T")
 
 RESOLVE_S = 10.0  # a name server that is asked twice needs about this long to be given up
 SILENCE_S = 10.0  # packets without any answer for this long: a wrong address or a firewall
+NOTICE_S = 1.5  # after which it is said what is waited for
 _CONNECT_S = 3.0
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _UNASKED_S = 0.05  # a meeting point never speaks first; who does so within this time is something else
@@ -33,25 +35,44 @@ class Deadline(Exception):
     """A call did not return in time; its thread was left behind."""
 
 
-def within(limit_s: float, call: Callable[[], T]) -> T:
-    """What `call` returns or raises, or Deadline after `limit_s`: for C code that has no limit of its own."""
-    results: list[T] = []
-    errors: list[BaseException] = []
+@final
+class Aside(Generic[T]):
+    """A call in a thread of its own: for C code that has no limit, and during which no signal is heard."""
 
-    def run() -> None:
+    def __init__(self, call: Callable[[], T]) -> None:
+        self._call = call
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-aside")
+        self._thread.start()
+
+    def is_done(self, limit_s: float) -> bool:
+        """True as soon as it has ended, False after `limit_s`."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def result(self) -> T:
+        """What the call has returned or raised."""
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+    def _run(self) -> None:
         try:
-            results.append(call())
-        except BaseException as error:  # noqa: BLE001 - handed to the caller's thread below
-            errors.append(error)
+            self._results.append(self._call())
+        except BaseException as error:  # noqa: BLE001 - raised by `result`
+            self._error = error
 
-    thread = threading.Thread(target=run, daemon=True, name="lockstep-preflight")
-    thread.start()
-    thread.join(limit_s)
-    if errors:
-        raise errors[0]
-    if not results:
+
+def within(limit_s: float, call: Callable[[], T], slow: Callable[[], None] = lambda: None) -> T:
+    """What `call` returns or raises, or Deadline after `limit_s`. `slow` is called where it takes long."""
+    aside = Aside(call)
+    if limit_s > NOTICE_S and not aside.is_done(NOTICE_S):
+        slow()
+        limit_s -= NOTICE_S
+    if not aside.is_done(limit_s):
         raise Deadline
-    return results[0]
+    return aside.result()
 
 
 # ---------------------------------------------------------------------- the meeting point
@@ -149,7 +170,7 @@ def await_listener(place: Place, addresses: Sequence[str], limit_s: float, say: 
             answered = now
         elif now - answered >= SILENCE_S:
             return found
-        if now - start > 5.0 and not said:
+        if now - start > NOTICE_S and not said:
             said = True
             say(f"rank {place.rank} waits for rank 0 at {place.meeting_point} (up to {limit_s:g} s): {_reason(found)}")
         time.sleep(min(pause_s, max(limit_s - (now - start), 0.0)))
@@ -184,12 +205,20 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
+def process_state(pid: int) -> str:
+    """One letter, as /proc has it (R, S, D, T, t, Z); "" where the process has gone, or there is no /proc."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+    return stat.rpartition(")")[2].split()[0]  # a process may call itself anything, also "x) T"
+
+
 def is_running(pid: int) -> bool:
     """False where process `pid` of this machine has ended, also where its parent has not noticed yet."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except OSError:
-        pass  # ended, or not Linux
+    state = process_state(pid)
+    if state:
+        return state not in "ZX"
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -263,24 +292,10 @@ def core_mask() -> int:
     return (1 << (os.cpu_count() or 1)) - 1
 
 
-def core_quota(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+def core_quota(root: Path = ROOT) -> float:
     """The CPU time limit of this process's control groups, in cores; infinite where there is none."""
-    quotas = [float("inf")]
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:
-        return quotas[0]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        base = root / controllers if controllers else root
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            quotas += _quota_of(folder)
-            if folder == base:
-                break
-    return min(quotas)
+    quotas = [quota for folder in group_folders("cpu", root) for quota in _quota_of(folder)]
+    return min(quotas, default=float("inf"))
 
 
 def _quota_of(folder: Path) -> list[float]:

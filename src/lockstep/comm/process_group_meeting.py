@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple, final
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,7 +15,6 @@ from torch.distributed import ProcessGroup, ProcessGroupGloo, distributed_c10d
 
 from lockstep.comm import preflight
 from lockstep.comm.choose import fastest
-from lockstep.comm.op import CommOp, Work
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveTimeout, CommError, PeerLost
@@ -43,7 +41,7 @@ def connect(member: Member) -> tuple[Transport, ProcessGroup]:
     Raises: CollectiveTimeout with the ranks that did not come; PeerLost where the store is gone.
     """
     exchange = exchange_over(member)
-    plain = PlainTransport(member, exchange(preflight.machine_id()))
+    plain = plain_transport(member, exchange(preflight.machine_id()))
     return fastest(plain, exchange), plain.process_group
 
 
@@ -111,78 +109,39 @@ def _unlisted(member: Member, device: torch.device, kind: ProcessGroup.BackendTy
     return group
 
 
-@final
-class PlainTransport(Transport):
-    """Gloo between the ranks of a group that torch.distributed does not list, which need no listed one to split either.
+def plain_transport(member: Member, machines: Sequence[str]) -> TorchTransport:
+    """Gloo between the ranks of a group that torch.distributed does not list, and that needs no listed one to split.
 
     Its connections are made when they are first needed: it costs under a millisecond where another transport carries
     everything. With all ranks on one machine only loopback listens.
+    machines: rank -> machine, equal for ranks that share one.
     """
 
-    def __init__(self, member: Member, machines: Sequence[str]) -> None:
-        """machines: rank -> machine, equal for ranks that share one."""
-        self._member = member
-        self._machines = machines
-        self._splits = 0
-        self._children: weakref.WeakSet[PlainTransport] = weakref.WeakSet()
-        self.process_group = _unlisted(member, _CPU, _BACKENDS.GLOO, self._gloo())
-        ranks = distributed_c10d._world.pg_group_ranks  # where the transport looks up its global ranks, once
-        ranks[self.process_group] = {global_rank: rank for rank, global_rank in enumerate(member.global_ranks)}
-        self._torch = TorchTransport(self.process_group, _CPU, member.timeout_s, owned=True)
-        del ranks[self.process_group]
-        self.name = self._torch.name
-        self.rank = member.rank
-        self.world_size = member.world_size
-        self.global_ranks = member.global_ranks
-        self.device = _CPU
-        self.timeout_s = member.timeout_s
-
-    @property
-    def is_on_one_machine(self) -> bool:
-        """Whether loopback joins all ranks."""
-        return len(set(self._machines)) == 1
-
-    def _gloo(self) -> ProcessGroupGloo:
-        member = self._member
-        on_loopback = self.is_on_one_machine and not os.environ.get("GLOO_SOCKET_IFNAME")
-        device = (
-            ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
-            if on_loopback
-            else ProcessGroupGloo.create_default_device(lazy_init=True)
+    def part(name: str, ranks: Sequence[int]) -> TorchTransport:
+        of_part = Member(
+            store=dist.PrefixStore(name, member.store),
+            rank=list(ranks).index(member.rank),
+            world_size=len(ranks),
+            global_ranks=tuple(member.global_ranks[rank] for rank in ranks),
+            timeout_s=member.timeout_s,
+            name=f"{member.name}/{name}",
         )
-        options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - the stub has other names
-        options._devices = [device]
-        options._timeout = timedelta(seconds=member.timeout_s)
-        options.global_ranks_in_group = list(member.global_ranks)
-        options.group_name = member.name
-        return ProcessGroupGloo(dist.PrefixStore("gloo", member.store), member.rank, member.world_size, options)
+        return plain_transport(of_part, [machines[rank] for rank in ranks])
 
-    def submit(self, op: CommOp) -> Work:
-        return self._torch.submit(op)
+    on_loopback = len(set(machines)) == 1 and not os.environ.get("GLOO_SOCKET_IFNAME")
+    group = _unlisted(member, _CPU, _BACKENDS.GLOO, _gloo(member, on_loopback))
+    return TorchTransport(group, _CPU, member.timeout_s, owned=True, global_ranks=member.global_ranks, make_part=part)
 
-    def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
-        number = self._splits
-        self._splits += 1
-        for index, group in enumerate(groups):
-            if self.rank in group:
-                name = f"{number}.{index}"
-                part = Member(
-                    store=dist.PrefixStore(name, self._member.store),
-                    rank=list(group).index(self.rank),
-                    world_size=len(group),
-                    global_ranks=tuple(self.global_ranks[rank] for rank in group),
-                    timeout_s=self.timeout_s,
-                    name=f"{self._member.name}/{name}",
-                )
-                child = PlainTransport(part, [self._machines[rank] for rank in group])
-                self._children.add(child)
-                return child
-        return None
 
-    def abort(self, error: CommError) -> None:
-        self._torch.abort(error)
-        for child in tuple(self._children):
-            child.abort(error)
-
-    def close(self) -> None:
-        self._torch.close()
+def _gloo(member: Member, on_loopback: bool) -> ProcessGroupGloo:
+    device = (
+        ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
+        if on_loopback
+        else ProcessGroupGloo.create_default_device(lazy_init=True)
+    )
+    options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - the stub has other names
+    options._devices = [device]
+    options._timeout = timedelta(seconds=member.timeout_s)
+    options.global_ranks_in_group = list(member.global_ranks)
+    options.group_name = member.name
+    return ProcessGroupGloo(dist.PrefixStore("gloo", member.store), member.rank, member.world_size, options)

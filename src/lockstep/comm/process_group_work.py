@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import queue
 import threading
 from datetime import timedelta
 from typing import Any, final
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lockstep.comm.background import Background
 from lockstep.comm.op import Work
 from lockstep.errors import CollectiveTimeout, CommError, ConfigError
 
@@ -22,43 +22,26 @@ _NO_TIMEOUT = timedelta(0)
 
 @final
 class FutureTeller:
-    """Waits for works in the order they came, and tells their futures. Its thread starts with the first of them.
+    """Waits for works in the order they came, and tells their futures.
 
-    A thread of its own, because what a user attaches to a future runs in the thread that completes it, and may begin
+    In a thread of its own, because what a user attaches to a future runs in the thread that completes it, and may begin
     and await another operation: the transport's own thread would then wait for itself.
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
-        self._works: queue.SimpleQueue[GroupWork | None] = queue.SimpleQueue()
-        self._starting = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._background = Background(self, FutureTeller._settle, name)
 
     def tell(self, work: GroupWork) -> None:
         """Complete the future of `work` once it has ended; called from within a future's callback, before returning."""
-        if threading.current_thread() is self._thread:
+        if self._background.is_here() or not self._background.call(work):
             work.settle()
-            return
-        with self._starting:
-            if self._thread is None:
-                self._thread = threading.Thread(target=_serve, args=(self._works,), name=self._name, daemon=True)
-                self._thread.start()
-            self._works.put(work)
 
     def close(self, patience_s: float) -> None:
         """End the thread when all works have ended: those of a closed transport do so at once."""
-        with self._starting:
-            thread, self._thread = self._thread, None
-            if thread is not None:
-                self._works.put(None)
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience_s)
+        self._background.close(patience_s)
 
-
-def _serve(works: queue.SimpleQueue[GroupWork | None]) -> None:
-    while (work := works.get()) is not None:
+    def _settle(self, work: GroupWork) -> None:
         work.settle()
-        del work  # its tensors are the caller's to free
 
 
 @final
@@ -78,6 +61,7 @@ class GroupWork(dist.Work):
         self._waiting = threading.Lock()
         self._ended = False
         self._error: CommError | None = None
+        self._told: CommError | None = None  # to the future
         self._signal: Future[None] | None = None
         self._future: Any = None
 
@@ -99,6 +83,10 @@ class GroupWork(dist.Work):
                 self._ended = True
         except CommError as error:
             self._error = error
+            self._ended = True
+        except RuntimeError as error:  # of what is left to do here: whoever waits for the future must hear of it too
+            self._error = CommError(f"the outputs could not be filled: {error}")
+            self._error.__cause__ = error
             self._ended = True
         finally:
             self._waiting.release()
@@ -126,13 +114,15 @@ class GroupWork(dist.Work):
         """Wait, and complete the future."""
         signal = self._signal
         assert signal is not None
-        with contextlib.suppress(CommError):  # kept: `_outcome` raises it into the future
+        try:
             self.wait()
+        except CommError as error:  # also one of this wait alone: the outputs are not there
+            self._told = error
         signal.set_result(None)
 
     def _outcome(self, _: Future[None]) -> list[Tensor]:
-        if self._error is not None:
-            raise copy.copy(self._error)  # a fresh one: torch would put the stack of this one into its text
+        if self._told is not None:
+            raise copy.copy(self._told)  # a fresh one: torch would put the stack of this one into its text
         return self._outputs
 
     def result(self) -> list[Tensor]:

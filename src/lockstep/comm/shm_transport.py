@@ -27,10 +27,7 @@ from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.host import TOKEN_BYTES, Host, Room, offer_memory, why_not_shared
 from lockstep.comm.shm.messages import Mail
 from lockstep.comm.shm.post import Post
-from lockstep.comm.shm.segment import (
-    SegmentFile,
-    default_directory,
-)
+from lockstep.comm.shm.segment import SegmentFile, default_directory
 from lockstep.comm.shm.staging import SLOT_BYTES, Staging
 from lockstep.comm.shm.waiting import Parking, best_parking
 from lockstep.comm.transport import Transport
@@ -48,13 +45,7 @@ class ShmTransport(Transport):
     Memory: 1 MiB per rank and group for staging, and 0.6 MiB for each pair of ranks that exchange messages.
     """
 
-    def __init__(
-        self,
-        host: Host,
-        room: Room,
-        members: Sequence[int],
-        global_ranks: Sequence[int],
-    ) -> None:
+    def __init__(self, host: Host, room: Room, members: Sequence[int], global_ranks: Sequence[int]) -> None:
         """`members`: rank in this group -> rank in the segment. `room`: where the group's memory lies."""
         self.name = "shm"
         self.rank = list(members).index(host.rank)
@@ -198,9 +189,6 @@ class ShmTransport(Transport):
             return None
         whole = commons.view(offset, self._members, self.rank, max(numel, 1), dtype)
         return whole if numel else whole[:0]
-
-    def release(self, tensor: Tensor) -> None:
-        self._host.segment.release(tensor)
 
     def _warn(self, error: SharedMemoryUnavailable) -> None:
         if not self._host.has_warned:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -12,9 +13,11 @@ from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_
 from torch.nn import Module
 from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistributedDataParallel
 
-from lockstep.comm.choose import over_group
+from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.process_group import transport_of
+from lockstep.comm.torch_transport import TorchTransport, has_gpus
+from lockstep.comm.transport import Transport
 
 __all__ = [
     "GradBucket",
@@ -38,6 +41,9 @@ __all__ = [
 ]
 
 
+_chosen: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # torch's process groups -> what is used over them
+
+
 def default_rank_and_world() -> tuple[int, int] | None:
     """Rank and world size of torch's default group; None where there is none."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -51,7 +57,22 @@ def communicator_over(process_group: Any = None) -> Communicator:
     Collective: every rank of the group.
     Raises: ValueError, as torch does, where there is no default group.
     """
-    return Communicator(over_group(_get_default_group() if process_group is None else process_group))
+    return Communicator(_over(_get_default_group() if process_group is None else process_group))
+
+
+def _over(process_group: Any) -> Transport:
+    """The best transport for the ranks of a torch process group; of a group of the backend "lockstep" its own.
+
+    Where the group also has a backend for the GPUs of this machine, torch's calls, which choose by the tensor.
+    Collective: every rank of the group, the first time for each group; it lives as long as the group.
+    """
+    own = transport_of(process_group)
+    if own is not None and not has_gpus(process_group):
+        return own
+    chosen = _chosen.get(process_group)
+    if chosen is None:
+        chosen = _chosen[process_group] = fastest(TorchTransport.over(process_group))
+    return chosen
 
 
 def flat_group(device_mesh: Any) -> Any:

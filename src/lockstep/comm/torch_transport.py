@@ -70,18 +70,30 @@ class TorchTransport(Transport):
     """
 
     def __init__(
-        self, process_group: ProcessGroup, device: torch.device | str, timeout_s: float, *, owned: bool = False
+        self,
+        process_group: ProcessGroup,
+        device: torch.device | str,
+        timeout_s: float,
+        *,
+        owned: bool = False,
+        global_ranks: Sequence[int] | None = None,
+        make_part: Callable[[str, Sequence[int]], TorchTransport] | None = None,
     ) -> None:
+        """global_ranks, make_part: of a group that torch.distributed does not list, where it is asked for both else.
+
+        make_part(name, ranks): this rank's transport of a part of the group.
+        """
         self._strong = process_group if owned else None
         self._weak = ref(process_group)
         self.device = torch.device(device)
         self.timeout_s = timeout_s
         self.rank = process_group.rank()
         self.world_size = process_group.size()
-        self.global_ranks = tuple(dist.get_process_group_ranks(process_group))
+        self.global_ranks = tuple(dist.get_process_group_ranks(process_group) if global_ranks is None else global_ranks)
         self.name = process_group._get_backend(self.device).name()
         self._nccl = self.name == "nccl"
         self._owned = owned
+        self._make_part = make_part
         self._closed = False
         self.aborted: CommError | None = None
         self.pending = 0  # operations started here and not yet waited for
@@ -122,29 +134,14 @@ class TorchTransport(Transport):
         return cls(process_group, device, timeout.total_seconds())
 
     @classmethod
-    def fresh(
-        cls,
-        rendezvous: str,
-        rank: int,
-        world_size: int,
-        timeout_s: float,
-        backend: str = "gloo",
-        device: torch.device | str = "cpu",
-    ) -> TorchTransport:
-        """Make and own the default group of `torch.distributed`. `rendezvous` is its init_method: "file:///..." or so.
+    def fresh(cls, rendezvous: str, rank: int, world_size: int, timeout_s: float) -> TorchTransport:
+        """Make and own the default group of `torch.distributed`, of Gloo. `rendezvous`: its init_method, "file:///...".
 
         Collective: every rank; blocks until all have come.
         """
-        device = torch.device(device)
-        dist.init_process_group(
-            backend,
-            init_method=rendezvous,
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if device.type == "cuda" else None,
-        )
-        return cls(distributed_c10d._get_default_group(), device, timeout_s, owned=True)
+        limit = timedelta(seconds=timeout_s)
+        dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=limit)
+        return cls(distributed_c10d._get_default_group(), "cpu", timeout_s, owned=True)
 
     def submit(self, op: CommOp) -> Work:
         if self._closed:
@@ -169,8 +166,9 @@ class TorchTransport(Transport):
         _splits[self.process_group] = number + 1
         for index, group in enumerate(groups):
             if self.rank in group:
-                name = f"{self.process_group.group_name}/{number}.{index}"
-                return self._subgroup(name, [self.global_ranks[rank] for rank in group], list(group).index(self.rank))
+                child = (self._make_part or self._listed_part)(f"{number}.{index}", group)
+                self._children.add(child)
+                return child
         return None
 
     def abort(self, error: CommError) -> None:
@@ -202,24 +200,25 @@ class TorchTransport(Transport):
             return
         close_connections(self.process_group.recv, self.rank, self.world_size)
 
-    def _subgroup(self, name: str, global_ranks: list[int], rank: int) -> TorchTransport:
+    def _listed_part(self, name: str, ranks: Sequence[int]) -> TorchTransport:
         """A torch group of exactly these ranks, in this order, with this group's timeout.
 
         Not `dist.new_group`: it wants every rank of the job, or names the group by what each rank has destroyed so far,
         and its timeout is 30 minutes unless told. The default group is unbound from its device meanwhile, because a
         bound one would be split by a call that every rank of the job must join.
         """
+        global_ranks = [self.global_ranks[rank] for rank in ranks]
         default = distributed_c10d._get_default_group()
         bound = default.bound_device_id
         try:
             default.bound_device_id = None
             group, _ = distributed_c10d._new_process_group_helper(
                 len(global_ranks),
-                rank,
+                list(ranks).index(self.rank),
                 global_ranks,
                 self.name,
                 distributed_c10d._get_default_store(),
-                distributed_c10d.GroupName(name),
+                distributed_c10d.GroupName(f"{self.process_group.group_name}/{name}"),
                 timeout=self._limit,
                 device_id=self.device if self._nccl else None,
                 group_desc="lockstep",
@@ -231,9 +230,7 @@ class TorchTransport(Transport):
             default.bound_device_id = bound
         assert isinstance(group, ProcessGroup)
         distributed_c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(global_ranks)}
-        child = TorchTransport(group, self.device, self.timeout_s, owned=True)
-        self._children.add(child)
-        return child
+        return TorchTransport(group, self.device, self.timeout_s, owned=True)
 
     # ------------------------------------------------------------------ messages
 

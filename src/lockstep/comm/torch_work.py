@@ -112,11 +112,11 @@ class TorchWork(Work):
             own.__cause__ = error
             self._error = blamed_on(self._transport.aborted, own)
             raise self._error from self._error.__cause__
-        self._work = None
-        self._transport.pending -= 1
         if self._finish is not None:
             with torch.no_grad():
                 self._finish()
+        self._work = None  # not before: else a second `wait` would say that the result is there
+        self._transport.pending -= 1
 
     @abc.abstractmethod
     def _block(self, work: Pending, timeout_s: float | None) -> None:

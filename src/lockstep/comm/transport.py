@@ -57,10 +57,6 @@ class Transport(abc.ABC):
         """
         return None
 
-    def release(self, tensor: Tensor) -> None:
-        """Let the memory of a `shared` tensor go while its address stays; its values are lost. Not collective."""
-        return
-
     @abc.abstractmethod
     def abort(self, error: CommError) -> None:
         """End what is under way on this rank, and let every later operation fail: all raise `error`, each its own copy.
@@ -98,12 +94,8 @@ class TransportLayer(Transport):
     def shared(self, numel: int, dtype: torch.dtype) -> Tensor | None:
         return self.inner.shared(numel, dtype)
 
-    @final
-    def release(self, tensor: Tensor) -> None:
-        self.inner.release(tensor)
-
     @abc.abstractmethod
-    def over(self, inner: Transport) -> TransportLayer:
+    def over(self, inner: Transport) -> Transport:
         """The same layer over the transport of a sub-group."""
 
     @final

@@ -14,9 +14,8 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple, final
@@ -36,48 +35,27 @@ from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as may
 from lockstep.comm.pulse import NONE, PULSE, Beat, create_pulses, read_pulses
 from lockstep.launch.ended import Ended, describe, first_failure, signal_name
 from lockstep.launch.fork_server import Start
-from lockstep.launch.launch_log import LaunchLog
+from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
 from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.processes import WorkerProcess, reap_strangers
-from lockstep.launch.program import Program
-from lockstep.launch.recovery import Cause, Decision, Fault, RestartPolicy, decide, exit_code_of, fault_of, report_of
+from lockstep.launch.recovery import Cause, Decision, Fault, decide, exit_code_of, fault_of, report_of
 from lockstep.launch.starter import Starter
-from lockstep.launch.stop_signals import StopSignals
+from lockstep.launch.stop_signals import StoppedEarly, StopSignals
 from lockstep.launch.watch import Watch, process_states
 from lockstep.launch.worker import ERROR_FILE, REQUEUE
 from lockstep.launch.workers import Workers, environment_of
+from lockstep.observe.board import tell_end
+from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.post_mortem import post_mortem
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
-from lockstep.observe.settings import GUARD
 
 _LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
 _OTHERS_END_S = 300.0  # torchrun's: programs of other machines may end later
 _STOPPING_S = 10.0  # beyond the grace: for another machine to hear of it, and to end its processes
 _CONSEQUENCE_S = 2.0  # a rank that saw another one fail may be quicker than that one's own end
-
-
-@dataclass(frozen=True)
-class Supervision:
-    """How a launcher deals with its workers."""
-
-    policy: RestartPolicy
-    grace_s: float = 60.0  # for all, after a signal: the step ends and a checkpoint is written
-    failure_grace_s: float = 0.2  # for the others, after one failed: they say what they saw
-    asks_first: bool = False  # the others get SIGTERM meanwhile
-    stopped_limit_s: float = 10.0
-    hang_limit_s: float = 600.0
-    tells_traces: bool = False  # workers leave it to the launcher to print what they raised
-    guard: str = ""  # its mode, for the workers; "": as the environment says
-    variables: Mapping[str, str] = field(default_factory=dict)  # more of the workers' environment
-    again: str = ""  # command that goes on with the run
-    fits: Callable[[int], bool] | None = None  # whether the run can be done by that many processes
-    # step of the checkpoint that a start goes on from before it has told of one; NONE: there is none, None: not known
-    newest: Callable[[], int | None] = lambda: None
-    log: LaunchLog = field(default_factory=LaunchLog)
-    origins: Mapping[str, str] = field(default_factory=dict)  # how variables came to their values, where that is known
 
 
 class _Request(NamedTuple):
@@ -101,6 +79,8 @@ class _Life:
     request: _Request | None = None  # to stop
     shall_stop: bool = False  # the run, now that all have ended
     are_asked_to_end: bool = False  # those that are left, after one failed
+    guards: Any = None  # store in which the guards of several machines meet
+    told: set[int] = field(default_factory=set)  # ranks whose end the guards know of
     look_s: float = 0.0  # when the watch looks next
     ask_s: float = 0.0  # when the other machines are asked next
 
@@ -111,24 +91,21 @@ class Agent(SimpleElasticAgent):
 
     def __init__(
         self,
+        job: Launch,
         spec: WorkerSpec,
-        program: Program,
-        supervision: Supervision,
-        *,
         starter: Starter,
         signals: StopSignals,
-        logs_specs: LogsSpecs,
-        prefix: str | None,
-        folder: Path,
-        machines: tuple[int, int],
+        meeting: Any,
     ) -> None:
-        """machines: the least that the run needs, and the most that may come."""
+        """meeting: the store in which machines find each other, None where that is not known."""
         super().__init__(spec, shutdown_timeout=0)
-        self._program, self._supervision = program, supervision
-        self._starter, self._signals = starter, signals
-        self._logs_specs, self._prefix, self._folder = logs_specs, prefix, folder
-        self._least, self._is_alone = machines[0], machines[1] == 1
-        self._machines: Machines | None = None  # of the last start, where there may be several
+        self._job, self._supervision, self._starter, self._signals = job, job.supervision, starter, signals
+        self._least, most = job.config.min_nodes, job.config.max_nodes
+        self._is_alone = most == 1
+        self._machines: Machines | None = None  # of the last start, or before it those that wait; where several may be
+        self._meeting = meeting if self._least == most > 1 else None
+        if self._meeting is not None:
+            self._machines = Machines(self._meeting, signals, 0, 1)
         self._generation = -1
         self._life: _Life | None = None
         self._history: list[Fault] = []
@@ -186,6 +163,7 @@ class Agent(SimpleElasticAgent):
                 deadline_s = min(deadline_s, now_s + self._supervision.grace_s)
                 self._pass_on(life.request, workers, beats)
             self._look_at_states(life, now_s, beats)
+            self._tell_ends(life)
             if life.request is None and self._others_wait(life, now_s):
                 return False
         return True
@@ -227,7 +205,8 @@ class Agent(SimpleElasticAgent):
         if self._is_alone or now_s < life.ask_s:
             return False
         life.ask_s = now_s + spec.monitor_interval
-        return spec.rdzv_handler.num_nodes_waiting() > 0
+        assert self._machines is not None
+        return self._machines.ask(spec.rdzv_handler.num_nodes_waiting, 0) > 0
 
     def _deadline_s(self, life: _Life, now_s: float) -> float:
         """Until when the others may go on, now that some have ended."""
@@ -252,16 +231,29 @@ class Agent(SimpleElasticAgent):
             what = f"{stuck.what} ({stuck.detail})" if stuck.detail else stuck.what
             life.workers.kill_stuck({local: what for local, rank in ranks.items() if rank in stuck.ranks})
 
+    def _tell_ends(self, life: _Life) -> None:
+        """Let the guards know how processes ended: they see at most that they did, and on this machine only."""
+        if len(life.workers.running()) + len(life.told) == len(life.workers.processes):
+            return
+        for ended in life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills):
+            if ended.rank not in life.told:
+                life.told.add(ended.rank)
+                how = BECAUSE_OF_ANOTHER if ended.was_ended else describe(ended).partition("\n")[0]
+                tell = partial(tell_end, life.flights, ended.rank, how)
+                tell(None)
+                if self._machines is not None:
+                    self._machines.ask(partial(tell, life.guards), None)
+
     def _look_back(self, life: _Life) -> tuple[list[Ended], list[Beat]]:
         beats = read_pulses(life.pulses)
         life.pulses.unlink()
         found = post_mortem(life.flights)
         if found:
             sys.stderr.write(found + "\n")
-        shutil.rmtree(life.flights)
         self._committed = max([self._committed, *(beat.committed for beat in beats)])
         ended = life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills)
-        self._supervision.log.ended(life.attempt, ended, found)
+        self._supervision.log.ended(life.attempt, ended, found, life.flights)
+        shutil.rmtree(life.flights)
         self._hear(life, beats)
         life.shall_stop = life.request is not None or any(e.was_stopped for e in ended)
         return ended, beats
@@ -308,6 +300,8 @@ class Agent(SimpleElasticAgent):
             self._meet(machines, self._supervision.grace_s + _STOPPING_S)
         elif machines is not None and not failures:
             self._meet(machines, _OTHERS_END_S)
+        elif machines is not None:
+            machines.linger()
         newest = self.newest
         self.exit_code = exit_code_of(ended, decision, newest=newest, will_not_wait=self._signals.count > 1)
         if failures and decision is not None and not decision.restart:
@@ -324,7 +318,7 @@ class Agent(SimpleElasticAgent):
 
     def _meet(self, machines: Machines, limit_s: float) -> None:
         """Wait for the other machines' ends: who holds the store leaves last, and all know of the same checkpoints."""
-        self._committed = machines.meet(self._committed, limit_s, self._signals)
+        self._committed = machines.meet(self._committed, limit_s)
 
     def _ranks(self) -> dict[int, int]:
         return {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
@@ -338,25 +332,36 @@ class Agent(SimpleElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         """torch's, and then all machines agree on the number of this start: their next ones may differ."""
         worker_group.store = self._store = None  # the last start's, whose port may be asked for again
-        listening = nullcontext() if self._machines is None else self._machines.listening()
-        with self._signals.raising(), listening:  # other machines may never come
-            super()._rendezvous(worker_group)  # pyright: ignore[reportCallIssue]
-            store: Any
-            store, here, machines = worker_group.store, worker_group.group_rank, worker_group.group_world_size
-            store.set(f"lockstep/generation/{here}", str(self._generation + 1))
-            numbers = store.multi_get([f"lockstep/generation/{machine}" for machine in range(machines or 1)])
+        join = super()._rendezvous
+
+        def meet() -> list[bytes]:
+            join(worker_group)  # pyright: ignore[reportCallIssue]
+            store: Any = worker_group.store
+            store.set(f"lockstep/generation/{worker_group.group_rank}", str(self._generation + 1))
+            return store.multi_get([f"lockstep/generation/{n}" for n in range(worker_group.group_world_size or 1)])
+
+        numbers = self._signals.wait_aside(meet, self._stop_with_others)  # other machines may never come
         self._generation = max(int(number) for number in numbers)
         if not self._is_alone:
-            self._machines = Machines(store, here or 0, machines or 1, self._least)
+            here, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
+            store, can_spare_one = worker_group.store, count > self._least
+            self._machines = Machines(store, self._signals, here, count, can_spare_one=can_spare_one, run=self._meeting)
+
+    def _stop_with_others(self) -> None:
+        """Raises: StoppedEarly where another machine has asked all to stop."""
+        told = None if self._machines is None else self._machines.told_stop()
+        if told is not None:
+            self._signals.arrived.append(told.number)
+            raise StoppedEarly
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec, generation = worker_group.spec, self._generation
-        pulses, flights = self._folder / f"pulse-{generation}", self._folder / f"flight-{generation}"
+        pulses, flights = self._job.folder / f"pulse-{generation}", self._job.folder / f"flight-{generation}"
         create_pulses(pulses, spec.local_world_size)
         flights.mkdir()
-        place = (
-            "" if self._is_alone else _place_of(worker_group.store, f"{spec.rdzv_handler.get_run_id()}/{generation}")
-        )
+        prefix = f"lockstep/guard/{spec.rdzv_handler.get_run_id()}/{generation}"
+        store = None if self._is_alone else _outermost(worker_group.store)
+        place = "" if store is None else f"{store.host}:{store.port}/{prefix}"
         envs = {}
         for worker in worker_group.workers:
             env = environment_of(
@@ -370,20 +375,21 @@ class Agent(SimpleElasticAgent):
             if not spec.virtual_local_rank:  # under which no worker knows its place on this machine
                 env |= {PULSE: str(pulses), FLIGHT: str(flights), STORE: place}
             env |= self._supervision.variables
-            if self._supervision.guard:
-                env[GUARD] = self._supervision.guard
             env[ORIGINS] = json.dumps({**dict.fromkeys(env, "launcher"), **self._supervision.origins})
             envs[worker.local_rank] = env
         filters = {
             "duplicate_stdout_filters": spec.duplicate_stdout_filters,
             "duplicate_stderr_filters": spec.duplicate_stderr_filters,
         }
-        workers = Workers(spec.role, self._program, envs, self._logs_specs, self._prefixes(worker_group), **filters)
+        logs: LogsSpecs | None = self._job.config.logs_specs
+        assert logs is not None
+        workers = Workers(spec.role, self._job.program, envs, logs, self._prefixes(worker_group), **filters)
         limits = self._supervision
         watch = Watch(limits.stopped_limit_s, limits.hang_limit_s)
         attempt = attempt_of(next(iter(envs.values())))
         limits.log.attempt(attempt, worker_group.workers[0].world_size, flights)
         self._life = _Life(attempt, workers, pulses, flights, watch, time.monotonic(), out_of_memory_kills())
+        self._life.guards = None if store is None else PrefixStore(prefix, store)
         workers.start_with(self._start_worker)
         return workers.pids()
 
@@ -396,10 +402,11 @@ class Agent(SimpleElasticAgent):
         return self._starter.start(start, bind)
 
     def _prefixes(self, worker_group: WorkerGroup) -> dict[int, str] | None:
-        if not self._prefix:
+        prefix = self._job.config.log_line_prefix_template
+        if not prefix:
             return None
         return {
-            worker.local_rank: Template(self._prefix).safe_substitute(
+            worker.local_rank: Template(prefix).safe_substitute(
                 role_name=worker_group.spec.role, rank=worker.global_rank, local_rank=worker.local_rank
             )
             for worker in worker_group.workers
@@ -417,11 +424,11 @@ class Agent(SimpleElasticAgent):
             self._life = None
 
 
-def _place_of(store: Any, run: str) -> str:
-    """Where this start's guards meet: a corner of the machines' store; "" where that takes no connections."""
+def _outermost(store: Any) -> TCPStore | None:
+    """The machines' store, in a corner of which their guards meet; None where it takes no connections."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    return f"{store.host}:{store.port}/lockstep/guard/{run}" if isinstance(store, TCPStore) else ""
+    return store if isinstance(store, TCPStore) else None
 
 
 def _tell_launcher_above(error_files: dict[int, str], first: Ended, ranks: dict[int, int]) -> None:

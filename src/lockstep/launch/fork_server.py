@@ -164,12 +164,9 @@ def _become_worker(start: Start, go: int) -> Program:
 def send(link: socket.socket, message: dict[str, Any], descriptor: int | None = None) -> None:
     """One message, and a file descriptor for the other side."""
     text = json.dumps(message).encode()
-    header = _HEADER.pack(len(text))
-    if descriptor is None:
-        link.sendall(header)
-    else:
-        socket.send_fds(link, [header], [descriptor])
-    link.sendall(text)
+    data = _HEADER.pack(len(text)) + text  # in one go: who sees its beginning need not wait for the rest
+    sent = 0 if descriptor is None else socket.send_fds(link, [data], [descriptor])
+    link.sendall(data[sent:])
 
 
 def receive(link: socket.socket) -> tuple[dict[str, Any] | None, int | None]:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 
 from lockstep.launch.program import Program
 
-FLAGS = ("-u",)  # torchrun's, of the interpreters
 _PROCESSES = ("--nproc-per-node", "--nproc_per_node")
 
 

@@ -3,6 +3,8 @@
     {"launch": id, "command": [...], "flags": {...}, "host", "pid"}   once per launcher
     {"attempt": name, "world_size": n, "flights": folder}             a start of the ranks, which have that name too
     {"found": text}                                                   in the flight records of ranks that are dead
+    {"left": name, "ranks": [...]}                                    the step that was not ended: see `Moment`
+    {"record": folder}                                                written by a rank that records there instead
     {"ended": name, "code": n, "causes": [text, ...]}                 the cause of all first
     {"over": id, "code": n}                                           the exit code of the run
 
@@ -21,9 +23,11 @@ from pathlib import Path
 from typing import Any, final
 
 from lockstep.launch.ended import Ended, describe, first_failure
+from lockstep.launch.worker import REQUEUE
 from lockstep.observe.profile.run_facts import is_secret, without_secrets
+from lockstep.observe.profile.window import LAUNCH
+from lockstep.observe.report.open_step import moments_in
 
-NAME = "launch.jsonl"
 NONE_GIVEN: Mapping[str, Any] = {}
 
 
@@ -60,11 +64,15 @@ class LaunchLog:
         """The ranks are about to be started."""
         self._write("attempt", name, world_size=world_size, flights=str(flights))
 
-    def ended(self, name: str, ended: Sequence[Ended], found: str = "") -> None:
-        """All processes of this machine have ended. found: what their flight records show."""
+    def ended(self, name: str, ended: Sequence[Ended], found: str = "", flights: Path | None = None) -> None:
+        """All processes of this machine have ended. found: what their flight records, in `flights`, show."""
         if found:
             self._write("found", found)
         first = first_failure(ended)
+        is_cut = any(one.exit_code not in (0, REQUEUE) for one in ended)
+        if is_cut and flights is not None and self._folder is not None:
+            others = {one.rank for one in ended if one.was_ended}
+            self._write("left", name, ranks=[moment.told(moment.rank in others) for moment in moments_in([flights])])
         failed = [] if first is None else [first, *(one for one in ended if one.failed and one is not first)]
         causes = [f"rank {one.rank} {describe(one)}" for one in failed]
         self._write("ended", name, code=0 if first is None else first.exit_code, causes=causes)
@@ -81,7 +89,7 @@ class LaunchLog:
         text, self._lines = "".join(self._lines), []
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / NAME).open("a") as file:
+            with (self._folder / LAUNCH).open("a") as file:
                 file.write(text)
         except OSError as error:  # the run goes on
             self._folder = None

@@ -7,24 +7,26 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch.distributed import DistError
+from torch.distributed import DistError, Store
 from torch.distributed.elastic.agent.server.api import WorkerSpec
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs, Std
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
+from lockstep.comm.preflight import Deadline, within
 from lockstep.comm.pulse import NONE
 from lockstep.errors import LaunchError
-from lockstep.launch.agent import Agent, Supervision, say
+from lockstep.launch.agent import Agent, say
+from lockstep.launch.job import Launch
 from lockstep.launch.loopback import LoopbackRendezvous
-from lockstep.launch.processes import ForkServer, adopting_orphans
-from lockstep.launch.program import Program
+from lockstep.launch.processes import adopting_orphans
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StoppedEarly, StopSignals
 from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
@@ -32,21 +34,7 @@ from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
 LOOPBACK = "loopback"  # our own rendezvous, among torch's backends
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-
-
-@dataclass(frozen=True)
-class Launch:
-    """What to run on this machine, and how."""
-
-    program: Program
-    config: LaunchConfig
-    supervision: Supervision
-    folder: Path  # private to this run, gone after it
-    modules: tuple[str, ...] = ()  # that the fork server imports
-    is_warm: bool = True
-    flags: tuple[str, ...] = ()  # of the interpreters
-    server: ForkServer | None = None  # one that loads `modules` already
-    port: int = 0  # of the loopback rendezvous; 0: a free one for each start
+_CLOSE_S = 40.0  # for the rendezvous to be closed, which torch gives 30
 
 
 def local_config(processes: int, folder: Path) -> LaunchConfig:
@@ -84,7 +72,6 @@ def launch(job: Launch, settle: Callable[[], None] = lambda: None) -> int:
             is_warm=job.is_warm and is_adopting and job.config.numa_options is None,
             wait=signals.wait_for_one,
             say=say,
-            flags=job.flags,
             server=job.server,
         )
         try:
@@ -110,9 +97,29 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         config.local_addr,
         **config.rdzv_configs,
     )
-    handler = _rendezvous(job, parameters)
+    agent, handler = None, None
+    try:
+        handler, meeting = signals.wait_aside(lambda: _rendezvous(job, parameters))
+        agent = Agent(job, _spec(job, parameters, handler), starter, signals, meeting)
+        result = agent.run()
+        return agent.exit_code if result is not None else 0  # None: this machine was one too many
+    except StoppedEarly:
+        say("stopped while the processes were starting")
+        if agent is not None:
+            agent.leave_early()
+        newest = job.supervision.newest() if agent is None else agent.newest
+        return INTERRUPTED if newest in (None, NONE) else REQUEUE
+    finally:
+        is_over = not signals.count and (agent is None or agent.exit_code not in (REQUEUE, INTERRUPTED))
+        if handler is not None and is_over:  # or no other machine could join later
+            with suppress(Deadline):  # where the machine that holds the store stands still
+                within(_CLOSE_S, handler.shutdown)
+
+
+def _spec(job: Launch, parameters: RendezvousParameters, handler: RendezvousHandler) -> WorkerSpec:
+    config = job.config
     address, port = (None, None) if config.rdzv_backend == LOOPBACK else _get_addr_and_port(parameters)
-    spec = WorkerSpec(
+    return WorkerSpec(
         role=config.role,
         local_world_size=config.nproc_per_node,
         entrypoint=job.program.name,
@@ -129,35 +136,16 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         duplicate_stderr_filters=config.duplicate_stderr_filters,
         virtual_local_rank=config.virtual_local_rank,
     )
-    logs: LogsSpecs | None = config.logs_specs
-    assert logs is not None
-    agent = Agent(
-        spec,
-        job.program,
-        job.supervision,
-        starter=starter,
-        signals=signals,
-        logs_specs=logs,
-        prefix=config.log_line_prefix_template,
-        folder=job.folder,
-        machines=(config.min_nodes, config.max_nodes),
-    )
-    try:
-        result = agent.run()
-    except StoppedEarly:
-        say("stopped while the processes were starting")
-        agent.leave_early()
-        return INTERRUPTED if agent.newest in (None, NONE) else REQUEUE
-    finally:
-        if not signals.count and agent.exit_code not in (REQUEUE, INTERRUPTED):  # or no other machine could join later
-            handler.shutdown()
-    return 0 if result is None else agent.exit_code  # None: this machine was one too many
 
 
-def _rendezvous(job: Launch, parameters: RendezvousParameters) -> RendezvousHandler:
+def _rendezvous(job: Launch, parameters: RendezvousParameters) -> tuple[RendezvousHandler, Store | None]:
+    """How the machines meet, and the store in which they do, where it is known before they have."""
     if job.config.rdzv_backend == LOOPBACK:
-        return LoopbackRendezvous(job.config.run_id, job.port)
-    return rendezvous.get_rendezvous_handler(parameters)
+        return LoopbackRendezvous(job.config.run_id, job.port), None
+    if job.config.rdzv_backend == "c10d":
+        backend, store = create_backend(parameters)
+        return create_handler(store, backend, parameters), store
+    return rendezvous.get_rendezvous_handler(parameters), None
 
 
 def silence_torch() -> None:

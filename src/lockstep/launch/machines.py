@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import _thread
-import signal
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple, final
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, final
 
+from lockstep.comm.preflight import Aside
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
 from lockstep.launch.stop_signals import StopSignals
 
+T = TypeVar("T")
+
 _STOP = "stop"
 _ASK_S = 0.2
+_ANSWER_S = 5.0  # a store answers in milliseconds; that of a machine that was stopped never does
 
 
 class Told(NamedTuple):
@@ -28,75 +28,73 @@ class Told(NamedTuple):
 
 @final
 class Machines:
-    """The machines of one start. Where the one that holds the store has gone, nothing is heard, and nobody waits."""
+    """The machines of one start. Where the one that holds the store is gone or stands still, nothing is heard any more.
 
-    def __init__(self, store: Any, here: int, count: int, least: int) -> None:
+    here: number of this machine. can_spare_one: the others go on without this one, as under torchrun. run: a store of
+    all starts, where each machine is needed: who stops while it joins may be counted among those of the next start.
+    No method is blocked for longer than 5 s by what became of another machine; a signal cuts that short.
+    """
+
+    def __init__(
+        self, store: Any, signals: StopSignals, here: int, count: int, *, can_spare_one: bool = False, run: Any = None
+    ) -> None:
         self._channel = Channel(store, "lockstep")
-        self._here = here  # number of this machine
-        self._count = count
+        self._stops = self._channel if run is None else Channel(run, "lockstep")
+        self._signals = signals
+        self._here, self._count = here, count
         self._is_lost = False  # the store
-        self.can_spare_one = count > least  # the others go on without this one, as under torchrun
+        self.can_spare_one = can_spare_one
 
     def tell_stop(self, number: int) -> None:
         """Ask the others to stop, because of signal `number`, where they cannot go on without this machine."""
         if not self.can_spare_one:
-            with self._noticing_loss():
-                self._channel.put(_STOP, [number, socket.gethostname()])
+            self.ask(lambda: self._stops.put(_STOP, [number, socket.gethostname()]), None)
 
     def told_stop(self) -> Told | None:
         """Who has asked all to stop."""
-        with self._noticing_loss():
-            if not self._is_lost and not self._channel.missing([_STOP], 0):
-                return Told(*self._channel.read(_STOP))
-        return None
+        return self.ask(lambda: None if self._stops.missing([_STOP], 0) else Told(*self._stops.read(_STOP)), None)
 
-    def meet(self, committed: int, limit_s: float, signals: StopSignals) -> int:
+    def meet(self, committed: int, limit_s: float) -> int:
         """Wait until the run is over on all machines, for at most `limit_s`, or until a user will not wait.
 
         Returns: the largest `committed` of those that came.
         """
-        deadline, patience = time.monotonic() + limit_s, max(signals.count, 1)
+        deadline, patience = time.monotonic() + limit_s, max(self._signals.count, 1)
+        self.ask(lambda: self._channel.put(f"ended/{self._here}", committed), None)
         ended = [committed]
-        with self._noticing_loss():
-            self._channel.put(f"ended/{self._here}", committed)
-            while time.monotonic() < deadline and signals.count <= patience:
-                ended = self._channel.read_all("ended", self._count)
-                if len(ended) == self._count:
-                    _wait(signals, 3 * _ASK_S)  # the others see it before the store has gone
-                    break
-                _wait(signals, _ASK_S)
+        while not self._is_lost and time.monotonic() < deadline and self._signals.count <= patience:
+            ended = self.ask(lambda: self._channel.read_all("ended", self._count), ended)
+            if len(ended) == self._count:
+                self.linger()
+                break
+            self._wait(_ASK_S)
         return max(ended)
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """Within, a wish of another machine to stop arrives as a SIGTERM: for a main thread that waits in torch."""
-        is_over = threading.Event()
+    def linger(self) -> None:
+        """The others see what was said here last before the store has gone, if it is on this machine."""
+        self._wait(3 * _ASK_S)
 
-        def listen() -> None:
-            while not is_over.wait(_ASK_S):
-                if self.told_stop() is not None:
-                    _thread.interrupt_main(signal.SIGTERM)
-                    return
+    def ask(self, call: Callable[[], T], default: T) -> T:
+        """What `call`, of the store, returns; `default` where no answer comes, or a signal comes first.
 
-        thread = threading.Thread(target=listen, name="listens to other machines", daemon=True)
-        thread.start()
+        Torch's rendezvous and the ranks find out what became of the machine that held the store, and say it.
+        """
+        if self._is_lost:
+            return default
+        aside, count = Aside(call), self._signals.count
+        deadline = time.monotonic() + (_ANSWER_S if count < 2 else _ASK_S)  # two: the user will not wait
+        while not aside.is_done(0.05):
+            self._is_lost = time.monotonic() > deadline
+            if self._is_lost or self._signals.count > count:
+                return default
         try:
-            yield
-        finally:
-            is_over.set()
-            thread.join()
-
-    @contextmanager
-    def _noticing_loss(self) -> Iterator[None]:
-        """Torch's rendezvous and the ranks find out what became of the machine that held the store, and say it."""
-        try:
-            yield
+            return aside.result()
         except LaunchError:
             self._is_lost = True
+            return default
 
-
-def _wait(signals: StopSignals, seconds: float) -> None:
-    """For so long, or until the next signal that asks to stop."""
-    end, count = time.monotonic() + seconds, signals.count
-    while signals.count == count and (left_s := end - time.monotonic()) > 0:
-        signals.wait([], left_s)
+    def _wait(self, seconds: float) -> None:
+        """For so long, or until the next signal that asks to stop."""
+        end, count = time.monotonic() + seconds, self._signals.count
+        while self._signals.count == count and (left_s := end - time.monotonic()) > 0:
+            self._signals.wait([], left_s)

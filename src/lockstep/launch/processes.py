@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, final
 
 from lockstep.errors import LaunchError
@@ -103,15 +103,13 @@ def reap_strangers(known: Sequence[int]) -> None:
                 continue
 
 
-def children() -> list[int]:
-    """Of this process, adopted ones too; none are seen where there is no /proc."""
+def children(pid: int | str = "self") -> list[int]:
+    """Of process `pid`, adopted ones too; none are seen where it has ended, or there is no /proc."""
     pids: list[int] = []
-    for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
-        try:
-            with open(f"/proc/self/task/{task}/children") as file:
-                pids += [int(pid) for pid in file.read().split()]
-        except OSError:  # the thread has ended, or this kernel has no such file
-            continue
+    with suppress(OSError):  # it, or one of its threads, has just ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with open(f"/proc/{pid}/task/{task}/children") as file:
+                pids += [int(child) for child in file.read().split()]
     return pids
 
 
@@ -139,12 +137,12 @@ def start_fresh(start: Start, command: Sequence[str]) -> WorkerProcess:
 class ForkServer:
     """The launcher's side of a fork server: it is started at once, and loads while the launcher does other things."""
 
-    def __init__(self, modules: Sequence[str], environ: Mapping[str, str], flags: Sequence[str]) -> None:
-        self._settings = (tuple(modules), tuple(flags), environ.get(_THREADS))
+    def __init__(self, modules: Sequence[str], environ: Mapping[str, str]) -> None:
+        self._settings = (tuple(modules), environ.get(_THREADS))
         ours, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
-                [*python_command("fork_server", *flags), str(theirs.fileno())],
+                [*python_command("fork_server"), str(theirs.fileno())],
                 env=dict(environ),
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -157,9 +155,9 @@ class ForkServer:
         """True where it had loaded, and has ended since."""
         return self._is_ready and self._process.poll() is not None
 
-    def suits(self, modules: Sequence[str], environ: Mapping[str, str], flags: Sequence[str]) -> bool:
+    def suits(self, modules: Sequence[str], environ: Mapping[str, str]) -> bool:
         """True where another one made with these would do nothing else."""
-        return self._settings == (tuple(modules), tuple(flags), environ.get(_THREADS))
+        return self._settings == (tuple(modules), environ.get(_THREADS))
 
     @property
     def pid(self) -> int:

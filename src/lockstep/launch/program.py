@@ -21,15 +21,12 @@ from typing import Literal
 
 import lockstep
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
-from lockstep.observe.call_site import is_users
 from lockstep.observe.guard import Guard
-from lockstep.observe.last_words import sees_another
+from lockstep.observe.last_words import DEBUG, end_in_users_code, sees_another
 from lockstep.observe.process_guard import STORE, begin
 from lockstep.observe.profile.session import follow_program
 from lockstep.observe.torch_training import attach_training
 from lockstep.observe.torch_watch import attach, meet_machines
-
-DEBUG = "LOCKSTEP_DEBUG"  # set to anything: whole traces, and failed imports of the fork server, are told
 
 
 @dataclass(frozen=True)
@@ -53,7 +50,7 @@ def read_program(words: Sequence[str]) -> Program:
     return Program(kind, name, tuple(arguments))
 
 
-def python_command(module: str, *flags: str) -> list[str]:
+def python_command(module: str) -> list[str]:
     """A fresh interpreter that calls `main` of the module lockstep.launch.<module>, from wherever it is started.
 
     The current folder is not on its search path: a file there cannot take the place of one of ours.
@@ -67,7 +64,7 @@ def python_command(module: str, *flags: str) -> list[str]:
         "del sys.path[0]\n"
         "main()"
     )
-    return [sys.executable, *flags, "-c", code]
+    return [sys.executable, "-u", "-c", code]  # unbuffered, as torchrun starts them
 
 
 def main() -> None:
@@ -107,6 +104,27 @@ def run_program(program: Program) -> None:
     here = types.ModuleType("__main__")
     here.__dict__["__builtins__"] = builtins
     sys.modules["__main__"] = here
+    pid = os.getpid()
+    try:
+        left = _run(program, here)
+        if guard is not None and (left is None or left.code in (None, 0)):
+            guard.finish()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 (printed and reported, as the interpreter would print it)
+        if os.getpid() == pid:
+            _say(error, guard, os.environ)
+        else:  # a process that the rank has forked
+            _say(error, None, {})
+        raise SystemExit(1) from None
+    if left is not None:
+        if guard is not None:
+            guard.end(left)
+        raise left
+
+
+def _run(program: Program, here: types.ModuleType) -> SystemExit | None:
+    """How it left before its last line, if it did."""
     try:
         if program.kind == "module":
             sys.argv = ["-m", *program.arguments]
@@ -116,11 +134,9 @@ def run_program(program: Program) -> None:
             sys.argv = [program.name, *program.arguments]
             _search_first(str(Path(program.name).resolve().parent))
             _run_script(program.name, here)
-    except (SystemExit, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # noqa: BLE001 (printed and reported, as the interpreter would print it)
-        _say(error, guard)
-        raise SystemExit(1) from None
+    except SystemExit as error:
+        return error
+    return None
 
 
 def _search_first(folder: str) -> None:
@@ -137,7 +153,7 @@ def _run_script(name: str, here: types.ModuleType) -> None:
     exec(compile(source, path, "exec", dont_inherit=True), here.__dict__)
 
 
-def _say(error: BaseException, guard: Guard | None) -> None:
+def _say(error: BaseException, guard: Guard | None, environ: Mapping[str, str]) -> None:
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -145,22 +161,11 @@ def _say(error: BaseException, guard: Guard | None) -> None:
     if guard is not None:
         error = guard.cause_of(error)
     if sees_another(error) and DEBUG not in os.environ:
-        _end_in_users_code(error)
+        end_in_users_code(error)
         trace = error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    _leave_for_launcher(error, os.environ)
+    _leave_for_launcher(error, environ)
     sys.excepthook(type(error), error, trace)
-
-
-def _end_in_users_code(error: BaseException) -> None:
-    """How another rank's failure was met in our code and torch's tells nobody anything: its words say all."""
-    last, trace = None, error.__traceback__
-    while trace is not None:
-        last = trace if is_users(trace.tb_frame.f_code.co_filename) else last
-        trace = trace.tb_next
-    if last is not None:
-        last.tb_next = None
-        error.__cause__, error.__suppress_context__ = None, True
 
 
 def _leave_for_launcher(error: BaseException, environ: Mapping[str, str]) -> None:

@@ -22,12 +22,12 @@ _ACCELERATORS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*", "/d
 
 
 @contextmanager
-def loading_ahead(modules: Sequence[str], flags: Sequence[str] = (), **variables: str) -> Iterator[ForkServer | None]:
+def loading_ahead(modules: Sequence[str], **variables: str) -> Iterator[ForkServer | None]:
     """A fork server that loads while this process loads torch itself; None where there may be a GPU."""
     if not HAS_PIDFD or may_have_accelerator():
         yield None
         return
-    server = ForkServer(modules, {**os.environ, **variables, AGENT_PID: str(os.getpid())}, flags)
+    server = ForkServer(modules, {**os.environ, **variables, AGENT_PID: str(os.getpid())})
     try:
         yield server
     finally:
@@ -49,12 +49,11 @@ class Starter:
         is_warm: bool,
         wait: Waiting,
         say: Callable[[str], None],
-        flags: Sequence[str] = (),
         server: ForkServer | None = None,
     ) -> None:
-        self._modules, self._flags, self._wait, self._say = modules, flags, wait, say
+        self._modules, self._wait, self._say = modules, wait, say
         self._is_warm = is_warm and not why_fresh(program)
-        suits = server is not None and server.suits(modules, os.environ, flags)
+        suits = server is not None and server.suits(modules, os.environ)
         if server is not None and not (self._is_warm and suits):
             server.close()
         self._server = (server if suits else self._new_server()) if self._is_warm else None
@@ -79,7 +78,7 @@ class Starter:
             tries += 1
         if self._is_warm:
             self._say(f"the fork server has ended {_TRIES} times: one worker is started as a fresh interpreter")
-        return start_fresh(start, command([*python_command("program", *self._flags), *start.program.words()]))
+        return start_fresh(start, command([*python_command("program"), *start.program.words()]))
 
     def look(self) -> None:
         """Begin to load another fork server where the one that was there has ended: the next restart is warm again."""
@@ -106,7 +105,7 @@ class Starter:
         return worker
 
     def _new_server(self) -> ForkServer:
-        return ForkServer(self._modules, os.environ, self._flags)
+        return ForkServer(self._modules, os.environ)
 
 
 def default_processes() -> int:

@@ -9,10 +9,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import final
+from typing import TypeVar, final
 
+from lockstep.comm.preflight import Aside
 from lockstep.launch.processes import wait_for
 from lockstep.launch.worker import INTERRUPTED, stop_signals
+
+T = TypeVar("T")
+
+_LOOK_S = 0.1  # while something goes on aside
 
 
 @contextmanager
@@ -59,7 +64,6 @@ class StopSignals:
     def __init__(self, numbers: Sequence[int]) -> None:
         self._numbers = numbers
         self.arrived: list[int] = []
-        self._raises = False
 
     def __enter__(self) -> StopSignals:
         self._reading, self._writing = socket.socketpair()
@@ -84,15 +88,16 @@ class StopSignals:
         """How many have arrived."""
         return len(self.arrived)
 
-    @contextmanager
-    def raising(self) -> Iterator[None]:
-        """Within, a signal raises StoppedEarly wherever it meets Python: for waits that look at nothing else."""
-        self._raises = True
-        try:
+    def wait_aside(self, call: Callable[[], T], meanwhile: Callable[[], None] = lambda: None) -> T:
+        """What `call` returns or raises, from a thread of its own, as C++ hears no signals.
+
+        meanwhile: called several times a second. Raises: StoppedEarly when a signal has arrived; the call stays behind.
+        """
+        aside = Aside(call)
+        while not aside.is_done(_LOOK_S):
             self._raise_if_arrived()
-            yield
-        finally:
-            self._raises = False
+            meanwhile()
+        return aside.result()
 
     def wait(self, descriptors: Sequence[int], timeout_s: float | None) -> list[int]:
         """Until one of `descriptors` can be read, a signal arrives, a child ends, or `timeout_s` is over; which."""
@@ -119,8 +124,6 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.arrived.append(number)
-        if self._raises:
-            raise StoppedEarly
 
     def _on_child(self, number: int, frame: FrameType | None) -> None:
         """Its number in the wakeup file is all that is wanted."""

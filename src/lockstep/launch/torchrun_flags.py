@@ -15,10 +15,9 @@ from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from lockstep.errors import ConfigError
-from lockstep.launch.agent import Supervision
-from lockstep.launch.guess import FLAGS
+from lockstep.launch.job import Launch, Supervision
 from lockstep.launch.launch_log import LaunchLog
-from lockstep.launch.launcher import LOOPBACK, SIGNALS, Launch, silence_torch
+from lockstep.launch.launcher import LOOPBACK, SIGNALS, silence_torch
 from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
@@ -64,6 +63,12 @@ def parser() -> ArgumentParser:
         metavar="DIR",
         help="folder for the record of where the time of each step goes, which `lockstep profile DIR` reads (default: "
         "runs/<script>-<time>; off: none)",
+    )
+    own.add_argument(
+        "--watch",
+        action="store_true",
+        help="as the first word: show the run here, a row per rank, and as a live page; what the ranks print goes into "
+        "a file",
     )
     own.add_argument(
         "--profile",
@@ -127,7 +132,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     del given["training_script"], given["training_script_args"]
     supervision = replace(
         _supervision(args, smallest or config.nproc_per_node, config),
-        variables={RUN: record, PROFILE: args.profile, LOG: args.log},
+        variables={RUN: record, PROFILE: args.profile, LOG: args.log, GUARD: args.guard},
         log=LaunchLog(Path(record) if record else None, command=["lockstep", "run", *words], flags=given),
         origins=origins,
     )
@@ -138,7 +143,6 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
         folder,
         modules=tuple(modules_to_preload(program, Path.cwd())),
         is_warm=args.start == "warm",
-        flags=FLAGS,
         server=server,
         port=port,
     )
@@ -157,6 +161,8 @@ def _record_of(args: Namespace) -> str:
 
 def _refuse(args: Namespace) -> None:
     """Raises: ConfigError for what torchrun would take and cannot do well."""
+    if args.watch:
+        raise ConfigError("--watch comes first: lockstep run --watch [other flags] script.py")
     if args.start_method != "spawn":
         raise ConfigError(f"--start-method {args.start_method}: --start warm|fresh says how workers are started")
     if args.module and args.no_python:
@@ -237,5 +243,4 @@ def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Superv
         asks_first=asks_first,
         stopped_limit_s=args.stopped_limit_s,
         hang_limit_s=args.hang_limit_s,
-        guard=args.guard,
     )

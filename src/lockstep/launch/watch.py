@@ -8,9 +8,9 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, final
 
+from lockstep.comm.preflight import process_state
 from lockstep.comm.pulse import NONE, Beat
 
 STOPPED = "T"  # by SIGSTOP, or by Ctrl-Z
@@ -85,19 +85,11 @@ def _behind(beats: Sequence[Beat]) -> tuple[tuple[int, ...], str]:
 def process_states(pids: Mapping[int, int]) -> dict[int, str]:
     """Rank -> state of the process pids[rank] as one letter (R, S, D, T, t, Z); those that are gone are left out."""
     if sys.platform == "linux":
-        states = {rank: _state_in_proc(pid) for rank, pid in pids.items()}
+        states = {rank: process_state(pid) for rank, pid in pids.items()}
     else:
         by_pid = _states_by_ps(list(pids.values()))
         states = {rank: by_pid.get(pid, "") for rank, pid in pids.items()}
     return {rank: state for rank, state in states.items() if state}
-
-
-def _state_in_proc(pid: int) -> str:
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(")")[2].split()[0]  # a process may call itself anything, also "x) T"
 
 
 def _states_by_ps(pids: Sequence[int]) -> dict[int, str]:

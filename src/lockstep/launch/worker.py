@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import re
 import signal
 import sys
 import threading
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lockstep.comm.pulse import open_pulse
 from lockstep.errors import ConfigError
-from lockstep.observe.last_words import innermost, users_line
+from lockstep.observe.last_words import innermost, places_in, said_and_where
 
 if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
@@ -34,6 +33,7 @@ INTERRUPTED = 130  # of one that a signal stopped before there was anything to k
 # What asks a run to stop. SIGUSR1 is what batch systems send some time before the end, `#SBATCH --signal=USR1@60`.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
+_SIGACTION_BYTES = 256  # more than any system's
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class StopRequest:
         self._pid = os.getpid()
         self._arrived = 0  # number of the first signal
         self._agreed = 0  # number of a signal that all ranks have heard of
-        self._before = {number: signal.getsignal(number) for number in stop_signals()}
+        self._before = {number: _Disposition(number) for number in stop_signals()}
         if comm is None:
             self._handle(signal.SIG_DFL if self._has_launcher else self._interrupt)
         else:
@@ -142,8 +142,8 @@ class StopRequest:
 
     def close(self) -> None:
         """Signals do again what they did before."""
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        for before in self._before.values():
+            before.restore()
         self._before = {}
 
     def settle(self) -> None:
@@ -174,6 +174,20 @@ class StopRequest:
         self._pulse.asked(number)
 
 
+@final
+class _Disposition:
+    """What a signal does: also what C has told it, as faulthandler does, of which Python does not know."""
+
+    def __init__(self, number: int) -> None:
+        self._number, self._handler = number, signal.getsignal(number)
+        self._action = ctypes.create_string_buffer(_SIGACTION_BYTES)
+        ctypes.CDLL(None).sigaction(number, None, self._action)
+
+    def restore(self) -> None:
+        signal.signal(self._number, signal.SIG_DFL if self._handler is None else self._handler)
+        ctypes.CDLL(None).sigaction(self._number, self._action, None)
+
+
 def has_launcher_of_ranks(environ: Mapping[str, str]) -> bool:
     """True where our agent or torchrun started this process, and ends it with the others."""
     return AGENT_PID in environ or "TORCHELASTIC_RUN_ID" in environ
@@ -184,9 +198,7 @@ def describe_failure(
 ) -> Failure:
     """`error` as a record that can leave the process."""
     trace = "".join(traceback.format_exception(error))
-    message = str(error) or type(error).__name__
-    kind = type(error).__name__
-    where = users_line(error)
+    kind, (message, where) = type(error).__name__, said_and_where(error)
     return Failure(rank, kind, message, exit_code, is_expected, is_consequence, trace, time.time(), where)
 
 
@@ -225,6 +237,5 @@ def read_failure(path: Path, rank: int = 0) -> Failure | None:
     summary = message.get("message", "") if isinstance(message, dict) else str(message)
     kind, _, text = summary.partition(": ")
     trace = str(extra.get("py_callstack", ""))
-    places = [(file, int(line)) for file, line in re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)]
     time_s = float(extra.get("timestamp", 0))
-    return Failure(rank, kind, text or summary, 1, False, False, trace, time_s, innermost(places))
+    return Failure(rank, kind, text or summary, 1, False, False, trace, time_s, innermost(places_in(trace)))

@@ -131,8 +131,8 @@ class Workers(PContext):
             self._ended_s[rank] = time.monotonic()
 
     def ended(self, rank_of: Mapping[int, int], out_of_memory: bool) -> list[Ended]:
-        """How each ended, once all have. rank_of: local rank -> rank. out_of_memory: the kernel has killed some."""
-        return [self._ended(local, rank_of[local], out_of_memory) for local in sorted(self.processes)]
+        """How those have ended that have. rank_of: local rank -> rank. out_of_memory: the kernel has killed some."""
+        return [self._ended(local, rank_of[local], out_of_memory) for local in sorted(self._ended_s)]
 
     def failures(self, rank_of: Mapping[int, int]) -> dict[int, ProcessFailure]:
         """Those that failed, in torch's own record."""

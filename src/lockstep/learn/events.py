@@ -146,12 +146,12 @@ def words(event: Event) -> str:
 
 
 def numbers(values: Values, shape: Sequence[int] = ()) -> str:
-    """Values as a reader wants them: whole ones without a point, the rest of a long tensor as dots."""
+    """Values as a reader wants them: whole ones without a point, of a long tensor the first three."""
     listed = [str(int(value)) if value == value // 1 and abs(value) < 1e15 else f"{value:.4g}" for value in values]
     if not shape and len(listed) == 1:
         return listed[0]
     is_cut = len(values) == VALUES_MAX < math.prod(shape)
-    return f"[{', '.join(listed)}{', ..' if is_cut else ''}]"
+    return f"[{', '.join([*listed[:3], '..'] if is_cut else listed)}]"
 
 
 def spark(values: Values, width: int = 24) -> str:

@@ -91,12 +91,14 @@ def _at_ns(group: Sequence[Event]) -> int:
 
 
 def draw(events: Sequence[Event], world_size: int, width: int) -> list[Text]:
-    """The lines of a screen, at most `width` columns wide."""
+    """The lines of a screen, at most `width` columns wide; the first one names the ranks, where each has a column."""
+    if not events:
+        return []
     lane = min(30, (width - 1) // world_size)
     if lane < _LANE_MIN:
         return [_told(event) for rank in range(world_size) for event in events if event.rank == rank]
     lines = _cells({rank: f"rank {rank}" for rank in range(world_size)}, lane, bold=True)
-    began_ns = min((event.began_ns for event in events), default=0)
+    began_ns = min(event.began_ns for event in events)
     for _, together in groupby(rows(events), key=lambda row: (row.level, row.events[0].is_message)):
         found = list(together)
         lines += (
@@ -118,7 +120,10 @@ def _lines(row: Row, lane: int) -> list[Text]:
     if first.kind in ("say", "curve"):
         return [_told(event) for event in sorted(row.events, key=lambda event: event.rank)]
     if first.kind == "show":
-        return _cells({e.rank: f"{e.name} = {numbers(e.after, e.shape)}" for e in row.events}, lane)
+        values = {e.rank: numbers(e.after, e.shape) for e in row.events}
+        if len(f"{first.name} = ") + max(map(len, values.values())) <= lane - 2:
+            return _cells({rank: f"{first.name} = {value}" for rank, value in values.items()}, lane)
+        return [Text(f" {first.name}:", "dim"), *_cells(values, lane)]
     return _collective(row.events, lane)
 
 

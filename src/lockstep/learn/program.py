@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.errors import ConfigError
-from lockstep.learn.events import Event, file_of, read_events
+from lockstep.learn.events import Event, read_events
 
 FOLDER = "LOCKSTEP_LESSON"  # names the folder for the events of a rank; unset: they are printed
-_LIMIT_S = 240.0
+_LIMIT_S = 600.0
 
 
 class Played(NamedTuple):
@@ -59,6 +59,8 @@ def play(path: Path, world_size: int, folder: Path, *, restarts: int = 0, limit_
         except BaseException:
             process.terminate()
             raise
-    if not file_of(folder, 0).exists():
-        raise ConfigError(f"{path} told nothing on {world_size} processes, exit code {code}:\n{output.strip()}")
-    return Played(read_events(folder), code, output.strip())
+    try:
+        return Played(read_events(folder), code, output.strip())
+    except ConfigError:
+        end = f"and was ended after {limit_s:g} s" if code is None else f"exit code {code}"
+        raise ConfigError(f"{path} told nothing on {world_size} processes, {end}:\n{output.strip()}") from None

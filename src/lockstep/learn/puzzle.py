@@ -33,11 +33,6 @@ class Puzzle:
     calls: tuple[str, ...] = ("send", "recv")  # of the communicator that may be used
     calls_max: int | None = None  # of each rank
 
-    @property
-    def number(self) -> str:
-        """As its file begins: "01"."""
-        return self.name[:2]
-
 
 def with_hole(solution: str) -> str:
     """The program that a learner is given: the instruction stays, the code between the marks is gone.

@@ -184,7 +184,8 @@ const keys = {
   t: () => byId("real").click(),
 };
 addEventListener("keydown", (event) => {
-  if (event.ctrlKey || event.metaKey || event.altKey || event.target.matches("input[type=range], select, button") && event.key !== "t") return;
+  const isTheirs = event.target.matches("select") || event.key === " " && event.target.matches("button, input");
+  if (event.ctrlKey || event.metaKey || event.altKey || isTheirs) return;
   if (keys[event.key]) { event.preventDefault(); keys[event.key](); }
 });
 byId("first").addEventListener("click", () => { pause(); moveTo(0); });

@@ -38,14 +38,14 @@ def _screen(screen: Screen) -> Mapping[str, Any]:
 
 
 def _row(row: Row, zero_ns: int) -> Mapping[str, Any]:
-    first = row.events[0]
+    first, ordered = row.events[0], sorted(row.events, key=lambda event: event.rank)
     kind = "message" if first.is_message else first.kind if first.kind in ("show", "curve", "say") else "collective"
     found: dict[str, Any] = {
         "kind": kind,
         "began_us": (min(event.began_ns for event in row.events) - zero_ns) // 1000,
         "ended_us": (row.at_ns - zero_ns) // 1000,
-        "ranks": [_rank(event) for event in sorted(row.events, key=lambda event: event.rank)],
-        "words": [f"rank {event.rank} {words(event)}" for event in sorted(row.events, key=lambda event: event.rank)],
+        "ranks": [_rank(event) for event in ordered],
+        "words": [f"rank {event.rank} {words(event).replace('  ', ', ')}" for event in ordered],
     }
     if kind == "message":
         sender, receiver = (first.rank, first.peer) if first.kind == "send" else (first.peer, first.rank)

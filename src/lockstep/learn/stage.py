@@ -7,11 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from shutil import rmtree
+from statistics import median
+from tempfile import gettempdir
 from textwrap import dedent
 from time import monotonic_ns
-from types import TracebackType
 from typing import Any, TextIO, final
 
 import torch
@@ -40,12 +42,13 @@ class Stage:
         self._tell = tell
         self._rank = comm.rank
         self.folder = folder
-        self.sent_bytes = 0  # in messages of `comm`
+        self._moved = {"send": 0, "recv": 0}  # bytes, in messages of `comm`
         self.comm = Communicator(EventLayer(comm.transport, self._told))
         self.quietly = comm  # the same ranks; what goes through this is not shown
 
     def _told(self, event: Event) -> None:
-        self.sent_bytes += event.bytes if event.kind == "send" else 0
+        if event.is_message:
+            self._moved[event.kind] += event.bytes
         self._tell(event)
 
     def screen(self, title: str, text: str = "") -> None:
@@ -73,6 +76,23 @@ class Stage:
         """What this rank has to say."""
         now = monotonic_ns()
         self._tell(Event(self._rank, "say", now, now, text=" ".join(text.split())))
+
+    def moved_bytes(self, work: Callable[[], object]) -> tuple[int, int]:
+        """What this rank sends and receives in the messages of `comm` while it does `work`, counted."""
+        before = tuple(self._moved.values())
+        work()
+        sent, received = (now - then for now, then in zip(self._moved.values(), before, strict=True))
+        return sent, received
+
+    def median_ms(self, work: Callable[[], object], times: int = 5) -> float:
+        """How long `work` takes this rank, when all begin together."""
+        took: list[float] = []
+        for _ in range(times):
+            self.quietly.barrier()
+            began_ns = monotonic_ns()
+            work()
+            took.append(1e-6 * (monotonic_ns() - began_ns))
+        return median(took)
 
 
 @final
@@ -146,21 +166,9 @@ def _about(tensor: Tensor, size: int | None = None) -> dict[str, Any]:
     return {"dtype": dtype, "shape": tuple(tensor.shape), "bytes": tensor.nbytes if size is None else size}
 
 
-@final
-class _File:
-    """Events as lines of a file, each there as soon as it has happened: a rank may be killed."""
-
-    def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("a", encoding="utf-8", buffering=1)
-
-    def __call__(self, event: Event) -> None:
-        self._file.write(json.dumps(event.to_json()) + "\n")
-
-    def __enter__(self) -> _File:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._file.close()
+def _write(file: TextIO, event: Event) -> None:
+    """A line, which is there as soon as the event has happened: a rank may be killed."""
+    file.write(json.dumps(event.to_json()) + "\n")
 
 
 def _print(event: Event) -> None:
@@ -175,13 +183,26 @@ def run(lesson: Callable[[Stage], None]) -> None:
 
     Collective: every rank of the job; blocks.
     """
-    folder = os.environ.get(FOLDER, "")
+    given = os.environ.get(FOLDER, "")
     with ExitStack() as stack:
         comm = stack.enter_context(lockstep.init(verbose=False))
-        if folder:
-            stage = Stage(comm, stack.enter_context(_File(file_of(Path(folder), comm.rank))), Path(folder))
+        if given:
+            file = stack.enter_context(file_of(Path(given), comm.rank).open("a", encoding="utf-8", buffering=1))
+            stage = Stage(comm, partial(_write, file), Path(given))
         else:
-            made = stack.enter_context(TemporaryDirectory(prefix="lesson-")) if comm.rank == 0 else ""
+            made = str(_folder()) if comm.rank == 0 else ""
+            if made:
+                stack.callback(rmtree, made)
             stage = Stage(comm, _print, Path(comm.broadcast_object(made)))
         lesson(stage)
         comm.barrier()  # nobody uses the folder any more
+
+
+def _folder() -> Path:
+    """One of our own, which ranks that torchrun has started again find as they left it."""
+    folder = Path(gettempdir()) / f"lockstep-lesson-{os.getppid()}"
+    is_again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not is_again:
+        rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700, exist_ok=is_again)
+    return folder

@@ -1,4 +1,4 @@
-"""Every rank has a part, and all want the whole: the sum of gradients, and how a ring makes it."""
+"""Every rank has a part, and all want the whole."""
 
 import torch
 
@@ -18,12 +18,20 @@ def all_reduce(stage: Stage) -> None:
 
     stage.screen(
         "The ring, first half: reduce-scatter",
-        "Cut the tensor into W chunks. In each step every rank sends one chunk to its right neighbour and adds what "
-        "comes from the left. All links work at the same time. After W - 1 steps every rank has one chunk of the "
-        "whole sum. Second half: the finished chunks go round once more, without adding.",
+        "Cut the tensor into W chunks; the first has ones, the second twos. In each step every rank sends one chunk"
+        " to its right neighbour and adds what comes from the left. All links work at the same time. After W - 1 steps "
+        "every rank has one chunk of the sum.",
     )
-    x = torch.full((world_size,), 10.0**comm.rank)
-    comm.all_reduce(x, algorithm="ring")
+    x = 10**comm.rank * torch.arange(1, world_size + 1)  # [W]
+    chunk = torch.zeros(1, dtype=x.dtype)
+    comm.reduce_scatter_tensor(chunk, x, algorithm="ring")
+    stage.show(chunk=chunk)
+
+    stage.screen(
+        "The ring, second half: all-gather",
+        "The finished chunks go round once more; nothing is added. Both halves together are the ring all-reduce.",
+    )
+    comm.all_gather_into_tensor(x, chunk, algorithm="ring")
     stage.show(x=x)
 
     stage.screen(
@@ -31,9 +39,9 @@ def all_reduce(stage: Stage) -> None:
         "The ring sends 2 (W - 1) / W of the tensor per rank, hardly more with more ranks: the well-known tutorial "
         "that passes the whole tensor W - 1 times sends W / 2 times as much.",
     )
-    x, before = torch.ones(1200), stage.sent_bytes
-    comm.all_reduce(x, algorithm="ring", label="1200 floats")
-    stage.show(tensor_bytes=x.nbytes, sent_bytes=stage.sent_bytes - before)
+    x = torch.ones(1200)
+    sent_bytes, _ = stage.moved_bytes(lambda: comm.all_reduce(x, algorithm="ring", label="1200 floats"))
+    stage.show(tensor_bytes=x.nbytes, sent_bytes=sent_bytes)
 
     stage.screen(
         "Gradients: the mean",

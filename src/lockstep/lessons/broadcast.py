@@ -1,4 +1,4 @@
-"""One rank has the truth, all others get a copy: how replicas of a model start out equal."""
+"""One rank has the truth, all others get a copy."""
 
 import torch
 from torch import nn

@@ -1,9 +1,8 @@
-"""Saving: rank 0 by hand, then all ranks with a commit; a rank is killed, and the run goes on from the last commit."""
+"""Saved, killed, and back where it was."""
 
 import os
 import signal
 
-import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
@@ -13,20 +12,19 @@ from lockstep.learn.stage import Stage, run
 
 def checkpoint(stage: Stage) -> None:
     comm = stage.comm
-    torch.manual_seed(0)
     model = nn.Linear(2, 1, bias=False)
+    nn.init.zeros_(model.weight)  # [1, 2]; each step adds 1, so its value is the number of steps
     with lockstep.Checkpointer(stage.folder / "checkpoints", stage.quietly) as checkpointer:
         loaded = checkpointer.load({"model": model})
         if loaded is None:
             first_life(stage, model, checkpointer)
-        text = "The launcher saw the rank die and started all again: new processes, which find step 2."
-        stage.screen("Killed, and back", text)
+        stage.screen("Killed, and back", "The launcher starts all again: new processes, which find step 2.")
         stage.show(life=1 + int(os.environ["TORCHELASTIC_RESTART_COUNT"]), loaded_step=loaded.step, weight=model.weight)
 
         text = "One bit of the newest changes. It is found before a tensor is handed out; the older one is taken."
         stage.screen("A flipped bit", text)
         if comm.rank == 0:
-            file = next((stage.folder / "checkpoints").glob("step-00000002*/*.safetensors"))
+            file = min((stage.folder / "checkpoints").glob("step-00000002*/*.safetensors"))
             content = file.read_bytes()
             file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         comm.barrier()
@@ -45,13 +43,14 @@ def first_life(stage: Stage, model: nn.Module, checkpointer: lockstep.Checkpoint
     stage.screen(
         "What that does not survive",
         "Killed while it writes, the file is half old, half new. Checkpointer writes a new folder, proves every byte,"
-        " and only then gives it its name. Each step adds 1; two are committed; in the third, rank 1 is killed.",
+        " and only then gives it its name. Each step adds 1; two are committed; in the third, the last rank is killed.",
     )
     for step in (1, 2, 3):
-        with torch.no_grad():
-            model.weight += 1
+        model.weight.data += 1
         stage.show(**{f"step{step}": model.weight})
-        if step == 3 and comm.rank == 1:
+        stage.quietly.barrier()
+        if step == 3 and comm.rank == comm.world_size - 1:
+            stage.say("is killed now: SIGKILL, which no program can catch")
             os.kill(os.getpid(), signal.SIGKILL)
         checkpointer.save(step, {"model": model})
 

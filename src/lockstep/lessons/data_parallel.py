@@ -1,8 +1,6 @@
-"""An older design: one process, one thread for each device, and the model copied anew in every step."""
+"""An older design: one process, a thread for each device."""
 
 import copy
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -11,14 +9,14 @@ from torch import nn
 import lockstep
 from lockstep.learn.stage import Stage, run
 
-BATCH, STEPS, WIDTH = 96, 10, 256
+BATCH, WIDTH = 96, 256
 
 
 def data_parallel(stage: Stage) -> None:
     comm = stage.comm
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(6)])
-    x = torch.randn(BATCH, WIDTH)
+    x = torch.randn(BATCH, WIDTH)  # [batch, features]
 
     def with_threads() -> None:
         """As torch.nn.DataParallel: replicate, scatter, compute in threads, gather all gradients in one place."""
@@ -34,8 +32,9 @@ def data_parallel(stage: Stage) -> None:
         " devices and the gradients come back to one; the threads share one interpreter, so the parts between the "
         "kernels run one after the other. It cannot leave its machine.",
     )
+    took = stage.median_ms(with_threads if comm.rank == 0 else lambda: None)
     if comm.rank == 0:
-        stage.show(threads_ms=median_ms(with_threads))
+        stage.show(threads_ms=took)
 
     stage.screen(
         "One process for each device",
@@ -44,16 +43,7 @@ def data_parallel(stage: Stage) -> None:
     )
     ddp = lockstep.DistributedDataParallel(model)
     mine = x.chunk(comm.world_size)[comm.rank]
-    stage.show(ddp_ms=median_ms(lambda: ddp(mine).sum().backward()))
-
-
-def median_ms(work: Callable[[], object]) -> float:
-    took = []
-    for _ in range(STEPS):
-        began = time.perf_counter()
-        work()
-        took.append(1e3 * (time.perf_counter() - began))
-    return sorted(took)[STEPS // 2]
+    stage.show(ddp_ms=stage.median_ms(lambda: ddp(mine).sum().backward()))
 
 
 if __name__ == "__main__":

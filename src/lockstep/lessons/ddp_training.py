@@ -1,4 +1,4 @@
-"""The full system: N processes with DistributedDataParallel, beside one process with all the data."""
+"""The full system: N processes against one."""
 
 import torch
 from torch import nn
@@ -7,7 +7,7 @@ from torch.nn import functional
 import lockstep
 from lockstep.learn.stage import Stage, run
 
-BATCH, STEPS = 48, 60
+BATCH, STEPS = 840, 60  # 1 to 8 ranks divide a batch of 840
 
 
 def network() -> nn.Module:
@@ -15,7 +15,7 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
 
 
-def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:
+def samples() -> list[tuple[torch.Tensor, torch.Tensor]]:  # STEPS x ([batch, 4], [batch, 1])
     torch.manual_seed(1)
     return [(x := torch.randn(BATCH, 4), x.sum(dim=1, keepdim=True).sin()) for _ in range(STEPS)]
 
@@ -36,7 +36,7 @@ def ddp_training(stage: Stage) -> None:
     comm = stage.comm
     stage.screen("One process", f"{STEPS} steps of {BATCH} samples each, on every rank the same: this is what we want.")
     alone = network()
-    wanted = torch.tensor(train(alone, slice(None)))
+    wanted = torch.tensor(train(alone, slice(None)))  # [steps]
     stage.curve(loss=wanted)
 
     text = "Each takes its part of every batch; the mean of their losses is the batch's. Only the wrapper is new."

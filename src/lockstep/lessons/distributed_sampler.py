@@ -1,4 +1,4 @@
-"""Who computes what: without a sampler all ranks work on the same samples, with one each sample is somebody's."""
+"""Who computes what, with and without a sampler."""
 
 import torch
 

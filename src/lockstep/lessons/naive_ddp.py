@@ -1,11 +1,11 @@
-"""Data parallel training by hand: equal starts, own samples, one averaging of the gradients, equal steps."""
+"""Data parallel training by hand."""
 
 import torch
 from torch import nn
 
 from lockstep.learn.stage import Stage, run
 
-TRUTH = torch.tensor([[3.0], [-2.0]])
+TRUTH = torch.tensor([[3.0], [-2.0]])  # [2, 1]
 
 
 def naive_ddp(stage: Stage) -> None:
@@ -19,7 +19,7 @@ def naive_ddp(stage: Stage) -> None:
         "Own samples, own gradients",
         "Each rank computes the loss of its own four samples. The gradients differ: with them the replicas would part.",
     )
-    x = torch.randn(4, 2)
+    x = torch.randn(4, 2)  # [samples, features], others on each rank
     loss = (model(x) - x @ TRUTH).square().mean()
     loss.backward()
     stage.show(loss=loss, grad=model.weight.grad)

@@ -1,4 +1,4 @@
-"""Accumulation: several backward passes, one averaging. no_sync keeps the gradients at home until the last one."""
+"""Several backward passes, one averaging."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Two processes share no memory: a value is in both only after one has sent it and the other has received it."""
+"""Two processes share no memory: send, and receive."""
 
 import torch
 

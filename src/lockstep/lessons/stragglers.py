@@ -1,4 +1,4 @@
-"""One slow rank, and all are slow: a collective ends for everybody when the last one has come."""
+"""One slow rank, and all are slow."""
 
 import time
 
@@ -17,13 +17,13 @@ def stragglers(stage: Stage) -> None:
         f"Each step is 2 ms of work and an all-reduce; rank {slow} needs 12 ms. Looking at the time inside the "
         "all-reduce alone, the others seem to have a slow network, and the slow one the fastest.",
     )
-    inside = torch.zeros(STEPS)
+    inside = torch.zeros(STEPS)  # [steps]
     for step in range(STEPS):
         time.sleep(0.012 if comm.rank == slow else 0.002)
         began = time.perf_counter()
         stage.quietly.all_reduce(torch.ones(1000))
         inside[step] = 1e3 * (time.perf_counter() - began)
-    stage.curve(inside_ms=inside)
+    stage.show(inside_ms=inside.median())
 
     stage.screen(
         "Whose fault it is",

@@ -18,11 +18,12 @@ from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
 from lockstep.observe.status import Folding, Sight, Status, Waiting
 
 FLIGHTS = "flight-*"  # names of the records' files
+_ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
 _OPEN = 8  # operations under way that are shown
 _SHOWN = 128  # records that travel between machines
 _PERIOD_S = 0.5  # between two statuses through the store
-_GONE = "gone "  # before the status of a rank whose machine has seen its process end
+_GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
 _SILENT_S = 1.0  # what a rank said longer ago is completed from its record
 
 
@@ -55,9 +56,17 @@ class Board:
     """
 
     def __init__(
-        self, folder: str | os.PathLike[str], recorder: FlightRecorder, here: Sequence[int], store: Store | None = None
+        self,
+        folder: str | os.PathLike[str],
+        recorder: FlightRecorder,
+        here: Sequence[int],
+        store: Store | None = None,
+        *,
+        has_launcher: bool = False,
     ) -> None:
+        """has_launcher: it says with `tell_end` how processes end."""
         self._folder = Path(folder)
+        self._has_launcher = has_launcher
         self._recorder = recorder
         self._here = tuple(rank for rank in here if rank != recorder.rank)
         self._away = tuple(rank for rank in range(recorder.world_size) if rank not in here)
@@ -99,21 +108,22 @@ class Board:
         now_s = time.monotonic()
         for rank in (self._recorder.rank, *self._here):
             record = self._record_of(rank)
-            sight = record and sight_of(record, is_gone=self._has_ended(rank, record), is_urgent=is_urgent)
+            sight = record and sight_of(record, how=self._how_it_ended(rank, record), is_urgent=is_urgent)
             if sight is not None:
                 seen[rank] = sight
-                if sight.is_gone and self._store is not None and rank not in self._gone:
+                if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)
-                    self._put(f"guard/status/{rank}", _GONE + sight.status.to_json().decode())
+                    self._put(f"guard/status/{rank}", _gone_status(sight))
         for rank in self._away if self._store is not None else ():
             said = self._ask(f"guard/status/{rank}")
             if said is not None and self._heard.get(rank, (b"", 0.0))[0] != said:
                 self._heard[rank] = (said, now_s)
             if rank in self._heard:
                 text, heard_s = self._heard[rank]
-                status = status_of(text.removeprefix(_GONE.encode()))
+                how, is_gone, said = text.rpartition(b"\n")
+                status = status_of(said)
                 if status is not None:
-                    seen[rank] = Sight(status, now_s - heard_s, text.startswith(_GONE.encode()))
+                    seen[rank] = Sight(status, now_s - heard_s, bool(is_gone), how.decode().removeprefix(_GONE))
         return seen
 
     def records_of(self, rank: int) -> list[Record]:
@@ -164,8 +174,15 @@ class Board:
                 self._peers[rank] = Peers([record.header().pid])
         return self._records.get(rank)
 
-    def _has_ended(self, rank: int, record: FlightRecord) -> bool:
-        return rank in self._peers and record.header().pid != os.getpid() and self._peers[rank].has_ended(0)
+    def _how_it_ended(self, rank: int, record: FlightRecord) -> str | None:
+        """Of the process of a rank of this machine; "" where nobody says, None while it runs."""
+        if rank not in self._peers:
+            return None
+        if self._has_launcher:
+            with contextlib.suppress(FileNotFoundError):
+                return (self._folder / _ENDED.format(rank)).read_text()
+            return None
+        return "" if record.header().pid != os.getpid() and self._peers[rank].has_ended(0) else None
 
     def _ask(self, key: str) -> bytes | None:
         store = self._store
@@ -199,13 +216,36 @@ class Board:
         self._peers.clear()
 
 
-def sight_of(record: FlightRecord, *, is_gone: bool, is_urgent: bool = False) -> Sight | None:
-    """The rank of `record` as it is now; None where it has said nothing yet. is_urgent: see `Board.sights`."""
+def tell_end(folder: Path, rank: int, how: str, store: Store | None) -> None:
+    """A launcher says how the process of `rank` ended: to the guards of this machine, and through `store` to all."""
+    place = folder / _ENDED.format(rank)
+    partial = place.with_suffix(".partial")
+    partial.write_text(how)
+    partial.replace(place)
+    if store is None:
+        return
+    with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
+        record = FlightRecord(flight_path(folder, rank))
+        sight = sight_of(record, how=how)
+        record.close()
+        if sight is not None:
+            store.set(f"guard/status/{rank}", _gone_status(sight))
+
+
+def _gone_status(sight: Sight) -> str:
+    return f"{_GONE}{sight.how}\n{sight.status.to_json().decode()}"
+
+
+def sight_of(record: FlightRecord, *, how: str | None, is_urgent: bool = False) -> Sight | None:
+    """The rank of `record` as it is now; None where it has said nothing yet.
+
+    how: its process ended; None: it has not. is_urgent: see `Board.sights`.
+    """
     age_s = max(0.0, (time.monotonic_ns() - record.header().alive_ns) / 1e9)
     status = status_of(record.status())
-    if is_urgent or is_gone or age_s > _SILENT_S:
+    if is_urgent or how is not None or age_s > _SILENT_S:
         status = from_record(record, status)
-    return None if status is None else Sight(status, age_s, is_gone)
+    return None if status is None else Sight(status, age_s, how is not None, how or "")
 
 
 def from_record(record: FlightRecord, said: Status | None) -> Status:

@@ -14,21 +14,29 @@ _REMEMBERED = 4096  # files and lines; a program with more of them, which makes 
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _PROGRAMS = tuple(_PACKAGE + folder + os.sep for folder in ("recipes", "demos"))  # like a user's, which we ship
+_LOOPS = _PACKAGE + "train" + os.sep  # ours, but what they do they do for the user, who has no line there
 _TYPED = ("<string>", "<stdin>", "<ipython-input")  # `python -c`, the prompt, a notebook
-_OURS, _OTHER, _USER = range(3)
+_OURS, _OTHER, _LOOP, _USER = range(4)
 
 _kinds: dict[str, int] = {}  # file -> whose it is
-_sites: dict[tuple[int, int], tuple[CodeType, str]] = {}  # (id of code, instruction) -> the code, which keeps the id
+_sites: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
+# (id of code, instruction) -> the code, which keeps the id; the line in words; whether no other would be better
 
 
-def call_site() -> str:
+def call_site(depth: int = 1) -> str:
     """The innermost line of the user's own code that this thread is in, as "train.py:88 train_step".
 
     Not lockstep's, torch's, another installed package's or the standard library's; where there is no other (a thread
     that autograd has made) the innermost that is not lockstep's. Costs a microsecond: files and lines are looked at
-    once.
+    once. depth: how many frames away it begins to look.
     """
-    frame = sys._getframe(1)
+    try:
+        frame = sys._getframe(depth)
+    except ValueError:  # the stack is not so deep
+        frame = sys._getframe(1)
+    known = _sites.get((id(frame.f_code), frame.f_lasti))
+    if known is not None and known[2]:
+        return known[1]
     found = frame
     best = -1
     kinds = _kinds
@@ -39,7 +47,7 @@ def call_site() -> str:
             kind = _remember_kind(file)
         if kind > best:
             best, found = kind, frame
-            if kind == _USER:
+            if kind >= _LOOP:
                 break
         before = frame.f_back
         if before is None:
@@ -61,8 +69,12 @@ def users_stack(frame: FrameType | None) -> tuple[str, ...]:
 
 def is_users(file: str) -> bool:
     """Whether code of this file is the user's own."""
+    return _kind(file) == _USER
+
+
+def _kind(file: str) -> int:
     kind = _kinds.get(file)
-    return (_remember_kind(file) if kind is None else kind) == _USER
+    return _remember_kind(file) if kind is None else kind
 
 
 def _site_of(frame: FrameType) -> str:
@@ -82,16 +94,17 @@ def _remember_site(frame: FrameType) -> str:
         _sites.clear()
     words = f"{frame.f_lineno or 0} {frame.f_code.co_name}"
     words = f"{short_path(frame.f_code.co_filename, _SITE_MAX - len(words) - 1)}:{words}"
-    _sites[id(frame.f_code), frame.f_lasti] = frame.f_code, words
+    _sites[id(frame.f_code), frame.f_lasti] = frame.f_code, words, _kind(frame.f_code.co_filename) >= _LOOP
     return words
 
 
 def _kind_of(file: str) -> int:
     if file.startswith("<"):
-        return _USER if file.startswith(_TYPED) else _OTHER
+        is_launchers = file == "<string>" and any("from lockstep.launch." in word for word in sys.orig_argv)
+        return _USER if file.startswith(_TYPED) and not is_launchers else _OTHER
     path = os.path.abspath(file)
     if path.startswith(_PACKAGE):
-        return _USER if path.startswith(_PROGRAMS) else _OURS
+        return _USER if path.startswith(_PROGRAMS) else _LOOP if path.startswith(_LOOPS) else _OURS
     return _OTHER if path.startswith(_installed_folders()) else _USER
 
 

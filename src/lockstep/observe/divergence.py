@@ -36,8 +36,7 @@ _WHY = {
 _FIX = {
     "skipped": "look for a condition that is false on {culprits}, or an exception that is caught there.",
     "extra": "look for a condition that is true only on {culprits}: every rank must make this call, or none.",
-    "": "every rank must make the same calls: look for a condition on the rank, or a caught exception.",
-    "kind": "make the same call on every rank, in the same order.",
+    "": "make the same calls on every rank, in one order; look for a condition, or a caught exception.",
     "dtype": "convert the tensor to one dtype before the call.",
     "shape": "give it the same shape on every rank: pad or gather the sizes first; drop uneven last batches.",
     "reduction": "use one reduction on every rank.",
@@ -186,10 +185,10 @@ def _is_drift(usual: _Class, odd: _Class, difference: _Difference) -> bool:
     is_same_program = all(a.text and _line(a) == _line(b) for a, b in pairs)
     is_constant = len({a.step - b.step for a, b in pairs if a.seq >= difference.usual.seq}) == 1
     late = usual if difference.usual.step == step else odd
-    has_gone_on = late.history[-1].step > step
+    stays = late.history[-1].step == step
     shape, known = _shape(late.history, step), _shapes((usual, odd), step)
     is_several = shape not in known and _are_several(shape, known)
-    return is_same_program and is_constant and has_gone_on and is_several
+    return is_same_program and (is_constant or stays) and is_several
 
 
 def _are_several(shape: _Shape, known: set[_Shape]) -> bool:
@@ -303,7 +302,8 @@ def _report(
     body += [*unsynced, *_deed(usual, odd, step, fault, difference)]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
-    advice = _FIX[fault] if fault in ("skipped", "extra") else _FIX[differing[0] if differing else ""]
+    is_one_call = bool(differing) and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
+    advice = _FIX[fault] if fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
     text = wording.compose(
         f"MISMATCH in step {step}, group {group}.  {wording.culprit(scene, culprits)}",
         body,
@@ -369,13 +369,16 @@ def _parts(text: str) -> dict[str, str]:
 
 def _report_drift(scene: Scene, group: str, usual: _Class, odd: _Class, difference: _Difference) -> Finding:
     a, b = difference.usual, difference.odd
-    late = usual if a.step < b.step else odd
+    late, other = (usual, odd) if a.step < b.step else (odd, usual)
+    facts = scene.status(other.ranks[0]).facts
+    sites = (told["now"].get("step", "") for topic, told in facts.items() if topic.startswith("lines "))
+    where = next(filter(None, sites), "optimizer.step() there")
     text = wording.compose(
         f"STEPS differ since step {min(a.step, b.step)}, group {group}.  {wording.culprit(scene, late.ranks)}",
         [
             f"collective #{a.seq} is the same on all, {call(a)}",
             f"but for {names(usual.ranks)} it belongs to step {a.step}, for {names(odd.ranks)} to step {b.step}",
-            f"{names(late.ranks)} did not call optimizer.step() there, or went through a step twice",
+            f"{names(late.ranks)} did not call {where}, or went through a step twice",
         ],
         why="a replica whose optimizer steps less often is another model from then on.",
         fix=_FIX["steps"],

@@ -34,16 +34,17 @@ _WORDS = 64
 _STATUS_AT, _RING_AT = 8 * _WORDS, 64 << 10
 _NOTICE_AT = 56 << 10
 _STATUS_BYTES, _NOTICE_BYTES = _NOTICE_AT - _STATUS_AT, _RING_AT - _NOTICE_AT
-_RECORD = struct.Struct("<qqqqqqBB198s")  # number, seq, step, entered, left, digest, is_message, spare, words
-_NUMBER = _LEFT = struct.Struct("<q")
+_RECORD = struct.Struct("<qqqqqqBB206s")  # number, seq, step, entered, left, digest, is_message, spare, words
+_WORD = struct.Struct("<q")
+_write_record, _write_word = _RECORD.pack_into, _WORD.pack_into  # of all ways to write, those that touch least memory
 _LEFT_AT = 32
-_PRIME, _STEP_PRIME, _MASK = 0x100000001B3, 0x9E3779B97F4A7C15, (1 << 62) - 1
 _RECORD_BYTES = _RECORD.size
 _FILE_BYTES = _RING_AT + RECORDS * _RECORD_BYTES
 _TEXT_BYTES = (24, 96, 56, 18)  # of group, text, site, label; what is longer is cut
 
 # words of the header
 _IS, _RANK, _WORLD, _PID, _STEP, _ALIVE_NS, _COUNT, _VERSION, _LENGTH, _NOTICE = range(10)
+_COUNT_AT = 8 * _COUNT
 
 
 class Record(NamedTuple):
@@ -126,6 +127,7 @@ class FlightRecorder:
         self.rank = rank
         self.world_size = world_size
         self.step = 0
+        self.started = 0  # operations so far
         self.clock = StepClock()  # where the time of the thread that makes this goes
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._numbers = itertools.count()
@@ -136,32 +138,28 @@ class FlightRecorder:
         self._words[_ALIVE_NS] = monotonic_ns()
         self._words[_IS] = _MAGIC
 
-    @property
-    def started(self) -> int:
-        """Operations so far."""
-        return self._words[_COUNT]
-
     def enter(self, seq: int, words: Words, is_message: bool = False) -> int:
         """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible."""
-        number = next(self._numbers)
+        number, memory = next(self._numbers), self._memory
         step = self.step if get_ident() == self._owner or self._thread.has_steps else 0
         stored, group, code = words
         if is_message:
             digest = 0
         else:
-            before = self._digests.get(group, 0)
-            digest = self._digests[group] = (before * _PRIME + code + step * _STEP_PRIME) & _MASK
+            # of integers, so it is the same in every process
+            digest = self._digests[group] = hash((self._digests.get(group, 0), code, step))
         at = _RING_AT + number % RECORDS * _RECORD_BYTES
-        _RECORD.pack_into(self._memory, at, number, seq, step, monotonic_ns(), 0, digest, is_message, 0, stored)
-        if number >= self._words[_COUNT]:  # another thread may be ahead
-            self._words[_COUNT] = number + 1
+        _write_record(memory, at, number, seq, step, monotonic_ns(), 0, digest, is_message, 0, stored)
+        if number >= self.started:  # another thread may be ahead
+            self.started = number + 1
+            _write_word(memory, _COUNT_AT, number + 1)
         return number
 
     def leave(self, number: int) -> None:
         """Operation `number` has ended."""
-        if number >= self._words[_COUNT] - RECORDS:
+        if number >= self.started - RECORDS:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
-            _LEFT.pack_into(self._memory, at, monotonic_ns())
+            _write_word(self._memory, at, monotonic_ns())
 
     def count_this_thread(self) -> None:
         """What the calling thread enters belongs to the rank's steps, though the program has started the thread."""
@@ -249,7 +247,7 @@ class FlightRecord:
     def _record(self, number: int) -> Record | None:
         at = _RING_AT + number % RECORDS * _RECORD_BYTES
         stored, seq, step, entered_ns, left_ns, digest, is_message, _, words = _RECORD.unpack_from(self._memory, at)
-        if stored != number or _NUMBER.unpack_from(self._memory, at)[0] != number:
+        if stored != number or _WORD.unpack_from(self._memory, at)[0] != number:
             return None  # overwritten before or while it was read: a writer begins with the number
         group, text, site, label = (words.rstrip(b"\0").decode(errors="replace").split("\0") + [""] * 4)[:4]
         return Record(number, seq, step, entered_ns, left_ns, digest, bool(is_message), group, text, site, label)

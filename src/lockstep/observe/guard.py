@@ -27,20 +27,23 @@ from lockstep.errors import (
     PeerFailed,
     PeerLost,
     ReplicaDrift,
+    TransportClosed,
 )
 from lockstep.observe.board import Board, Store, waits_of
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
+from lockstep.observe.endings import left_first
 from lockstep.observe.evidence import keep_evidence
 from lockstep.observe.facts import Facts
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record, pack_words
-from lockstep.observe.last_words import last_words, sees_another
+from lockstep.observe.last_words import last_words, peer_failed, sees_another, users_line
 from lockstep.observe.scene import Scene
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.stacks import Motion, is_traced
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, Sight, State, Status, Waiting
 from lockstep.observe.training_findings import training_notes
 
-_WORDS_S = 1.0  # how long a rank that lost another one waits for that one's last words
+_WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
+_NEWS_S = 0.5  # how long what has happened may take to be seen from here
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
 _STEPS = 128  # of which the time is kept
@@ -63,10 +66,12 @@ class Guard:
         self._limits = Limits(hang_s=settings.hang_s, evidence=settings.evidence and f"{settings.evidence}/{folder}")
         self.finding: Finding | None = None
         self.before_look: list[Callable[[], None]] = []  # called by the thread, each time
+        self.at_end: list[Callable[[], None]] = []  # called when the rank's program is done, before it has ended
         self.before_close: list[Callable[[], None]] = []
         self.on_finding: list[Callable[[Finding], None]] = []  # called with what this rank says
         self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end
         self.facts = Facts()  # of this rank's training
+        self.failed_at = ""  # line of the user's, once an error has come from there
         self._noted: set[str] = set()
         self._board = board
         self._record = FlightRecord(recorder.path)
@@ -77,9 +82,9 @@ class Guard:
         self._step_began_s = 0.0
         self._activity = ""
         self._worlds = 0
-        self._has_aborted = False
         self._state: State = RUNNING
         self._words: LastWords | None = None
+        self._saw: LastWords | None = None  # of an error that this rank raised because of another
         self._main = threading.get_ident()
         self._motion = Motion(self._main)
         self._lock = threading.RLock()  # one look at a time; what it calls may find a new group
@@ -142,7 +147,7 @@ class Guard:
     def as_shown(self, error: BaseException) -> BaseException:
         """What to print for `error` at this rank's end: its first line, where the same output has all of it already."""
         found, here = self.finding, _place_of(sys.__stderr__)  # torch prints by way of a `sys.stderr` of its own
-        if found is None or not here or found.said_to != here or str(error) != _message(found):
+        if found is None or not here or found.said_to.rpartition(" ")[0] != here or str(error) != _message(found):
             return error
         head = str(error).partition("\n")[0]
         shown = type(error).__new__(type(error))
@@ -153,24 +158,34 @@ class Guard:
 
     def lost(self, error: CommError) -> CommError:
         """The error to raise in place of `error`, which ended an operation: with what is known of its cause."""
-        found = self.finding if self.finding is not None and self.finding.is_certain else self._examine()
+        cause = error if isinstance(error, TransportClosed) else self._why(error)
+        self.saw(cause)
+        return cause
+
+    def saw(self, error: BaseException) -> None:
+        """This rank raises `error`. Where that is another one's doing, its own end will be too, if it is caught."""
+        self._saw = last_words(error) if sees_another(error) and not isinstance(error, TransportClosed) else self._saw
+
+    def _why(self, error: CommError) -> CommError:
+        found = self._certain() or self._examine()
         if found is not None and found.is_certain:
             return _comm_error(found)
         if not isinstance(error, PeerLost) or isinstance(error, PeerFailed):
             return error
-        deadline = time.monotonic() + _WORDS_S
-        while (said := _culprit(self.rank, self._sights())) is None and time.monotonic() < deadline:
+        begun_s, passed_s = time.monotonic(), 0.0
+        while (said := left_first(self.rank, self._sights(), is_final=passed_s >= _NEWS_S)) is None:
+            if passed_s >= _WORDS_S:
+                return error
             time.sleep(0.02)
-        if said is None:
-            return error
-        rank, words = said
-        return PeerFailed(f"{words}. On this rank, {self.rank}: {error}", rank)
+            passed_s = time.monotonic() - begun_s
+        return peer_failed(*said, self.rank, error)
 
     def cause_of(self, error: BaseException) -> BaseException:
         """What stock torch's `error` comes from, to be raised from it; itself where it is not another rank's doing."""
-        if isinstance(error, CommError) or not (self._has_aborted or sees_another(error)):
+        if isinstance(error, CommError) or not sees_another(error):
             return error
         seen = PeerLost(f"{type(error).__name__}: {error}")
+        self.failed_at = users_line(error)
         found = self._after_failure()
         cause = self.lost(seen) if found is None else _comm_error(found)
         if cause is seen:
@@ -180,15 +195,23 @@ class Guard:
 
     def _after_failure(self) -> Finding | None:
         """Why the newest operation of this rank failed, said and put up; None where that cannot be seen."""
-        if self.finding is not None and self.finding.is_certain:
+        if self._certain() is not None:
             return self.finding
-        deadline = time.monotonic() + _WORDS_S / 2
-        while (found := self._cause()) is None and time.monotonic() < deadline:
+        deadline = time.monotonic() + _NEWS_S
+        while ((found := self._cause()) is None or found.kind == "finished") and time.monotonic() < deadline:
             time.sleep(0.02)  # the others may be about to say it
         if found is not None:
             with self._lock:
                 self._put_up(found, self._board.sights())
         return found and self.finding
+
+    def _certain(self) -> Finding | None:
+        """What has been found for certain, also if another rank has only just put it up."""
+        if self.finding is None or not self.finding.is_certain:
+            with self._lock:
+                up = self._board.announced()
+            self.finding = Finding.from_json(up) if up else self.finding
+        return self.finding if self.finding is not None and self.finding.is_certain else None
 
     def _cause(self) -> Finding | None:
         """As if the newest operation, which has failed, were still under way: then one sees who it waits for."""
@@ -211,12 +234,23 @@ class Guard:
             self._board.tell(self._status())
             return diagnose(self.rank, self._board.sights(is_urgent=True), self._board.records_of, self._limits)
 
+    def finish(self) -> None:
+        """The program is done: what is found even now is raised.  Raises: as `raise_if_found`."""
+        if self._pid != os.getpid():
+            return
+        for hook in self.at_end:
+            hook()
+        self.raise_if_found()
+
     def end(self, error: BaseException | None = None) -> None:
         """This rank is at its end: by `error`, or because its program is done. The others are told at once."""
         if self._pid != os.getpid() or self._state != RUNNING:
             return
-        self._state = FINISHED if error is None else RAISED
-        self._words = LastWords("", "", "") if error is None else last_words(error)
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self._state = FINISHED
+            self._words = self._saw or LastWords("", "", "" if error is None else users_line(error))
+        else:
+            self._state, self._words = RAISED, last_words(error)
         if self._lock.acquire(timeout=_WORDS_S):
             try:
                 self._catch_up()
@@ -259,12 +293,15 @@ class Guard:
             with self._lock:
                 self.look()
 
-    def look(self) -> None:
-        """What the thread does each time: say how this rank is, see how the others are, act on what is found."""
+    def look(self, *, is_last: bool = False) -> None:
+        """What the thread does each time: say how this rank is, see how the others are, act on what is found.
+
+        is_last: there may be no other look, so this rank does not leave it to the one that looks for all.
+        """
         self._catch_up()
         self._board.tell(self._status())
-        if self.finding is None or not self.finding.is_certain:
-            self._find()
+        if self._certain() is None:
+            self._find(is_last)
         if self.finding is not None and self.finding.is_certain and self._must_break():
             self._abort(_comm_error(self.finding))
 
@@ -273,34 +310,30 @@ class Guard:
             abort(error)
 
     def look_now(self) -> Finding | None:
-        """Look at once, in the rank's own thread; what has been found so far."""
+        """Look at once, in the rank's own thread; what has been found so far, also what another one is about to say."""
         with self._lock:
-            self.look()
+            self.look(is_last=True)
         return self.finding
 
-    def _find(self) -> None:
-        up = self._board.announced()
-        if up:
-            self.finding = Finding.from_json(up)
-            return
+    def _find(self, is_last: bool) -> None:
         sights = self._board.sights()
         self.facts.compare(sights, self.rank)
         is_lookout = self._is_lookout(sights)
         self._note(sights, is_lookout)
-        if not is_lookout:
+        if not is_lookout and not is_last:
             return
         found = diagnose(self.rank, sights, self._board.records_of, self._limits)
         if found is None or (self.finding is not None and found.key == self.finding.key):
             return
         if found.is_certain:
             self._put_up(found, sights)
-        else:  # only said: it may pass
+        elif is_lookout:  # only said: it may pass
             self.finding = found
             self._say_with_evidence(found, sights)
 
     def _put_up(self, found: Finding, sights: Mapping[int, Sight]) -> None:
         """For all ranks to see; said, unless another one was up before."""
-        found = replace(found, said_to=_place_of(sys.stderr))
+        found = replace(found, said_to=f"{_place_of(sys.stderr)} {self.rank}")
         self.finding = Finding.from_json(self._board.announce(found.to_json()))
         if self.finding == found:
             self._say_with_evidence(found, sights)
@@ -376,6 +409,7 @@ class Guard:
             last=last[-1] if last else None,
             stack=stand.stack,
             unmoved_s=stand.unmoved_s,
+            looping_s=stand.looping_s,
             activity=self._activity or stand.activity or ("debugger" if is_traced() else ""),
             words=self._words,
             facts=self.facts.said(),
@@ -413,27 +447,3 @@ def _comm_error(finding: Finding) -> CommError:
     """What an operation raises for it."""
     error = error_of(finding)
     return error if isinstance(error, CommError) else CollectiveMismatch(str(error))
-
-
-def _culprit(me: int, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
-    """Which rank left first of its own accord, and what is said of it; None while that is not known."""
-    others = {rank: sight for rank, sight in sights.items() if rank != me}
-    for rank, sight in others.items():
-        words = sight.status.words
-        if sight.status.state == RAISED and words is not None and not words.is_consequence:
-            where = f" at {words.where}" if words.where else ""
-            return rank, f"rank {rank} failed{where}: {words.kind}: {words.message} (in step {sight.status.step})"
-    for rank, sight in others.items():
-        if sight.is_gone and sight.status.state == RUNNING:
-            return rank, (
-                f"rank {rank} (pid {sight.status.pid}) was killed without a word, in step {sight.status.step}: by "
-                f"SIGKILL or another signal; where memory is short, by the kernel (see dmesg)"
-            )
-    for rank, sight in others.items():
-        if sight.status.state == FINISHED:
-            done = sum(progress.count for progress in sight.status.groups.values())
-            return (
-                rank,
-                f"rank {rank} came to the end of its program after {done} collectives, in step {sight.status.step}",
-            )
-    return None

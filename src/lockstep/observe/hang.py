@@ -6,6 +6,7 @@ ranks that wait for nobody (the roots), or goes round in a circle. What a root d
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from lockstep.observe import wording
@@ -14,9 +15,10 @@ from lockstep.observe.status import FINISHED, RAISED
 from lockstep.observe.wording import Finding, names, seconds
 
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
+_LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
-_Root = Literal["unseen", "ended", "silent", "active", "moving", "stuck", "inside"]
+_Root = Literal["unseen", "ended", "silent", "active", "moving", "looping", "stuck", "inside"]
 
 
 def find_cycle(scene: Scene) -> Finding | None:
@@ -56,11 +58,12 @@ def find_hang(scene: Scene) -> Finding | None:
 def find_waiting(scene: Scene) -> Finding | None:
     """Somebody works while others wait: no fault, but worth a line; later where it is known to be long work."""
     notice_s = max(scene.limits.notice_s, scene.hang_s)
+    limits_s = {"looping": scene.hang_s, "moving": notice_s}
+    limits_s |= dict.fromkeys(("unseen", "active"), _LONG_WORK_TIMES * notice_s)
     for wait in scene.waits:
-        if wait.age_s < notice_s:
+        if wait.age_s < scene.hang_s:
             return None
-        told = ("moving", "unseen", "active") if wait.age_s >= _LONG_WORK_TIMES * notice_s else ("moving",)
-        busy = [rank for rank in _roots(scene, wait) if _state(scene, rank) in told]
+        busy = [r for r in _roots(scene, wait) if wait.age_s >= limits_s.get(_state(scene, r), math.inf)]
         if busy and wait.rank in scene.blocked:
             return _report_waiting(scene, wait, busy)
     return None
@@ -101,6 +104,8 @@ def _state(scene: Scene, rank: int) -> _Root:
         return "silent"
     if rank in scene.blocked:
         return "stuck" if scene.blocked[rank].absent else "inside"
+    if sight.status.looping_s >= _LOOP_SHARE * scene.hang_s:
+        return "looping"
     return "stuck" if sight.status.unmoved_s >= max(scene.hang_s, STILL_S) else "moving"
 
 
@@ -160,11 +165,12 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
     ranks = tuple(wait.rank for wait in waits)
     way = " -> ".join(f"rank {rank}" for rank in (*ranks, ranks[0]))
     groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})
-    if len(groups) > 1:
-        what = "groups in different order: "
+    what = "groups in different order: " if len(groups) > 1 else ""
+    if what:
         fix = f"use groups {', '.join(groups)} in the same order on every rank."
+    elif groups:
+        fix = "send what another rank receives before the collective, or let that rank receive it later."
     else:
-        what = ""
         fix = "let one side send first, or post both with batch_isend_irecv; tags must match."
     text = wording.compose(
         f"DEADLOCK in step {scene.step}: {what}{way}",
@@ -235,13 +241,16 @@ def _report_transport(scene: Scene, wait: Wait) -> Finding:
 def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
     lines = []
     for rank in busy:
-        if rank in scene.sights:
-            activity = scene.status(rank).activity
-            lines += wording.whereabouts(scene, rank, f"is at work ({activity})" if activity else "is at work")
-        else:
+        if rank not in scene.sights:
             lines.append(f"{names([rank])} has not been heard of: not started yet, or without a guard")
+            continue
+        activity, looping_s = scene.status(rank).activity, scene.status(rank).looping_s
+        what = activity or (f"in one loop for {seconds(looping_s)}" if looping_s else "")
+        lines += wording.whereabouts(scene, rank, f"is at work ({what})" if what else "is at work")
+    is_loop = any(_state(scene, rank) == "looping" for rank in busy)
     text = wording.compose(
-        f"waiting for {names(busy)} for {seconds(wait.age_s)} in step {scene.step}; no fault so far",
+        f"waiting for {names(busy)} for {seconds(wait.age_s)} in step {scene.step}; "
+        f"{'is that a loop without an end?' if is_loop else 'no fault so far'}",
         [*lines, *wording.waiters(_waits_for(scene, busy) or [wait])],
     )
     key = f"waiting:{wait.record.group}:{wait.record.site}:{busy}"  # once, also where it is so in every epoch

@@ -10,9 +10,7 @@ import warnings
 import weakref
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from lockstep.comm import init as comm_init
 from lockstep.comm.communicator import Communicator
@@ -31,23 +29,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class Options(TypedDict, total=False):
-    """What `lockstep.comm.init.init` takes from users."""
-
-    rank: int | None
-    world_size: int | None
-    address: str | None
-    port: int | None
-    file: str | os.PathLike[str] | None
-    device: torch.device | str | None
-    backend: str | None
-    threads: int | None
-    timeout_s: float | None
-    start_timeout_s: float
-    verbose: bool
-
-
-def init(*, guard: Mode | None = None, **options: Unpack[Options]) -> Communicator:
+def init(*, guard: Mode | None = None, **options: Unpack[comm_init.Options]) -> Communicator:
     """The communicator of all ranks of this job: `with lockstep.init() as comm:`.
 
     guard: "on", unless LOCKSTEP_GUARD says otherwise: see `GuardSettings`.
@@ -69,8 +51,7 @@ def init(*, guard: Mode | None = None, **options: Unpack[Options]) -> Communicat
     settings = GuardSettings.of(os.environ, guard)
     frame = sys._getframe(1)
     caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    layer = partial(guarded, settings)
-    return comm_init.init(**options, layer=layer, caller=caller)
+    return comm_init.init(partial(guarded, settings), caller, **options)
 
 
 def guarded(settings: GuardSettings, transport: Transport, machines: Sequence[str], store: Any) -> Transport:

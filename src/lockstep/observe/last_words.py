@@ -6,24 +6,52 @@ import os
 import re
 import traceback
 
-from lockstep.errors import CommError, PeerFailed
+from lockstep.errors import CommError, PeerFailed, PeerLost
 from lockstep.observe.call_site import is_users
 from lockstep.observe.status import LastWords
 
+DEBUG = "LOCKSTEP_DEBUG"  # set to anything: whole traces, and failed imports of the fork server, are told
 _CHARS = 400
+_ON_THIS_RANK = ". On this rank, "  # after it stands what the quoting rank saw itself, which is not for others
 # what torch raises where another rank has gone
 _PEER_IS_GONE = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|[Bb]roken pipe|NCCL.*(remote|peer)|Timed out waiting"
     r"|caused pair closure"
 )
+_BROUGHT = re.compile(r"Caught \w+ in (.+)\.\nOriginal Traceback")  # from a worker of a DataLoader, say
 _TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "QueueEmptyError")
 
 
 def last_words(error: BaseException) -> LastWords:
     """`error`, which ends this rank, in short."""
-    lines = (str(error) or type(error).__name__).splitlines()
-    message = lines[0] if len(lines[0]) <= _CHARS else lines[0][: _CHARS - 2] + ".."
-    return LastWords(type(error).__name__, message, users_line(error), sees_another(error))
+    message, where = said_and_where(error)
+    first = message.partition("\n")[0].partition(_ON_THIS_RANK)[0]
+    message = first if len(first) <= _CHARS else first[: _CHARS - 2] + ".."
+    lost = error.rank if isinstance(error, PeerLost) else None
+    return LastWords(type(error).__name__, message, where, sees_another(error), lost)
+
+
+def said_and_where(error: BaseException) -> tuple[str, str]:
+    """What `error` says, and `users_line` of it; both of the process where it came up, if torch has brought it here."""
+    try:
+        text = str(error).strip() or type(error).__name__
+    except Exception:  # noqa: BLE001 - as Python prints it
+        text = "<exception str() failed>"
+    brought = _BROUGHT.match(text)
+    if brought is None:
+        return text, users_line(error)
+    last = text.splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
+    return f"{last} (in {brought[1]})", innermost(places_in(text)) or users_line(error)
+
+
+def places_in(trace: str) -> list[tuple[str, int]]:
+    """(file, line) of each frame of a traceback that was printed."""
+    return [(file, int(line)) for file, line in re.findall(r'^  File "(.+)", line (\d+)', trace, re.MULTILINE)]
+
+
+def peer_failed(rank: int, words: str, me: int, seen: BaseException) -> PeerFailed:
+    """What rank `me` raises for `rank`, which ended as `words` say, in place of what it has `seen` of that."""
+    return PeerFailed(f"{words}{_ON_THIS_RANK}{me}: {seen}", rank)
 
 
 def sees_another(error: BaseException) -> bool:
@@ -34,6 +62,30 @@ def sees_another(error: BaseException) -> bool:
     is_torch = bool(names & set(_TORCH_NETWORK))
     is_network = isinstance(error, RuntimeError | OSError) and _PEER_IS_GONE.search(str(error)) is not None
     return is_torch or is_network
+
+
+def begin_in_users_code(error: BaseException) -> None:
+    """Leave out who started the program."""
+    trace = error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if is_users(file) and not file.startswith("<"):
+            error.__traceback__ = trace
+            return
+        trace = trace.tb_next
+
+
+def end_in_users_code(error: BaseException) -> None:
+    """How another rank's failure was met in our code and torch's tells nobody anything: its words say all."""
+    last, trace = None, error.__traceback__
+    while trace is not None:
+        last = trace if is_users(trace.tb_frame.f_code.co_filename) else last
+        trace = trace.tb_next
+    if last is None:
+        error.__traceback__ = None
+    else:
+        last.tb_next = None
+    error.__cause__, error.__suppress_context__ = None, True
 
 
 def users_line(error: BaseException) -> str:

@@ -52,7 +52,7 @@ def strategy_of(modules: Sequence[Module], optimizer: Optimizer | None) -> str:
 def modules_training(optimizer: Any) -> list[Module]:
     """The modules that hold all that `optimizer` trains, whoever keeps them; those with the fewest parts first."""
     wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "_parameters" in vars(thing)]
     holding = [module for module in modules if wanted <= {id(param) for param in module.parameters()}]
     return sorted(holding, key=lambda module: sum(1 for _ in module.modules()))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import os
 import sys
 import threading
 import weakref
@@ -13,6 +14,7 @@ from types import TracebackType
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
+from lockstep.observe.last_words import DEBUG, begin_in_users_code, end_in_users_code, sees_another
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
 
@@ -36,7 +38,7 @@ def begin(environ: Mapping[str, str]) -> Guard | None:
     rank, local_rank = int(environ["RANK"]), int(environ["LOCAL_RANK"])
     first = rank - local_rank
     recorder = FlightRecorder(flight_path(folder, rank), rank, size)
-    board = Board(folder, recorder, range(first, first + int(environ["LOCAL_WORLD_SIZE"])))
+    board = Board(folder, recorder, range(first, first + int(environ["LOCAL_WORLD_SIZE"])), has_launcher=True)
     guard = Guard(recorder, board, settings)
     _guards[:] = [guard]
     listen(guard)
@@ -77,7 +79,11 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
     for guard in tuple(_listening):
         guard.end(error)
         error = guard.as_shown(error)
-    _before[0](kind, error, trace)
+    if isinstance(error, KeyboardInterrupt):
+        begin_in_users_code(error)
+    if sees_another(error) and DEBUG not in os.environ:
+        end_in_users_code(error)
+    _before[0](type(error), error, error.__traceback__)
 
 
 @atexit.register

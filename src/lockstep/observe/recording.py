@@ -6,8 +6,9 @@ import sys
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Protocol, final
+from typing import NoReturn, Protocol, final
 
+from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work, signature
 from lockstep.comm.operands import pieces
 from lockstep.comm.transport import Transport, TransportLayer
@@ -20,6 +21,9 @@ from lockstep.observe.scene import message_text
 _REMEMBERED = 4096  # operations whose words are kept; those of a program whose shapes never repeat are packed anew
 _SIZES_MAX = 8  # of uneven parts that are written out
 _NAME_CHARS = 24  # that a record has for the name of a group
+_DOOR = (
+    Communicator._collective.__code__
+)  # called by a method that was called by who asks: no need to look at those two
 
 
 class Recorder(Protocol):
@@ -77,20 +81,34 @@ class GuardLayer(TransportLayer):
         guard.group(name, inner.global_ranks)
 
     def submit(self, op: CommOp) -> Work:
-        if op.parts and op.parts[0].tag == COLLECTIVE_TAG:  # of a collective that is recorded as such
-            return self.inner.submit(op)
-        site, recorder = call_site(), self._recorder
-        numbers = tuple([self._enter(part, site) for part in op.parts]) if op.parts else (self._enter(op, site),)
-        begun = None if op.async_op else recorder.clock.wait_begins()
+        site = call_site(4 if sys._getframe(1).f_code is _DOOR else 2)
+        if op.parts:
+            if op.parts[0].tag == COLLECTIVE_TAG:  # of a collective that is recorded as such
+                return self.inner.submit(op)
+            return self._start(op, tuple([self._enter(part, site) for part in op.parts]))
+        number = self._enter(op, site)
+        if op.async_op:
+            return self._start(op, (number,))
+        recorder = self._recorder
+        begun = recorder.clock.wait_begins()
         try:
             work = self.inner.submit(op)
+            try:
+                work.wait()  # as who asks will, at once
+            except CommError:
+                work = RecordedWork(work, self._guard, ())  # raises it, with its cause
+        finally:
+            recorder.leave(number)
+            recorder.clock.wait_ends(begun, number)
+        return work
+
+    def _start(self, op: CommOp, numbers: tuple[int, ...]) -> Work:
+        try:
+            return RecordedWork(self.inner.submit(op), self._guard, numbers)
         except BaseException:
             for number in numbers:
-                recorder.leave(number)
-            if begun is not None:
-                recorder.clock.wait_ends(begun)
+                self._recorder.leave(number)
             raise
-        return RecordedWork(work, self._guard, recorder, numbers, begun)
 
     def _enter(self, op: CommOp, site: str) -> int:
         _, kind, inputs, outputs, peer, reduce, tag, label, _, _, algorithm = op
@@ -136,38 +154,36 @@ class GuardLayer(TransportLayer):
 class RecordedWork(Work):
     """The completion of what stands in the record under `numbers`."""
 
-    __slots__ = ("_begun", "_guard", "_numbers", "_own", "_recorder", "_told", "_work")
+    __slots__ = ("_errors", "_guard", "_numbers", "_work")
 
-    def __init__(
-        self, work: Work, guard: Watch, recorder: Recorder, numbers: tuple[int, ...], begun: int | None = None
-    ) -> None:
-        """begun: the wait, where it began with the operation."""
+    def __init__(self, work: Work, guard: Watch, numbers: tuple[int, ...]) -> None:
         self._work = work
         self._guard = guard
-        self._recorder = recorder
         self._numbers = numbers
-        self._begun = begun
-        self._own: CommError | None = None  # what the transport raised
-        self._told: CommError | None = None  # what is raised in its place
+        self._errors: tuple[CommError, CommError] | None = None  # what the transport raised, and what is raised for it
 
     def wait(self, timeout_s: float | None = None) -> None:
-        numbers, begun, clock = self._numbers, self._begun, self._recorder.clock
-        if begun is None:
-            begun = clock.wait_begins()
+        numbers, recorder = self._numbers, self._guard.recorder
+        begun = recorder.clock.wait_begins()
         try:
             self._work.wait(timeout_s)
         except CommError as error:
             self._leave()
-            if error is not self._own or self._told is None:
-                self._own, self._told = error, self._guard.lost(error)
-            if self._told is error:
-                raise
-            raise self._told from error
+            self._fail(error)
         finally:
-            if numbers:
-                self._leave()
-            self._begun = None
-            clock.wait_ends(begun, numbers[0] if numbers else None)
+            for number in self._numbers:
+                recorder.leave(number)
+            self._numbers = ()
+            recorder.clock.wait_ends(begun, numbers[0] if numbers else None)
+
+    def _fail(self, error: CommError) -> NoReturn:
+        """The same again, where it is waited for again: what it comes from may take a second to be known."""
+        if self._errors is None or self._errors[0] is not error:
+            self._errors = error, self._guard.lost(error)
+        told = self._errors[1]
+        if told is error:
+            raise error
+        raise told from error
 
     def is_done(self) -> bool:
         is_done = self._work.is_done()
@@ -181,7 +197,7 @@ class RecordedWork(Work):
     def _leave(self) -> None:
         numbers, self._numbers = self._numbers, ()
         for number in numbers:
-            self._recorder.leave(number)
+            self._guard.recorder.leave(number)
 
     def __del__(self) -> None:
         if self._numbers:

@@ -50,9 +50,9 @@ def replica_entries(model: Module, optimizer: Optimizer | None = None, ignore: C
     """
     module = _unwrapped(model)
     own = {*ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *_flat_parameters(module)}
-    params = {id(param): "" if name in own else _plain(name) for name, param in module.named_parameters()}
+    params = {id(param): "" if name in own else plain_name(name) for name, param in module.named_parameters()}
     named = [(f"parameter {params[id(p)]!r}", p) for p in module.parameters() if params[id(p)]]
-    named += [(f"{BUFFER}{_plain(name)!r}", b) for name, b in module.named_buffers() if name not in own]
+    named += [(f"{BUFFER}{plain_name(name)!r}", b) for name, b in module.named_buffers() if name not in own]
     numbers: list[Entry] = []
     if optimizer is not None:
         for what, value in _optimizer_values(optimizer, params):
@@ -72,14 +72,16 @@ def _unwrapped(model: Module) -> Module:
     return model
 
 
-def _plain(fqn: str) -> str:
+def plain_name(fqn: str) -> str:
+    """The name of a parameter without what wrappers have put into it."""
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 def _flat_parameters(module: Module) -> Iterator[str]:
     """Names of what torch's FullyShardedDataParallel has cut without saying so."""
     for prefix, child in module.named_modules():
-        if any(kind.__name__ == "FullyShardedDataParallel" for kind in type(child).__mro__):
+        is_flat = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(child).__mro__)
+        if is_flat and getattr(getattr(child, "sharding_strategy", None), "name", "") != "NO_SHARD":
             for name, param in child.named_parameters(prefix):
                 if not is_dtensor(param):
                     yield name

@@ -32,6 +32,7 @@ class LastWords(NamedTuple):
     message: str
     where: str  # "train.py:31", the innermost line of the user's own code
     is_consequence: bool = False  # it only saw another rank fail
+    of: int | None = None  # that rank, where it knows which
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class Status:
     last: Record | None = None  # the last that was started
     stack: tuple[str, ...] = ()  # of the main thread, outermost first: "train.py:31 train_step"; torch's own folded
     unmoved_s: float = 0.0  # for how long the main thread has been at that very place without using the processor
+    looping_s: float = 0.0  # for how long it has been in one loop of the user's, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
     words: LastWords | None = None  # once it is not running any more
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`
@@ -95,6 +97,7 @@ class Sight(NamedTuple):
     status: Status
     age_s: float  # since it last said so
     is_gone: bool  # its process has ended; only known of this machine, and through a launcher
+    how: str = ""  # it ended, as its launcher says: "was killed by SIGKILL"; "" where none does
 
 
 @final

@@ -13,7 +13,7 @@ import math
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
@@ -40,6 +40,7 @@ class GradientFacts:
         self._patches = Patches()
         self._probes: list[weakref.ref[Any]] = []
         self.before_backward: Callable[[], None] | None = None  # called once
+        self.site = ""  # of the last backward
         self._is_done = False
         self._looks = 0
         self._spent_s, self._began_s = 0.0, time.perf_counter()
@@ -78,8 +79,9 @@ class GradientFacts:
             call, self.before_backward = self.before_backward, None
             if call is not None:
                 call()
+            self.site = call_site()
             if not self._is_done and getattr(tensors, "numel", int)() == 1:
-                self._losses.append((tensors.detach(), call_site()))
+                self._losses.append((tensors.detach(), self.site))
             old(tensors, *args, **kwargs)
 
         return backward
@@ -94,7 +96,7 @@ class GradientFacts:
         self._looks += 1
         may_look = self._looks <= FIRST_STEPS or self._spent_s <= _SHARE * (began_s - self._began_s)
         if may_look or self._has_sign():
-            faults = nonfinite_gradients((name, param.grad) for name, param in self._named(optimizer))
+            faults = nonfinite_gradients(pair for named in self._named(optimizer) for pair in _gradients(*named))
             if faults and not scaler_is_active():
                 self._is_done = True
                 self._tell([str(one) for one in faults])
@@ -114,3 +116,14 @@ class GradientFacts:
         origin = "the loss is not finite" if site else "gradients are not finite before averaging" if is_own else ""
         named = faults[:_NAMED] + ([f"and {len(faults) - _NAMED} more"] if len(faults) > _NAMED else [])
         self._guard.facts.tell("gradient", self._guard.recorder.step, [origin, named, site or call_site()])
+
+
+def _gradients(name: str, param: Any) -> Iterator[tuple[str, Any]]:
+    """By name; what is in the flat parameter of torch's FullyShardedDataParallel, as far as it is here, by its own."""
+    gradient, parts = param.grad, getattr(param, "_shard_param_infos", ())
+    if gradient is None or not parts:
+        yield name, gradient
+    for fqn, part in zip(getattr(param, "_fqns", ()), parts, strict=False):
+        if gradient is not None and part.in_shard:
+            first = part.offset_in_shard
+            yield name.replace("_flat_param", fqn), gradient[first : first + part.numel_in_shard]

@@ -97,7 +97,7 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tup
         options = args[-1] if args and "opts" not in kwargs else kwargs.get("opts")
         if reduces:
             reduction = getattr(options, "reduceOp", None) or _reduction(args, kwargs)
-            reduction = getattr(getattr(reduction, "op", reduction), "value", None)  # a number: quick to compare
+            reduction = None if reduction is None else hash(reduction)  # its number: the quickest way to it
         if has_root:
             peer = getattr(options, "rootRank", None)
             if peer is None:

@@ -7,6 +7,7 @@ through: both have a guard of their own. No torch is imported here before the pr
 
 from __future__ import annotations
 
+import functools
 import inspect
 import itertools
 import math
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 _SEAM = os.path.join("lockstep", "comm", "torch_transport.py")  # its operations are entered above it
 _MEET = timedelta(seconds=5)
-_NEW_GROUP = "new_group"  # of all ranks of the job
+_NEW_GROUP, _INIT = "new_group", "init_process_group"  # of all ranks of the job
 
 
 def attach(guard: Guard) -> Callable[[], None]:
@@ -132,6 +133,10 @@ class TorchWatch:
         reducer = _distributed_c10d.Reducer
         self._replace(reducer, "__init__", self._remembering)
         self._replace(distributed_c10d, "_new_group_with_tag", self._making)
+        self._patches.replace(distributed_c10d, "init_process_group", self._meeting)
+        dist = sys.modules["torch.distributed"]
+        if hasattr(dist, "init_process_group"):  # else it takes it from there
+            self._patches.replace(dist, "init_process_group", lambda _: distributed_c10d.init_process_group)
 
     def watch_steps(self) -> None:
         """torch.optim is there: be told of each step of each optimizer."""
@@ -164,10 +169,11 @@ class TorchWatch:
 
     def _noting(self, name: str, old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record."""
-        from torch.distributed.distributed_c10d import ProcessGroup
+        from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
 
         plain: type = ProcessGroup
         groups, is_message = self._groups, CALLS[name].is_message
+        door = all_reduce.__code__  # torch's functions that users call are all wrapped in one: no need to look at those
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             watched = groups.get(id(group))
@@ -175,19 +181,23 @@ class TorchWatch:
                 watched = self._adopt(group) if type(group) is plain else None
                 if watched is None:
                     return old(group, *args, **kwargs)
-            site = call_site()
+            caller = sys._getframe(1)
+            behind = caller.f_back
+            is_ours = caller.f_code.co_filename.endswith(_SEAM)
+            site = "" if is_ours else call_site(4 if behind is not None and behind.f_code is door else 1)
             watched.inside += 1
             number, operation, tensor = -1, (), None
             try:
                 if watched.inside == 1 and (before := group._get_sequence_number_for_group()) != watched.seen:
-                    watched.catch_up(before, site)
-                if not sys._getframe(1).f_code.co_filename.endswith(_SEAM):
+                    watched.catch_up(before, site or call_site())
+                if not is_ours:
                     operation, tensor = read(name, args, kwargs)
                     number = watched.enter(operation, site, is_message)
                 work = old(group, *args, **kwargs)
-            except BaseException:
+            except BaseException as error:
                 if number >= 0:
                     self._recorder.leave(number)
+                self._guard.saw(error)
                 raise
             finally:
                 if watched.inside == 1:
@@ -233,6 +243,9 @@ class TorchWatch:
             changed = None if self._in_flight is None else self._in_flight.waited(work)
             try:
                 is_done = old(work, *args, **kwargs)
+            except RuntimeError as error:
+                self._guard.saw(error)
+                raise
             finally:
                 ended = pop(id(work), None)
                 if ended is not None:
@@ -273,6 +286,29 @@ class TorchWatch:
                 self._guard.leave(number)
 
         return make
+
+    def _meeting(self, old: Callable[..., None]) -> Callable[..., None]:
+        """init_process_group: every rank of the job calls it, and waits for the others, by default for 30 minutes."""
+        signature, made = inspect.signature(old), itertools.count()
+
+        @functools.wraps(old)
+        def init_process_group(*args: Any, **kwargs: Any) -> None:
+            given, site, size = signature.bind(*args, **kwargs).arguments, call_site(), self._guard.world_size
+            wanted = max(given.get("world_size", -1), 0) or int(os.environ.get("WORLD_SIZE", size))
+            if wanted > size:
+                here = f"rank {self._guard.rank}: init_process_group(world_size={wanted}) at {site}"
+                why = f"this run has {size} ranks, and nobody starts the others"
+                sys.stderr.write(f"lockstep: {here}: {why}. Next: leave world_size and rank out\n")
+            if wanted < size:  # a world of its own
+                return old(*args, **kwargs)
+            self._guard.group(_INIT, range(size))
+            number = self._guard.enter(_INIT, next(made), _INIT, site)
+            try:
+                return old(*args, **kwargs)
+            finally:
+                self._guard.leave(number)
+
+        return init_process_group
 
     # ------------------------------------------------------------------ groups
 
@@ -368,7 +404,8 @@ class TorchWatch:
         first = number + 1 if ended is None else int(min(max(ended, watched.seen), number)) + 1
         labels = {first: flights.describe(watched.torch_name, first)} if first <= number else {}
         stack = stack_of(frame_of(self._main or 0))
-        watched.catch_up(number, stack[-1] if stack else "", labels, if_idle=True)
+        site = self._guard.failed_at or (stack[-1] if stack else "")
+        watched.catch_up(number, site, labels, if_idle=True)
 
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
         """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""

@@ -42,9 +42,14 @@ class Topic(NamedTuple):
     told: dict[str, dict[int, Any]]  # by key and rank
 
     @property
+    def place(self) -> str:
+        """Which ranks these are, and which of what they have."""
+        return self.name.partition(" ")[2]
+
+    @property
     def team(self) -> str:
         """Which ranks these are, in a word."""
-        return self.name.partition(" ")[2].partition("/")[0]
+        return self.place.partition("/")[0]
 
 
 def find_training(scene: Scene) -> Finding | None:
@@ -125,6 +130,8 @@ def _model(scene: Scene, topic: Topic) -> Iterator[Finding]:
         if len(set(digests.values())) < 2 or (rows := _shown(scene, topic, key)) is None:
             continue
         odd = _odd(digests) if len(told) > 2 else ()
+        if not odd and any(rank not in told and scene.is_running(rank) for rank in scene.sights):
+            continue  # there may be a majority yet
         usual = min(set(told) - set(odd))
         others = [rank for rank in odd or told if digests[rank] != digests[usual]]
         lines = []
@@ -265,7 +272,7 @@ def _replica(scene: Scene, topic: Topic) -> Iterator[Finding]:
                 yield from _drift(scene, topic, step, good, rows)
             return
         elif any(value[3] for value in told.values()):
-            yield _moving(scene, topic)
+            yield _moving(scene, topic, told)
 
 
 def are_meant_equal(told: Mapping[int, Any]) -> bool:
@@ -295,7 +302,11 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     lines += [f"and {len(found) - 3} more"] if len(found) > 3 else []
     is_wrapped = any(value[1] != "hand" for value in topic.told[step].values())
     since = f"equal after step {good}" if good is not None else _SINCE[is_wrapped]
-    cause = likely_cause(found) if good is not None or is_wrapped or options else _SEED
+    is_seed = good is None and not is_wrapped and not options
+    lines += _lines_of(scene, topic, ranks, ("made",) if options or is_seed else ("loaded", "past", "step"))
+    cause = _SEED if is_seed else likely_cause(found)
+    if good is not None and int(step) - int(good) > 1:
+        cause += " LOCKSTEP_REPLICA_EVERY=1 finds the step."
     yield _say(
         scene,
         "replica",
@@ -311,14 +322,31 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     )
 
 
-def _moving(scene: Scene, topic: Topic) -> Finding:
+def _lines_of(scene: Scene, topic: Topic, ranks: Sequence[int], keys: Sequence[str]) -> list[str]:
+    """Which lines had to do with it, by the rank's own account: where it loaded, stepped, or made what differs."""
+    told = {rank: scene.status(rank).facts.get(f"lines {topic.place}", {}).get("now", {}) for rank in ranks}
+    lines: list[str] = []
+    for key in keys:
+        by_text: dict[str, list[int]] = defaultdict(list)
+        for rank, texts in told.items():
+            by_text[texts.get(key, "")].append(rank)
+        is_news = key != "loaded" or len(by_text) > 1  # what all did alike explains nothing
+        lines += [f"{names(same)}: {text}" for text, same in by_text.items() if text and is_news and len(lines) < 2]
+    return lines
+
+
+def _moving(scene: Scene, topic: Topic, told: Mapping[int, Any]) -> Finding:
+    buffers = list(dict.fromkeys(name for value in told.values() for name in value[3]))
     return _say(
         scene,
         "replica",
         f"{topic.name} buffers",
-        "BUFFERS differ between the ranks: running statistics, as those of BatchNorm.",
+        f"BUFFERS differ on {names(told)}: running statistics, as those of BatchNorm.",
         (),
-        ["each rank keeps its own, and a checkpoint holds one rank's"],
+        [
+            f"each rank keeps its own {_listed(buffers)}, and a checkpoint holds one rank's",
+            *_lines_of(scene, topic, sorted(told), ("wrapped",)),
+        ],
         fix="SyncBatchNorm.convert_sync_batchnorm(model), or leave broadcast_buffers on.",
         is_certain=False,
     )
@@ -332,7 +360,8 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
     for step in _steps(topic):
         told = topic.told[step]
         silent = [rank for rank in scene.sights if rank not in told and scene.is_running(rank)]
-        if any(scene.status(rank).step <= int(step) for rank in silent):
+        is_heard = len(scene.sights) == scene.status(scene.me).world_size
+        if any(scene.status(rank).step <= int(step) for rank in silent) or (scene.step <= int(step) and not is_heard):
             return  # they may yet tell
         origins = {rank: value[0] for rank, value in told.items() if value[0]}
         lines = [f"rank {rank}: {value[0]} at {value[2]}" for rank, value in told.items() if value[0]]

@@ -40,7 +40,7 @@ class Finding:
     text: str  # at most 12 lines of 110 characters
     is_certain: bool  # results are wrong, or ranks cannot get on: to be raised; else only to be told
     key: str  # equal for the same finding, whoever makes it and when
-    said_to: str = ""  # which terminal or file has it
+    said_to: str = ""  # which terminal or file has it, and by which rank
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -113,7 +113,8 @@ def waiters(waits: Sequence[Wait]) -> list[str]:
     for text, same in sorted(together.items(), key=lambda item: (-len(item[1]), item[1][0].rank)):
         ranks = {wait.rank for wait in same}
         verb = "waits" if len(ranks) == 1 else "wait"
-        lines.append(f"{names(ranks)} {verb} in {text}, for {seconds(max(wait.age_s for wait in same))}")
+        longest_s = max(wait.age_s for wait in same)
+        lines.append(f"{names(ranks)} {verb} in {text}" + f", for {seconds(longest_s)}" * (longest_s >= 0.1))
     return lines
 
 

@@ -68,9 +68,10 @@ class Bucket:
         self._layout = lay_out([param.numel() for param in self.params])
         self._checked = False
         if not sparse:
-            self._allocate()
+            self.renew()
 
-    def _allocate(self) -> None:
+    def renew(self) -> None:
+        """Take new memory; whoever holds the old views keeps them as they are."""
         first = self.params[0]
         numel = self._layout.numel
         if self._empty is None or numel == 0:
@@ -157,10 +158,6 @@ class Bucket:
         else:
             self.fill(slot, None, 1.0)
 
-    def renew(self) -> None:
-        """Take new memory; whoever holds the old views keeps them as they are."""
-        self._allocate()
-
     def _leave_kept_gradients_alone(self) -> None:
         """Take a new buffer if the caller still holds a gradient of an earlier step: that must not change under him.
 
@@ -180,7 +177,7 @@ class Bucket:
             # caller
             kept = sys.getrefcount(self.views[slot]) > 2 and param.grad is not self.views[slot]
         if kept:
-            self._allocate()
+            self.renew()
 
     # ------------------------------------------------------------------ as torch's hooks see it
 

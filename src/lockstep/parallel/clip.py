@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows
 from lockstep.errors import ConfigError, TrainingError, UnsupportedArgument
 from lockstep.parallel.grad_pieces import HeldGradients, Lines, held_gradients, held_tensors, in_runs
 
@@ -163,18 +163,12 @@ def _over_all_ranks(norms: dict[Lines, Tensor], power: float, device: torch.devi
         comm = open_lines[0][0]
         through = [lines for lines in open_lines if comm in lines]
         mine = torch.stack([_norm_of_norms(left.pop(lines), power, device) for lines in through])
-        for lines, norm in zip(through, _gathered(comm, mine).unbind(1), strict=True):
+        ranks = all_gather_rows(comm, mine.to(comm.device), "clip.norm")
+        for lines, norm in zip(through, ranks.unbind(1), strict=True):
             left.setdefault(tuple(other for other in lines if other is not comm), []).append(
                 torch.linalg.vector_norm(norm.to(device), power)
             )
     return _norm_of_norms(left.get((), []), power, device)
-
-
-def _gathered(comm: Communicator, mine: Tensor) -> Tensor:
-    """Every rank's [n] as [W, n]."""
-    ranks = torch.empty(comm.world_size * mine.numel(), dtype=mine.dtype, device=comm.device)
-    comm.all_gather_into_tensor(ranks, mine.to(comm.device), label="clip.norm")
-    return ranks.view(comm.world_size, -1)
 
 
 # ------------------------------------------------------------------ the scaling

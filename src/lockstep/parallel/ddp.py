@@ -14,7 +14,7 @@ from torch.nn import Module, Parameter
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.torch_names import Join, Joinable, JoinHook, TorchDistributedDataParallel
+from lockstep.comm.torch_names import TorchDistributedDataParallel
 from lockstep.errors import ConfigError, ModelMismatch, UnsupportedArgument
 from lockstep.observe.gradients import GradientWatch
 from lockstep.observe.model_match import describe_model
@@ -31,13 +31,13 @@ from lockstep.parallel.ddp_arguments import (
     warn_deprecated,
 )
 from lockstep.parallel.eager import compile_only_the_module
-from lockstep.parallel.join import JoinedDdp, notify_join
+from lockstep.parallel.join import JoinableReplica
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
 from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
 
 
-class DistributedDataParallel(Module, Joinable):
+class DistributedDataParallel(Module, JoinableReplica):
     """Trains copies of `module` on every rank as one: gradients are averaged while backward runs.
 
     The arguments are those of torch's class and mean the same, with these differences:
@@ -86,7 +86,7 @@ class DistributedDataParallel(Module, Joinable):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        Joinable.__init__(self)
+        JoinableReplica.__init__(self)
         compile_only_the_module(DistributedDataParallel, ("forward",), ("_pre_forward", "_post_forward"))
         if mixed_precision is not None:
             raise UnsupportedArgument(
@@ -113,7 +113,6 @@ class DistributedDataParallel(Module, Joinable):
         self.mixed_precision = None
         self.static_graph = False
         self.require_forward_param_sync = True
-        self._divide_by_initial_world_size = True  # inside `join`
         self._caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps_bytes)
         self.bucket_bytes_cap_list = [int(cap * MIB) for cap in bucket_cap_mb_list or ()]
@@ -197,7 +196,7 @@ class DistributedDataParallel(Module, Joinable):
         if torch.is_grad_enabled():
             self._refuse_thawed()
             self.reducer.stats.forward_began()
-        notify_join(self)
+        self._notify_join()
         self._sync_buffers("PRE_FORWARD")
         if self._join_config.enable:
             self._check_global_requires_backward_grad_sync(is_joined_rank=False)
@@ -274,55 +273,6 @@ class DistributedDataParallel(Module, Joinable):
     def named_module_buffers(self) -> dict[str, Tensor]:
         """The buffers that are synchronised, by name."""
         return self._buffer_sync.named
-
-    def will_sync_module_buffers(self) -> bool:
-        """True where the next forward synchronises buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and len(self.modules_buffers) > 0
-
-    def _sync_buffers(self, location: str) -> None:
-        if self.will_sync_module_buffers() and self._buffer_sync.is_due(location):
-            source = self._find_common_rank(self._comm.rank, True) if self._join_config.enable else 0
-            self.reducer.futures += self._buffer_sync.sync(self._comm, source)
-
-    # ------------------------------------------------------------------ uneven inputs
-
-    def join(
-        self, divide_by_initial_world_size: bool = True, enable: bool = True, throw_on_early_termination: bool = False
-    ) -> Join:
-        """Context in which ranks may run out of inputs at different times; torch's Join with this module."""
-        return Join(
-            [self], enable, throw_on_early_termination, divide_by_initial_world_size=divide_by_initial_world_size
-        )
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """What a rank without inputs does while others still train; part of torch's Join protocol."""
-        return JoinedDdp(self, kwargs.get("divide_by_initial_world_size", True))
-
-    @property
-    def join_device(self) -> torch.device:
-        """Part of torch's Join protocol."""
-        return self.device
-
-    @property
-    def join_process_group(self) -> Any:
-        """Part of torch's Join protocol."""
-        return self.process_group
-
-    def _follow_others(self) -> bool:
-        """On a rank without inputs: whether the others synchronise this step; the next buffers follow from it."""
-        self.require_forward_param_sync = self._check_global_requires_backward_grad_sync(is_joined_rank=True)
-        return self.require_forward_param_sync
-
-    def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
-        flag = torch.tensor([0.0 if is_joined_rank else float(self.reducer.sync)], device=self.device)
-        self._comm.all_reduce(flag, label="ddp.join")
-        return bool(flag.item())
-
-    def _find_common_rank(self, rank: int, is_candidate: bool) -> int:
-        chosen = torch.tensor([rank if is_candidate else -1], device=self.device)
-        self._comm.all_reduce(chosen, "max", label="ddp.join")
-        assert chosen.item() >= 0, "at least one rank must be a candidate"
-        return int(chosen.item())
 
     # ------------------------------------------------------------------ hooks
 
@@ -409,16 +359,10 @@ class DistributedDataParallel(Module, Joinable):
     gather = TorchDistributedDataParallel.gather
     to_kwargs = TorchDistributedDataParallel.to_kwargs
     use_side_stream_for_tensor_copies = True
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        TorchDistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, params_and_buffers_to_ignore)
-
-    @staticmethod
-    def _get_data_parallel_params(module: Module, named_params: bool = False) -> Iterator[Any]:
-        return TorchDistributedDataParallel._get_data_parallel_params(module, named_params)
+    _set_params_and_buffers_to_ignore_for_model = staticmethod(
+        TorchDistributedDataParallel._set_params_and_buffers_to_ignore_for_model
+    )
+    _get_data_parallel_params = staticmethod(TorchDistributedDataParallel._get_data_parallel_params)
 
     def _update_process_group(self, new_process_group: Any) -> None:
         if torch_names.is_member(new_process_group):

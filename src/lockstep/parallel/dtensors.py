@@ -30,14 +30,12 @@ __all__ = [
 ]
 
 
-def as_dtensor(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int], requires_grad: bool = False
-) -> DTensor:
+def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
     """`local` as this rank's piece of a contiguous tensor of `shape`. Memory: the same, no copy."""
     whole = torch.empty(shape, dtype=local.dtype, device="meta")
     meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=meta)
-    return DTensor(local, spec, requires_grad=requires_grad)  # pyright: ignore[reportCallIssue] (made by __new__)
+    return DTensor(local, spec, requires_grad=False)  # pyright: ignore[reportCallIssue] (made by __new__)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -15,19 +15,20 @@ from lockstep.comm import torch_names
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.fsdp1 import optim_state, preparation, state, summon
-from lockstep.parallel.fsdp1.arguments import (
-    BackwardPrefetch,
-    CPUOffload,
-    MixedPrecision,
-    ShardingStrategy,
-    understand_ignored,
-    understood,
-)
+from lockstep.parallel.fsdp1.arguments import HYBRID, RESHARD_AFTER_FORWARD, checked, understand_ignored
 from lockstep.parallel.fsdp1.mesh import mesh_for
 from lockstep.parallel.fsdp1.unit import WRAPPED, FsdpUnit, units_in
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.outputs import find_tensors
 from lockstep.parallel.shard_policies import cast_floats
+from lockstep.parallel.torch_fsdp import (
+    BackwardPrefetch,
+    CPUOffload,
+    CPUOffloadPolicy,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    ShardingStrategy,
+)
 from lockstep.parallel.uneven_inputs import Batch, JoinedBatches
 
 # torch's hooks that only change the dtype; they stop on a CPU, where there are no streams
@@ -37,7 +38,7 @@ _COMPRESSED = {"fp16_compress_hook": torch.float16, "bf16_compress_hook": torch.
 class FullyShardedDataParallel(Module):
     """Trains `module` with its parameters, gradients and optimizer state cut over the ranks.
 
-    The arguments are those of torch's class, its enums and dataclasses are taken too, and they mean the same, but:
+    The arguments are those of torch's class and mean the same, but:
 
     - parameters are DTensors under the names of `module`, never one flat parameter: an optimizer may treat each its own
       way, and frozen ones stand among others. `use_orig_params` is so in effect always, and accepted either way;
@@ -56,11 +57,11 @@ class FullyShardedDataParallel(Module):
         self,
         module: Module,
         process_group: Any = None,
-        sharding_strategy: ShardingStrategy | Any = None,
-        cpu_offload: CPUOffload | Any = None,
+        sharding_strategy: ShardingStrategy | None = None,
+        cpu_offload: CPUOffload | None = None,
         auto_wrap_policy: Any = None,
-        backward_prefetch: BackwardPrefetch | Any = BackwardPrefetch.BACKWARD_PRE,
-        mixed_precision: MixedPrecision | Any = None,
+        backward_prefetch: BackwardPrefetch | None = BackwardPrefetch.BACKWARD_PRE,
+        mixed_precision: MixedPrecision | None = None,
         ignored_modules: Iterable[Module] | None = None,
         param_init_fn: Callable[[Module], None] | None = None,
         device_id: int | torch.device | None = None,
@@ -72,12 +73,11 @@ class FullyShardedDataParallel(Module):
         device_mesh: Any = None,
     ) -> None:
         super().__init__()
-        strategy = understood(ShardingStrategy, sharding_strategy, "sharding_strategy", ShardingStrategy.FULL_SHARD)
-        precision = understood(MixedPrecision, mixed_precision, "mixed_precision", MixedPrecision())
-        offload = understood(CPUOffload, cpu_offload, "cpu_offload", CPUOffload())
-        prefetch = (
-            None if backward_prefetch is None else understood(BackwardPrefetch, backward_prefetch, "backward_prefetch")
-        )
+        strategy = checked(ShardingStrategy, sharding_strategy, "sharding_strategy", ShardingStrategy.FULL_SHARD)
+        precision = checked(MixedPrecision, mixed_precision, "mixed_precision", MixedPrecision())
+        offload = checked(CPUOffload, cpu_offload, "cpu_offload", CPUOffload())
+        if backward_prefetch is not None:
+            checked(BackwardPrefetch, backward_prefetch, "backward_prefetch")
         ignored = understand_ignored(ignored_modules, ignored_states)
         mesh = mesh_for(strategy, process_group, device_mesh)
         preparation.check_device(device_id, mesh)
@@ -86,7 +86,7 @@ class FullyShardedDataParallel(Module):
             process_group=mesh,
             sharding_strategy=strategy,
             cpu_offload=offload,
-            backward_prefetch=prefetch,
+            backward_prefetch=backward_prefetch,
             mixed_precision=mixed_precision,
             param_init_fn=param_init_fn,
             sync_module_states=sync_module_states,
@@ -101,15 +101,16 @@ class FullyShardedDataParallel(Module):
         fully_shard(
             module,
             mesh=mesh,
-            reshard_after_forward=strategy.reshard_after_forward,
-            mp_policy=precision.policy(),
-            offload_policy=offload.policy(),
+            reshard_after_forward=None if strategy in RESHARD_AFTER_FORWARD else False,
+            # whether inputs are cast depends on who is the root
+            mp_policy=MixedPrecisionPolicy(precision.param_dtype, precision.reduce_dtype, cast_forward_inputs=False),
+            offload_policy=CPUOffloadPolicy() if offload.offload_params else None,
             ignored_params=ignored.params,
         )
         self._fsdp_wrapped_module = module
         self._fsdp_unit = FsdpUnit(self, module, mesh, strategy, precision, ignored)
-        self._fsdp_unit.engine.prefetches_in_backward = prefetch is BackwardPrefetch.BACKWARD_PRE
-        self._fsdp_unit.engine.gathers_early = prefetch is not None
+        self._fsdp_unit.engine.prefetches_in_backward = backward_prefetch is BackwardPrefetch.BACKWARD_PRE
+        self._fsdp_unit.engine.gathers_early = backward_prefetch is not None
         if precision.keep_low_precision_grads:
             self._fsdp_unit.module._set_gradients(False, grad_dtype=precision.param_dtype)
         for inner in units_in(module):
@@ -220,7 +221,7 @@ class FullyShardedDataParallel(Module):
             raise ConfigError(f"register_comm_hook: hook={hook!r} is not callable")
         if self._fsdp_unit.has_hook:
             raise ConfigError("register_comm_hook: this FullyShardedDataParallel has a hook already")
-        hybrid = [unit.strategy.name for unit in units_in(self) if unit.strategy.is_hybrid]
+        hybrid = [unit.strategy.name for unit in units_in(self) if unit.strategy in HYBRID]
         if hybrid:
             raise UnsupportedArgument("register_comm_hook", f"{hybrid[0]} adds along two axes, a hook along one")
         self._fsdp_unit.has_hook = True

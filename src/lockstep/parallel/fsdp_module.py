@@ -96,11 +96,7 @@ class FSDPModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients; where not, this rank keeps whole ones and adds to them."""
-        for unit in self._units(recurse):
-            for gradients in unit.gradients:
-                gradients.settings = gradients.settings._replace(
-                    sync=requires_gradient_sync, all_reduce=requires_gradient_sync
-                )
+        self._set_gradients(recurse, sync=requires_gradient_sync, all_reduce=requires_gradient_sync)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

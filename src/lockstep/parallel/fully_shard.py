@@ -22,13 +22,9 @@ from lockstep.parallel.shard_face import face_of
 from lockstep.parallel.shard_gradients import sparse_gradient
 from lockstep.parallel.shard_group import TAKEN, Member, Owner, ShardGroup, slot_of
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
-from lockstep.parallel.shard_policies import (
-    CPUOffloadPolicy,
-    MixedPrecisionPolicy,
-    understand_offload,
-    understand_policy,
-)
+from lockstep.parallel.shard_policies import understand_offload, understand_policy
 from lockstep.parallel.shard_unit import ShardUnit
+from lockstep.parallel.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 PlacementFn = Callable[[Parameter], Shard | None]
 

@@ -12,10 +12,10 @@ from typing import final
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import Work
-from lockstep.parallel.dtensors import DeviceMesh, Replicate, Shard, as_dtensor
+from lockstep.parallel.dtensors import Replicate, Shard, as_dtensor
 from lockstep.parallel.shard_layout import ShardLayout
+from lockstep.parallel.shard_mesh import ShardMesh
 from lockstep.parallel.unsharded import Gathered, Unsharded, pieces_of
 
 
@@ -28,13 +28,13 @@ class KeptPart(Unsharded):
 
     needs_gather = True
 
-    def __init__(
-        self, far: Gathered, layout: ShardLayout, neighbours: Communicator, mesh: DeviceMesh, label: str
-    ) -> None:
+    def __init__(self, far: Gathered, layout: ShardLayout, grid: ShardMesh, label: str) -> None:
+        """grid: of all ranks, this one's neighbours along `shard`."""
+        neighbours = grid.shard
         self._far = far
         self._layout = ShardLayout(layout.cuts, neighbours.world_size)
         self._rank = neighbours.rank
-        self._mesh = mesh  # [copies, shard]
+        self._mesh = grid.device_mesh
         self._near = Gathered(self._layout, far.whole.dtype, far.whole.device, neighbours, label, far.whole)
         self._source = far
         self._part: Tensor | None = None  # [whole / n], with padding

@@ -67,9 +67,8 @@ class GradReducer:
         self.names = list(names)
         self.hook: CommHook = Mean()
         self.sync = True  # what `no_sync` switches off
-        self.forward_sync: bool | None = (
-            None  # `sync` as the last forward saw it; None: no forward since the last backward
-        )
+        # `sync` as the last forward saw it; None: no forward since the last backward
+        self.forward_sync: bool | None = None
         self.divide_by = comm.world_size
         self.futures: list[torch.futures.Future[Any]] = []  # further work to end before backward returns
         self.stats = ReducerStats()

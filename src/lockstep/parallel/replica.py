@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows, broadcast_object
 from lockstep.errors import ModelMismatch
 from lockstep.observe.model_match import first_difference
 
@@ -24,17 +25,10 @@ def verify_same_model(comm: Communicator, rows: Sequence[Sequence[object]]) -> N
     """
     text = json.dumps(rows).encode()
     digest = torch.frombuffer(bytearray(hashlib.sha256(text).digest()), dtype=torch.uint8).to(comm.device)
-    digests = torch.empty(comm.world_size * digest.numel(), dtype=torch.uint8, device=comm.device)
-    comm.all_gather_into_tensor(digests, digest, label="ddp.verify")
-    if bool((digests.view(comm.world_size, -1) == digests[: digest.numel()]).all()):
+    digests = all_gather_rows(comm, digest, "ddp.verify")
+    if bool((digests == digests[0]).all()):
         return
-    size = torch.tensor([len(text)], device=comm.device)
-    comm.broadcast(size, 0, label="ddp.verify")
-    payload = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(comm.device)
-    if comm.rank != 0:
-        payload = torch.empty(int(size.item()), dtype=torch.uint8, device=comm.device)
-    comm.broadcast(payload, 0, label="ddp.verify")
-    difference = first_difference(rows, json.loads(bytes(payload.cpu().numpy())))
+    difference = first_difference(rows, broadcast_object(comm, rows, 0, "ddp.verify", limit=len(text)))
     found = comm.all_gather_object(difference, label="ddp.verify")
     lines = [f"rank {rank} {text}" for rank, text in enumerate(found) if text is not None]
     raise ModelMismatch(

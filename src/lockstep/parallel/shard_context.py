@@ -145,8 +145,11 @@ class ShardContext:
         assert self._forward is not None
         if any(group.is_shared for group in self.groups):
             self._forward.meet()
-        if any(group.is_copied for group in self.groups):
-            for group in self.groups:
+        self._publish(self.groups)
+
+    def _publish(self, groups: list[ShardGroup]) -> None:
+        if any(group.is_copied for group in groups):
+            for group in groups:
                 group.publish()
             self.comm.barrier(label="shard.written")
 
@@ -418,10 +421,7 @@ class ShardContext:
             group.place(self.sharing, unit.parts)
         if any(group.is_shared for group in unit.groups):
             self.comm.barrier(label="shard.read")
-        if any(group.is_copied for group in unit.groups):
-            for group in unit.groups:
-                group.publish()
-            self.comm.barrier(label="shard.written")
+        self._publish(unit.groups)
         for group in unit.groups:
             group.launch().wait()
         unit.made_by_hand = True

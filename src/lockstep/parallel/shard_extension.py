@@ -17,7 +17,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, AllWork, Work
 from lockstep.errors import ShardingError
 from lockstep.parallel.dtensors import DeviceMesh, local_tensor
-from lockstep.parallel.shard_policies import MixedPrecisionPolicy
+from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy
 from lockstep.parallel.unsharded import Unsharded
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"

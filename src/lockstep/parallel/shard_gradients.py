@@ -60,6 +60,9 @@ class ShardGradients:
         self.settings = Settings(reduce_dtype=reduce_dtype)
         self.comm = group.comm  # or another of the same ranks, that gradients travel over
         self.active_ranks: int | None = None  # that have inputs; None: all of them
+        self._forget()
+
+    def _forget(self) -> None:
         self._arrived: set[int] = set()
         self._buffer: Tensor | None = None  # the pool's, while gradients arrive
         self._waiting: set[int] = set()  # parameters whose gradients have come and are not in it yet
@@ -295,20 +298,9 @@ class ShardGradients:
 
     def discard(self) -> None:
         """Forget the gradients of this step: it failed on some rank."""
-        for whole in self.group.wholes:
-            whole.grad = None
-        self._buffer = None
-        self._waiting.clear()
-        self._laid.clear()
-        self._arrived.clear()
-        self._held.clear()
-        self._flights.clear()
-        self._partial = None
-        self._owed.clear()
-        self._sum = None
-        self._was_reduced = False
-        for param in self.group.params:
+        for param in (*self.group.wholes, *self.group.params):
             param.grad = None
+        self._forget()
 
 
 def sparse_gradient(fqn: str) -> str:

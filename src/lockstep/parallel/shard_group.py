@@ -18,8 +18,8 @@ from lockstep.parallel.kept_part import KeptPart
 from lockstep.parallel.shard_extension import Extended, Surroundings, cut_extended, is_extended
 from lockstep.parallel.shard_face import Face
 from lockstep.parallel.shard_layout import Cut, ShardLayout
-from lockstep.parallel.shard_mesh import ShardMesh, neighbours
-from lockstep.parallel.shard_policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from lockstep.parallel.shard_mesh import ShardMesh, grid_of
+from lockstep.parallel.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from lockstep.parallel.unsharded import Gathered, Resident, Unsharded, pieces_of
 
 # Life of the tensors here, for n elements over W ranks, S = n / W and padding:
@@ -176,7 +176,7 @@ class ShardGroup:
                     self._move(resident.mine)
                 return resident
         gathered = Gathered(layout, self.dtype, self.device, comm, self.label)
-        return gathered if parts is None else KeptPart(gathered, layout, *neighbours(comm, parts), self.label)
+        return gathered if parts is None else KeptPart(gathered, layout, grid_of(comm, parts), self.label)
 
     def _move(self, pieces: list[Tensor]) -> None:
         """From now on the truth is in `pieces`."""

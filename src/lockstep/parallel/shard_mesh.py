@@ -38,9 +38,10 @@ class ShardMesh:
         return (Shard(dim),) if self.device_mesh.ndim == 1 else (Replicate(), Shard(dim))
 
 
-# Made once for the ranks of a transport; nothing here may refer to it
-_neighbours: WeakKeyDictionary[Transport, dict[int, tuple[Communicator, DeviceMesh]]] = WeakKeyDictionary()
-_apart: WeakKeyDictionary[Transport, Communicator] = WeakKeyDictionary()
+# In a transport's own dict: one grid for all modules over the same ranks, which lives as long as the transport. Ranks
+# make it together, so it must not depend on when each of them lets go of its last module.
+_GRIDS = "_lockstep_grids"
+_apart: WeakKeyDictionary[Transport, Communicator] = WeakKeyDictionary()  # the same, which does not refer to it
 
 
 def resolve_mesh(mesh: Any) -> ShardMesh:
@@ -65,15 +66,14 @@ def resolve_mesh(mesh: Any) -> ShardMesh:
     )
 
 
-def neighbours(comm: Communicator, size: int) -> tuple[Communicator, DeviceMesh]:
-    """The `size` neighbours of which this rank is one, and the mesh of all such groups, [copies, shard]; made once.
+def grid_of(comm: Communicator, size: int) -> ShardMesh:
+    """The ranks of `comm` in lines of `size` neighbours, between which there are copies; made once.
 
     Collective: every rank of `comm`, the first time.
     """
-    made = _neighbours.setdefault(comm.transport, {})
+    made: dict[int, ShardMesh] = vars(comm.transport).setdefault(_GRIDS, {})
     if size not in made:
-        found = _of_ours(Mesh(comm, {"copies": -1, "shard": size}))
-        made[size] = found.shard, found.device_mesh
+        made[size] = _of_ours(Mesh(comm, {"replica": -1, "shard": size}))
     return made[size]
 
 

@@ -15,10 +15,11 @@ from lockstep.errors import ShardingError
 from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.shard_gradients import ShardGradients
-from lockstep.parallel.shard_group import ShardGroup, ShardState
+from lockstep.parallel.shard_group import ShardGroup
 from lockstep.parallel.shard_mesh import ShardMesh
 from lockstep.parallel.shard_pass import ShardOp
-from lockstep.parallel.shard_policies import MixedPrecisionPolicy, cast_floats
+from lockstep.parallel.shard_policies import cast_floats
+from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
     from lockstep.parallel.shard_context import ShardContext
@@ -222,11 +223,6 @@ class ShardUnit:
         """Let the modules have the shards of the groups whose gradients are all here."""
         for place in self.complete:
             self.groups[place - self.first_index].reshard()
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the modules have the whole parameters."""
-        return all(group.state is ShardState.UNSHARDED for group in self.groups)
 
 
 def _count_parameters(modules: Sequence[Module]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, final
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import TensorPieces
+from lockstep.comm.tensor_parts import TensorPieces, is_dtensor
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.zero.chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
@@ -20,12 +20,11 @@ from lockstep.parallel.zero.late import LateParameters
 from lockstep.parallel.zero.overlap import ReduceScatterMean
 from lockstep.parallel.zero.pieces import Build, PerParameter, PieceOptimizer
 from lockstep.parallel.zero.probe import OptimizerClass, runs_fused, why_not_elementwise
-from lockstep.parallel.zero.share import Member, Share, sharded_already, share_buckets, share_local, share_whole
+from lockstep.parallel.zero.share import Member, Share, share_buckets, share_local, share_whole
 from lockstep.parallel.zero.state import (
     Group,
     StateDict,
     States,
-    describe_piece,
     flat_states,
     gather_states,
     new_groups,
@@ -128,11 +127,13 @@ class ShardedOptimizer(Optimizer):
         if self._late is not None:
             for member in members:
                 self._late.check(member.param, member.name)
-        build = Build(self._optimizer_cls, self._kwargs, self._runs_fused(members))
+        are_floats = all(member.param.is_floating_point() for member in members)
+        fuse = are_floats and runs_fused(self._optimizer_cls, self._kwargs, members[0].param.device)
+        build = Build(self._optimizer_cls, self._kwargs, fuse)
         is_fused = build.fuse or self._kwargs.get("fused")
         longest = UNFUSED_ELEMENTS if members[0].param.is_cpu and not is_fused else None
-        whole = [member for member in members if not sharded_already(member)]
-        local = [member for member in members if sharded_already(member)]
+        whole = [member for member in members if not is_dtensor(member.param)]
+        local = [member for member in members if is_dtensor(member.param)]
         shares: list[Share] = []
         if self._ddp is not None and self._overlap is None:
             self._overlap, shares, whole = share_buckets(whole, self._ddp, longest)
@@ -151,11 +152,6 @@ class ShardedOptimizer(Optimizer):
             names = group.get("param_names") or [f"parameter {i} of group {number}" for i in range(len(params))]
             unique = {id(param): Member(param, name, number) for param, name in zip(params, names, strict=True)}
             yield from unique.values()
-
-    def _runs_fused(self, members: Sequence[Member]) -> bool:
-        if not all(member.param.is_floating_point() for member in members):
-            return False
-        return runs_fused(self._optimizer_cls, self._kwargs, members[0].param.device)
 
     # ------------------------------------------------------------------ a step
 
@@ -222,15 +218,14 @@ class ShardedOptimizer(Optimizer):
         if value:
             raise ConfigError("the state of a ShardedOptimizer cannot be assigned: use load_state_dict")
 
-    def state_dict(self, *, sharded: bool = False) -> StateDict:
+    def state_dict(self) -> StateDict:
         """What `optimizer_cls` over the whole parameters would give; a DTensor's state is DTensors.
 
         It loads into ShardedOptimizer at any world size, and into `optimizer_cls`. `consolidate_state_dict` before it
         needs less memory; then only the rank that has the state may call this.
-        `sharded`: this rank's elements only, without communication; `merge_state_dicts` makes the whole of all ranks'.
-        Collective: every rank, unless `sharded` or consolidated since the last step.
+        Collective: every rank, unless consolidated since the last step.
         """
-        return self._hooked(lambda: self._saved(sharded))
+        return self._hooked(self._whole)
 
     def state_dict_in_pieces(self) -> StateDict:
         """`state_dict()` with TensorPieces of this rank's elements where parameters are whole: nothing is gathered.
@@ -258,7 +253,7 @@ class ShardedOptimizer(Optimizer):
         self._consolidated = (to, self._gather(to))
 
     def load_state_dict(self, state_dict: StateDict, *, copy: bool = True) -> None:
-        """Take what `state_dict` gave, here or in `optimizer_cls`; of `sharded=True` this rank's own. Not collective.
+        """Take what `state_dict` gave, here or in `optimizer_cls`, or `state_dict_in_pieces`. Not collective.
 
         copy: else pieces of this rank's become the optimizer's own, and nobody else's.
         Raises: CheckpointError where it is of other parameters, or of another rank's elements.
@@ -278,10 +273,7 @@ class ShardedOptimizer(Optimizer):
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
-    def _saved(self, sharded: bool) -> StateDict:
-        if sharded:
-            pieces = {number: describe_piece(chunk, index) for number, (chunk, index) in enumerate(self._places())}
-            return {**self._numbered({part.chunk: part.states() for part in self._parts}), "pieces": pieces}
+    def _whole(self) -> StateDict:
         if self._consolidated is None:
             return self._gather(None)
         rank, found = self._consolidated

@@ -31,15 +31,15 @@ from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.observe.model_match import describe_model
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.fsdp import FullyShardedDataParallel
-from lockstep.parallel.fsdp1.arguments import ShardingStrategy
 from lockstep.parallel.fsdp1.mesh import mesh_for
 from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.torch_fsdp import ShardingStrategy
 from lockstep.parallel.uneven_inputs import JoinedBatches, ReplicaParticipant
-from lockstep.parallel.wrap_policies import CustomPolicy, modules_to_shard
+from lockstep.parallel.wrap_policies import unit_overrides
 from lockstep.parallel.zero.probe import runs_fused
 
 Sharding = Literal["none", "optimizer", "gradients", "full", "hybrid"]
@@ -157,7 +157,7 @@ def chosen_units(module: Module, units: Any = None) -> list[Module]:
     Raises: ConfigError for modules that are not below `module`, and for what is no policy.
     """
     if callable(units) or hasattr(units, "_run_policy"):
-        return modules_to_shard(module, units)
+        return list(unit_overrides(module, units))
     if units is None:
         lists = (part for part in module.modules() if isinstance(part, ModuleList))
         chosen = {part for found in lists for part in found if type(part).forward is not Module.forward}
@@ -167,7 +167,7 @@ def chosen_units(module: Module, units: Any = None) -> list[Module]:
     if strange:
         names = ", ".join(sorted(type(part).__name__ for part in strange))
         raise ConfigError(f"units has modules that are not in the {type(module).__name__}: {names}")
-    return modules_to_shard(module, CustomPolicy(lambda part: part in chosen))
+    return list(unit_overrides(module, lambda module, recurse, nonwrapped_numel: recurse or module in chosen))
 
 
 def _is_meta(module: Module) -> bool:

@@ -22,13 +22,13 @@ from torch.optim import Optimizer
 from lockstep.comm.tensor_parts import AnyTensor, is_dtensor, local_of
 from lockstep.errors import CheckpointMismatch, ConfigError
 from lockstep.parallel.dtensors import DTensor, Replicate, as_dtensor
-from lockstep.parallel.fsdp1.arguments import StateDictType
 from lockstep.parallel.fsdp1.state import reshard_all, state_dict_type
 from lockstep.parallel.fsdp1.tensors import piece_of, sharded_like
 from lockstep.parallel.fsdp1.unit import units_in
 from lockstep.parallel.initialisers import plain_name
 from lockstep.parallel.named_state import unwrapped
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
+from lockstep.parallel.torch_fsdp import StateDictType
 from lockstep.parallel.zero.probe import IMPLEMENTATION
 from lockstep.parallel.zero.state import keys_in_shape, load_exactly
 

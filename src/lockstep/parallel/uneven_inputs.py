@@ -12,6 +12,7 @@ from torch.utils import _pytree
 from torch.utils.hooks import RemovableHandle
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows, broadcast_values
 from lockstep.errors import DataError
 from lockstep.parallel.outputs import output_tensors
 from lockstep.parallel.shard_context import context_of
@@ -112,7 +113,8 @@ class JoinedBatches(Generic[Batch]):
                 following = next(own, nothing) if self.has_own else nothing
                 self.has_own = following is not nothing
                 batch = following if self.has_own else batch
-                said = _say(comm, _OWN if self.has_own else _NONE if batch is nothing else _OLD)
+                word = _OWN if self.has_own else _NONE if batch is nothing else _OLD
+                said = all_gather_rows(comm, torch.tensor([word], device=comm.device), "join").view(-1).tolist()
                 active = [rank for rank, word in enumerate(said) if word == _OWN]
                 self.active_ranks = len(active)
                 if not active:
@@ -125,42 +127,22 @@ class JoinedBatches(Generic[Batch]):
             self._participant.take_part(True, None)
 
 
-def _say(comm: Communicator, word: int) -> list[int]:
-    """What every rank says.  Collective."""
-    words = torch.empty(comm.world_size, dtype=torch.int32, device=comm.device)
-    comm.all_gather_into_tensor(words, torch.tensor([word], dtype=torch.int32, device=comm.device), label="join")
-    return words.tolist()
-
-
 def _stand_in(comm: Communicator, batch: Any, is_lacking: bool, source: int) -> Any:
     """Rank `source`'s batch on the ranks that lack one; their own on the others.  Collective."""
     leaves, structure = _pytree.tree_flatten(batch if comm.rank == source else None)
-    described: Any = None
-    if comm.rank == source:
+    text, problem = "", ""
+    if not all(isinstance(leaf, Tensor | str | int | float | bool | None) for leaf in leaves):
+        problem = "it holds more than tensors and JSON values"
+    elif comm.rank == source:
         try:
-            described = [_pytree.treespec_dumps(structure), [_describe(leaf) for leaf in leaves]]
+            text = _pytree.treespec_dumps(structure)
         except (TypeError, NotImplementedError) as error:
-            described = [str(error), None]
-    text, kinds = comm.broadcast_object(described, source, label="join")
-    if kinds is None or any(kind is None for kind in kinds):
+            problem = str(error)
+    text, problem = comm.broadcast_object([text, problem], source, label="join")
+    if problem:
         raise DataError(
-            f"a rank has no batch at all, and rank {source}'s cannot be sent to it as a stand-in: "
-            f"{text if kinds is None else 'it holds more than tensors and JSON values'}. Give every rank at least one"
+            f"a rank has no batch at all, and rank {source}'s cannot be sent to it as a stand-in: {problem}. Give "
+            "every rank at least one"
         )
-    received: list[Any] = []
-    for place, kind in enumerate(kinds):
-        if "shape" not in kind:
-            received.append(kind["value"])
-            continue
-        dtype = getattr(torch, kind["dtype"])
-        leaf = leaves[place] if comm.rank == source else torch.empty(kind["shape"], dtype=dtype)
-        moved = leaf.to(comm.device)
-        comm.broadcast(moved, source, label="join")
-        received.append(moved.to(leaf.device))
+    received = [v.cpu() if isinstance(v, Tensor) else v for v in broadcast_values(comm, leaves, source, "join")]
     return _pytree.tree_unflatten(received, _pytree.treespec_loads(text)) if is_lacking else batch
-
-
-def _describe(leaf: Any) -> dict[str, Any] | None:
-    if isinstance(leaf, Tensor):
-        return {"shape": list(leaf.shape), "dtype": str(leaf.dtype).removeprefix("torch.")}
-    return {"value": leaf} if isinstance(leaf, str | int | float | bool | None) else None

@@ -2,16 +2,15 @@
 
 A policy is anything one may ask `policy(module=m, recurse=True, nonwrapped_numel=n)`, whether to look into m, and then
 with `recurse=False`, whether m becomes a unit. n is how many elements of m's parameters are in no unit yet.
-Torch's own policies, and functools.partial of its functions, are taken too.
+Torch's own policies are such functions, or have the method that `as_function` looks for.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, final
 
-from torch import nn
 from torch.nn import Module, Parameter
 
 from lockstep.errors import ConfigError
@@ -19,19 +18,15 @@ from lockstep.errors import ConfigError
 Overrides = dict[str, Any]  # arguments of one unit that replace those of the root
 
 
-def modules_to_shard(root: Module, policy: Any, ignored_modules: Iterable[Module] = ()) -> list[Module]:
-    """The modules below `root` that `policy` makes units, each once, from the bottom up. `root` is never among them.
+def unit_overrides(root: Module, policy: Any, ignored_modules: Iterable[Module] = ()) -> dict[Module, Overrides]:
+    """The modules below `root` that `policy` makes units, each once, from the bottom up, with the arguments that a
+    CustomPolicy gave each: {} unless it returned a dict. `root` is never among them.
 
     Left out are modules with nothing to shard (no parameter that is not in a unit below) and those that share a
     parameter with a module outside of them: a parameter is in one unit, so it falls to one that holds all its users.
     policy: None chooses nothing.
     Raises: ConfigError for what is no policy.
     """
-    return list(unit_overrides(root, policy, ignored_modules))
-
-
-def unit_overrides(root: Module, policy: Any, ignored_modules: Iterable[Module] = ()) -> dict[Module, Overrides]:
-    """`modules_to_shard` with the arguments that a CustomPolicy gave each: {} unless it returned a dict."""
     if policy is None:
         return {}
     walk = _Walk(root, as_function(policy, root, ignored_modules), ignored_modules)
@@ -92,84 +87,3 @@ def as_function(policy: Any, root: Module, ignored_modules: Iterable[Module]) ->
         )
     targets = policy._run_policy(root, set(ignored_modules), {})
     return lambda module, recurse, nonwrapped_numel: recurse or (module in targets and (targets[module] or True))
-
-
-# ------------------------------------------------------------------ the policies
-
-
-@final
-class ModuleWrapPolicy:
-    """Every module of the given classes is a unit."""
-
-    def __init__(self, module_classes: Iterable[type[Module]]) -> None:
-        self.module_classes = tuple(module_classes)
-
-    def __call__(self, module: Module, recurse: bool, nonwrapped_numel: int = -1) -> bool:
-        return recurse or isinstance(module, self.module_classes)
-
-    def __repr__(self) -> str:
-        return f"ModuleWrapPolicy({', '.join(sorted(cls.__name__ for cls in self.module_classes))})"
-
-
-@final
-class CustomPolicy:
-    """`lambda_fn(module)` decides: False or {} for no, True for yes, a dict for yes with arguments of its own."""
-
-    def __init__(self, lambda_fn: Callable[[Module], bool | Overrides]) -> None:
-        self.lambda_fn = lambda_fn
-
-    def __call__(self, module: Module, recurse: bool, nonwrapped_numel: int = -1) -> bool | Overrides:
-        if recurse:
-            return True
-        answer = self.lambda_fn(module)
-        if not isinstance(answer, bool | dict):
-            raise ConfigError(f"the function given to CustomPolicy returned {answer!r}: return True, False or a dict")
-        return answer
-
-
-def always_wrap_policy(*args: Any, **kwargs: Any) -> bool:
-    """Every module is a unit."""
-    return True
-
-
-def lambda_auto_wrap_policy(
-    module: Module, recurse: bool, nonwrapped_numel: int, lambda_fn: Callable[[Module], bool]
-) -> bool:
-    """Modules for which `lambda_fn` is true are units."""
-    return recurse or lambda_fn(module)
-
-
-def transformer_auto_wrap_policy(
-    module: Module, recurse: bool, nonwrapped_numel: int, transformer_layer_cls: Collection[type[Module]]
-) -> bool:
-    """Modules of the classes `transformer_layer_cls` are units."""
-    return recurse or isinstance(module, tuple(transformer_layer_cls))
-
-
-EXCLUDE_WRAP_MODULES: set[type[Module]] = {nn.ModuleList, nn.ModuleDict}
-FORCE_LEAF_MODULES: set[type[Module]] = {nn.MultiheadAttention}
-
-
-def size_based_auto_wrap_policy(
-    module: Module,
-    recurse: bool,
-    nonwrapped_numel: int,
-    min_num_params: int = 100_000_000,
-    force_leaf_modules: Collection[type[Module]] | None = None,
-    exclude_wrap_modules: Collection[type[Module]] | None = None,
-) -> bool:
-    """Modules in which at least `min_num_params` elements are in no unit below are units.
-
-    force_leaf_modules: classes that are not looked into; FORCE_LEAF_MODULES unless given.
-    exclude_wrap_modules: classes that are no units; EXCLUDE_WRAP_MODULES unless given.
-    """
-    if recurse:
-        refused = FORCE_LEAF_MODULES if force_leaf_modules is None else force_leaf_modules
-    else:
-        refused = EXCLUDE_WRAP_MODULES if exclude_wrap_modules is None else exclude_wrap_modules
-    return nonwrapped_numel >= min_num_params and not isinstance(module, tuple(refused))
-
-
-# torch has them here, where users add to them
-size_based_auto_wrap_policy.EXCLUDE_WRAP_MODULES = EXCLUDE_WRAP_MODULES  # pyright: ignore[reportFunctionMemberAccess]
-size_based_auto_wrap_policy.FORCE_LEAF_MODULES = FORCE_LEAF_MODULES  # pyright: ignore[reportFunctionMemberAccess]

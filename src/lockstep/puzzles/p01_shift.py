@@ -1,4 +1,4 @@
-"""Everybody gives its value to the right neighbour, and nobody waits for ever."""
+"""Everybody gives to the right neighbour, and nobody waits for ever."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A broadcast in which those who have the value help: no rank sends more than log2(W) messages."""
+"""A broadcast in which those who have the value help to pass it on."""
 
 import torch
 

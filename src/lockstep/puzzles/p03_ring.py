@@ -1,4 +1,4 @@
-"""The ring all-reduce: every rank sends 2 (W - 1) / W of its tensor, and not the whole of it W - 1 times."""
+"""The ring all-reduce, in which nobody sends its whole tensor W - 1 times."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Train together: the replicas take one step, and it is the step of all samples."""
+"""Train together: the replicas take one step, that of all samples."""
 
 import torch
 

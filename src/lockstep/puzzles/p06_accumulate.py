@@ -1,4 +1,4 @@
-"""Three microbatches, one message, and the same gradient as from one large batch."""
+"""Three microbatches, one message, and the gradient of one large batch."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A sharded step: each rank owns one piece of the weights, and nobody keeps the gradients of all of them."""
+"""A sharded step: each rank owns one piece of the weights."""
 
 import torch
 

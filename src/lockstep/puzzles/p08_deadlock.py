@@ -1,4 +1,4 @@
-"""A program that hangs: one rank has something to do alone, and the others wait in the wrong place. Mend it."""
+"""A program that hangs. Mend it."""
 
 import torch
 

@@ -23,10 +23,10 @@ from types import FrameType
 from typing import NoReturn
 
 from lockstep.errors import LockstepError
+from lockstep.launch.processes import adopting_orphans
 from lockstep.testing.chaos_plan import draw_plan, recoveries, table
 from lockstep.testing.chaos_run import ChaosFailed, Command, Pace, Run, end_all
 from lockstep.testing.chaos_verdict import differences_between, faults_of, read_result, size_of
-from lockstep.testing.process_tree import adopt_orphans
 
 _STEPS_PER_KILL = 15  # about what is done between two strikes
 _STEPS_LEAST = 60
@@ -61,17 +61,17 @@ def main(words: Sequence[str] | None = None) -> int:
     seed = random.randrange(2**32) if options.seed is None else options.seed
     more = f' ARGS="--stops {options.stops} --terms {options.terms}"' if options.stops or options.terms else ""
     _say(f"seed {seed}; to see the same plan again: make chaos KILLS={options.kills} SEED={seed}{more}")
-    adopt_orphans()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _leave)  # not without ending what was started
     folder = Path(tempfile.mkdtemp(prefix="lockstep-chaos-")) if options.out is None else options.out.absolute()
-    try:
-        code = chaos(options, seed, folder)
-    except (ChaosFailed, LockstepError) as error:
-        _say(f"FAILED with seed {seed}: {error}")
-        code = 1
-    finally:
-        end_all()
+    with adopting_orphans():  # none can slip away
+        try:
+            code = chaos(options, seed, folder)
+        except (ChaosFailed, LockstepError) as error:
+            _say(f"FAILED with seed {seed}: {error}")
+            code = 1
+        finally:
+            end_all()
     if code:
         _say(f"its files are in {folder}")
     elif options.out is None:

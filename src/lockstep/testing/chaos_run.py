@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from lockstep.comm.pulse import NONE, Beat, read_pulses
+from lockstep.launch.processes import reap_strangers
 from lockstep.launch.worker import INTERRUPTED, REQUEUE
 from lockstep.testing.chaos_plan import Blow, Phase, Role, Strike, choose
 from lockstep.testing.process_tree import (
@@ -21,7 +22,6 @@ from lockstep.testing.process_tree import (
     descendants,
     look,
     mapped_files,
-    reap,
     strike,
     words_of,
 )
@@ -203,7 +203,7 @@ class Run:
                 if code not in self._awaited:
                     raise ChaosFailed(f"it ended with exit code {code}; {self._tail()}")
                 process, observer = self._start()
-            reap(but=[process.pid])
+            reap_strangers([process.pid])
             self._tick(observer)
             time.sleep(_TICK_S)
         self._check_nothing_is_left()
@@ -305,7 +305,7 @@ class Run:
             if time.monotonic() > deadline_s:
                 raise ChaosFailed(f"it ended and left {[(p.pid, words_of(p.pid)[:100]) for p in left]}")
             time.sleep(_TICK_S)
-        reap()
+        reap_strangers([])
         folders = [path.name for path in (self._command.folder / "tmp").glob("lockstep-*")]
         if folders:
             raise ChaosFailed(f"it ended and left {folders} of supervisors that were killed")
@@ -333,4 +333,4 @@ def end_all() -> None:
         for process in left:
             strike(process, signal.SIGKILL)
         time.sleep(_TICK_S)
-        reap()
+        reap_strangers([])

@@ -11,6 +11,8 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
+from lockstep.launch.processes import children
+from lockstep.testing.process_tree import words_of
 from lockstep.testing.waiting import wait_until
 
 _PATIENCE_S = 2.0  # for a thread or process that is just ending
@@ -50,12 +52,7 @@ class Snapshot:
 def child_processes() -> dict[str, str]:
     """This process's children, without those that the pools of `run_processes` keep."""
     helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # pyright: ignore
-    children: dict[str, str] = {}
-    for listing in Path("/proc/self/task").glob("*/children"):
-        for pid in _text(listing).split():
-            if int(pid) not in helpers:
-                children[pid] = _text(Path("/proc") / pid / "cmdline").replace("\0", " ").strip()
-    return children
+    return {str(pid): words_of(pid).strip() for pid in children() if pid not in helpers}
 
 
 def _threads() -> dict[str, str]:
@@ -96,13 +93,6 @@ def _settings() -> dict[str, Any]:
 
 def _files_here() -> dict[str, str]:
     return {name: "" for name in os.listdir() if name not in _OWN_FILES}
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-        return ""
 
 
 _LOOKS: dict[str, Callable[[], dict[str, Any]]] = {

@@ -6,15 +6,13 @@ its start, and a signal goes through a file descriptor that was checked to be th
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-_PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
+from lockstep.launch.processes import children
 
 
 class Process(NamedTuple):
@@ -27,16 +25,10 @@ class Process(NamedTuple):
     is_zombie: bool
 
 
-def adopt_orphans() -> None:
-    """From now on, processes further down whose parents end become children of this one: none can slip away."""
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
-        raise OSError(ctypes.get_errno(), "PR_SET_CHILD_SUBREAPER was refused")
-
-
 def descendants(pid: int) -> list[Process]:
     """All that descends from `pid` now, parents before their children, zombies too."""
     found: list[Process] = []
-    for child in _children(pid):
+    for child in children(pid):
         process = look(child)
         if process is not None:
             found += [process, *descendants(child)]
@@ -90,21 +82,3 @@ def strike(process: Process, number: signal.Signals) -> bool:
     finally:
         os.close(fd)
     return True
-
-
-def reap(but: Sequence[int] = ()) -> None:
-    """Let go of children of this process that have ended, except `but`, for which somebody else asks."""
-    for pid in _children(os.getpid()):
-        process = look(pid)
-        if pid not in but and process is not None and process.is_zombie:
-            os.waitpid(pid, 0)
-
-
-def _children(pid: int) -> list[int]:
-    found: list[int] = []
-    try:
-        for task in os.listdir(f"/proc/{pid}/task"):
-            found += [int(child) for child in Path(f"/proc/{pid}/task/{task}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):  # it, or one of its threads, has just ended
-        return found
-    return found

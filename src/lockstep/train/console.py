@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import sys
 from typing import final
 
@@ -12,88 +11,46 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from lockstep.train.metrics import StepMetrics, duration
 
 
-class Console(abc.ABC):
-    """Where the lines of a run go."""
+@final
+class Console:
+    """Where the lines of a run go. The bar of a terminal appears with the first logged step."""
 
-    @abc.abstractmethod
+    def __init__(self, rank: int, steps: int) -> None:
+        self._is_silent, self._steps = rank != 0, steps
+        self._bar = None if self._is_silent or not sys.stdout.isatty() else _bar()
+        self._task = None if self._bar is None else self._bar.add_task("train", total=steps, figures="")
+
     def say(self, text: str) -> None:
         """One line (or several) that stays."""
+        if self._bar is not None:
+            self._bar.console.print(text, markup=False)
+        elif not self._is_silent:
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
-    @abc.abstractmethod
     def step(self, metrics: StepMetrics) -> None:
         """The figures of a logged step."""
+        if self._bar is None or self._task is None:
+            self.say(f"step {metrics.step}/{self._steps} {_figures(metrics)}")
+        else:
+            self._bar.start()
+            self._bar.update(self._task, completed=metrics.step, figures=_figures(metrics), refresh=True)
 
-    @abc.abstractmethod
     def close(self) -> None:
         """Leave the terminal as it was. A second call does nothing."""
+        if self._bar is not None:
+            self._bar.stop()
 
 
-@final
-class SilentConsole(Console):
-    """Every rank but 0."""
-
-    def say(self, text: str) -> None:
-        pass
-
-    def step(self, metrics: StepMetrics) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@final
-class PlainConsole(Console):
-    """Lines for files and pipes."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
-
-    def say(self, text: str) -> None:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
-
-    def step(self, metrics: StepMetrics) -> None:
-        self.say(f"step {metrics.step}/{self._steps} {_figures(metrics)}")
-
-    def close(self) -> None:
-        pass
-
-
-@final
-class BarConsole(Console):
-    """A progress bar at the bottom of the terminal, lines above it. The bar appears with the first logged step."""
-
-    def __init__(self, steps: int) -> None:
-        self._progress = Progress(
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[figures]}"),
-            console=Terminal(highlight=False, soft_wrap=True),
-            auto_refresh=False,  # no thread beside training: it is drawn when there is something new
-        )
-        self._task = self._progress.add_task("train", total=steps, figures="")
-        self._is_started = False
-
-    def say(self, text: str) -> None:
-        self._progress.console.print(text, markup=False)
-
-    def step(self, metrics: StepMetrics) -> None:
-        if not self._is_started:
-            self._is_started = True
-            self._progress.start()
-        self._progress.update(self._task, completed=metrics.step, figures=_figures(metrics), refresh=True)
-
-    def close(self) -> None:
-        self._progress.stop()
-
-
-def open_console(rank: int, steps: int) -> Console:
-    """The console of `rank`: a bar if standard output is a terminal."""
-    if rank != 0:
-        return SilentConsole()
-    return BarConsole(steps) if sys.stdout.isatty() else PlainConsole(steps)
+def _bar() -> Progress:
+    return Progress(
+        TextColumn("step"),
+        MofNCompleteColumn(),
+        BarColumn(bar_width=20),
+        TextColumn("{task.fields[figures]}"),
+        console=Terminal(highlight=False, soft_wrap=True),
+        auto_refresh=False,  # no thread beside training: it is drawn when there is something new
+    )
 
 
 def _figures(metrics: StepMetrics) -> str:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -25,8 +24,8 @@ from lockstep.data.coverage import Verdict
 from lockstep.data.loader import TokenLoader, validation_batches
 from lockstep.data.tokens import TokenizedText, prepare_tokens
 from lockstep.errors import ConfigError, DataError
+from lockstep.launch.worker import StopRequest
 from lockstep.observe.layout import layout_of
-from lockstep.observe.loggers import Loggers, logger_names, open_loggers
 from lockstep.observe.process_guard import guard_of
 from lockstep.observe.profile.session import Profile, open_profile
 from lockstep.observe.profile.step_clock import DATA, OPTIMIZER, OTHER
@@ -36,25 +35,13 @@ from lockstep.parallel.named_state import is_cut
 from lockstep.parallel.strategy import parallelize
 from lockstep.train.checkpoints import load, state_of
 from lockstep.train.config import RunConfig, microbatches_per_rank, to_json
-from lockstep.train.console import Console, open_console
+from lockstep.train.console import Console
 from lockstep.train.evaluate import evaluate, prove_equal, sample
-from lockstep.train.metrics import Meter, StepLog, StepMetrics, flops_per_token
+from lockstep.train.metrics import Logs, Meter, StepMetrics, flops_per_token
 from lockstep.train.model import build_model
 from lockstep.train.optim import build_optimizer, learning_rate
 from lockstep.train.run_dir import Launch, Start, checkpoints_of, find_start, goes_on, make_ready, news_of
 from lockstep.train.step import accumulate_gradient, agree, clip_gradient
-
-
-class Stop(Protocol):
-    """Who may ask the loop to stop between two steps."""
-
-    def arm(self) -> None:
-        """The loop looks at `is_set` from now on."""
-        ...
-
-    def is_set(self) -> bool:
-        """True once somebody has asked."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -66,39 +53,6 @@ class TrainResult:
     digest: str  # of the weights, equal on all ranks
     checkpoint: Path  # that holds them
     was_stopped: bool
-
-
-@dataclass(frozen=True)
-class Logs:
-    """What rank 0 writes down about steps."""
-
-    metrics: StepLog
-    samples: StepLog
-    loggers: Loggers  # that the user has asked for
-
-    @classmethod
-    def open(cls, run: RunConfig, step: int) -> Logs:
-        """Those of a run that goes on after `step`."""
-        metrics, samples = (StepLog(run.out / name, step) for name in ("metrics.jsonl", "samples.jsonl"))
-        return cls(metrics, samples, open_loggers(logger_names(run.log), run.out, to_json(run), step))
-
-    def write(self, record: StepMetrics | dict[str, Any]) -> None:
-        """One line of metrics; its numbers are for the loggers too."""
-        self.metrics.write(record)
-        fields = record if isinstance(record, dict) else asdict(record)
-        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and name != "step"}
-        self.loggers.log(fields["step"], numbers)
-
-    def sync(self) -> None:
-        """Make what was written durable."""
-        self.metrics.sync()
-        self.samples.sync()
-
-    def close(self) -> None:
-        """Give back the files."""
-        self.metrics.close()
-        self.samples.close()
-        self.loggers.close()
 
 
 @dataclass(frozen=True)
@@ -132,7 +86,7 @@ class Begin:
 
 
 def train(
-    run: RunConfig, comm: Communicator, stop: Stop, resume: str = "", environ: Mapping[str, str] = os.environ
+    run: RunConfig, comm: Communicator, stop: StopRequest, resume: str = "", environ: Mapping[str, str] = os.environ
 ) -> TrainResult:
     """Train `run` on the ranks of `comm`, from the beginning or from the checkpoint that `resume` names.
 
@@ -141,7 +95,7 @@ def train(
     Collective: every rank of `comm`, with equal arguments; blocks until the run has ended or any rank's `stop` is set.
     Raises: ConfigError, DataError, CheckpointError before the first step; NonFiniteLoss, ReplicaError, CommError.
     """
-    console = open_console(comm.rank, run.train.steps)
+    console = Console(comm.rank, run.train.steps)
     try:
         job = prepare(run, comm, console, resume, Launch.of(environ))
         try:
@@ -227,7 +181,7 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
     )
 
 
-def run_steps(job: Job, stop: Stop) -> TrainResult:
+def run_steps(job: Job, stop: StopRequest) -> TrainResult:
     """The loop."""
     run, comm, begin, logs, loader, clock = job.run, job.comm, job.begin, job.logs, job.loader, job.profile.clock
     introduce(job)

@@ -14,7 +14,8 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.durable import write_whole
-from lockstep.train.config import ModelConfig
+from lockstep.observe.loggers import Loggers, logger_names, open_loggers
+from lockstep.train.config import ModelConfig, RunConfig, to_json
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,39 @@ class StepLog:
     def close(self) -> None:
         """Give back the file."""
         self._file.close()
+
+
+@dataclass(frozen=True)
+class Logs:
+    """What rank 0 writes down about steps."""
+
+    metrics: StepLog
+    samples: StepLog
+    loggers: Loggers  # that the user has asked for
+
+    @classmethod
+    def open(cls, run: RunConfig, step: int) -> Logs:
+        """Those of a run that goes on after `step`."""
+        metrics, samples = (StepLog(run.out / name, step) for name in ("metrics.jsonl", "samples.jsonl"))
+        return cls(metrics, samples, open_loggers(logger_names(run.log), run.out, to_json(run), step))
+
+    def write(self, record: StepMetrics | dict[str, Any]) -> None:
+        """One line of metrics; its numbers are for the loggers too."""
+        self.metrics.write(record)
+        fields = record if isinstance(record, dict) else asdict(record)
+        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and name != "step"}
+        self.loggers.log(fields["step"], numbers)
+
+    def sync(self) -> None:
+        """Make what was written durable."""
+        self.metrics.sync()
+        self.samples.sync()
+
+    def close(self) -> None:
+        """Give back the files."""
+        self.metrics.close()
+        self.samples.close()
+        self.loggers.close()
 
 
 def _step_of(line: str) -> float:

@@ -13,9 +13,10 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from lockstep.checkpoint.foreign.huggingface import whole, write_huggingface_folder, write_safetensors
+from lockstep.checkpoint.foreign.huggingface import write_huggingface_folder, write_safetensors
 from lockstep.checkpoint.reader import CheckpointReader
 from lockstep.checkpoint.state import FlatState, keys_of, unflatten
+from lockstep.checkpoint.tensor_file import Piece
 from lockstep.durable import new_file, rename_durably, sync_folder
 from lockstep.errors import CheckpointError, ConfigError
 
@@ -60,7 +61,7 @@ def export_checkpoint(
             return Exported(out, [out.name], _write_torch(reader, unfinished, prefix), [])
         names = _weights(reader, prefix)
         manifest = reader.manifest
-        tensors = [whole(name, *manifest.tensors[manifest.target(path)]) for name, path in names.items()]
+        tensors = [Piece.whole(name, *manifest.tensors[manifest.target(path)]) for name, path in names.items()]
         left_out = sorted(path for path in manifest.values if _is_under(path, prefix))
 
         def read(name: str) -> torch.Tensor:

@@ -20,20 +20,22 @@ from torch import Tensor
 
 from lockstep.checkpoint.foreign.torch_files import read_torch_window
 from lockstep.checkpoint.foreign.window import Folder, Window, open_folder
-from lockstep.checkpoint.tensor_file import DTYPES, Piece, bytes_of, natural, parse_json, shape_of
-from lockstep.comm.tensor_parts import Part
+from lockstep.checkpoint.tensor_file import (
+    DTYPES,
+    Piece,
+    bytes_of,
+    header_text,
+    natural,
+    parse_json,
+    raw_header,
+    shape_of,
+)
 from lockstep.durable import new_file
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
 SINGLE_FILES = ("model.safetensors", "pytorch_model.bin")
 INDEX_SUFFIX = ".index.json"
-_HEADER_BYTES_MAX = 100_000_000  # the format's own limit
 _INDEX_BYTES_MAX = 64 << 20
-
-
-def whole(name: str, dtype: str, shape: tuple[int, ...]) -> Piece:
-    """All of a tensor."""
-    return Piece(name, dtype, Part((0,) * len(shape), shape))
 
 
 # ------------------------------------------------------------------ reading
@@ -62,10 +64,8 @@ def read_safetensors(file: Window) -> dict[str, Tensor]:
     lockstep does not have.
     """
     try:
-        length = int.from_bytes(file.read(0, 8), "little") if file.bytes >= 8 else -1
-        if not 2 <= length <= min(file.bytes - 8, _HEADER_BYTES_MAX):
-            raise ValueError(f"a header of {length} bytes in a file of {file.bytes}")
-        header = parse_json(file.read(8, length).decode("utf-8"))
+        raw = raw_header(file.read, file.bytes)
+        header = parse_json(raw.decode("utf-8"))
         if type(header) is not dict:
             raise ValueError("it is no JSON object")
         header.pop("__metadata__", None)
@@ -75,11 +75,12 @@ def read_safetensors(file: Window) -> dict[str, Tensor]:
             if begin != end:
                 raise ValueError(f"{ascii(name)[:200]} begins at {begin}, what is before it ends at {end}")
             end = stop
-        if end != file.bytes - 8 - length:
-            raise ValueError(f"its tensors have {end} bytes, the file has room for {file.bytes - 8 - length}")
+        room = file.bytes - 8 - len(raw)
+        if end != room:
+            raise ValueError(f"its tensors have {end} bytes, the file has room for {room}")
     except ValueError as error:
         raise CheckpointDamaged(f"{file.name} is no whole safetensors file: its header is damaged: {error}") from error
-    return {piece.path: _read_tensor(file, piece, 8 + length + begin) for piece, begin, _ in placed}
+    return {piece.path: _read_tensor(file, piece, 8 + len(raw) + begin) for piece, begin, _ in placed}
 
 
 def _placed(file: Window, name: str, found: Any) -> tuple[Piece, int, int]:
@@ -88,7 +89,7 @@ def _placed(file: Window, name: str, found: Any) -> tuple[Piece, int, int]:
     dtype, offsets = found["dtype"], found["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise CheckpointError(f"{file.name}: {ascii(name)[:200]} has the dtype {ascii(dtype)[:40]}, not known here")
-    piece = whole(name, dtype, shape_of(found["shape"]))
+    piece = Piece.whole(name, dtype, shape_of(found["shape"]))
     if type(offsets) is not list or len(offsets) != 2 or natural(offsets[1]) - natural(offsets[0]) != piece.nbytes:
         raise ValueError(f"{ascii(name)[:200]} has data_offsets that do not fit its shape")
     return piece, *offsets
@@ -168,8 +169,7 @@ def write_safetensors(path: Path, tensors: Sequence[Piece], read: Callable[[str]
     for tensor in ordered:
         begin, end = end, end + tensor.nbytes
         header[tensor.path] = {"dtype": tensor.dtype, "shape": tensor.part.shape, "data_offsets": (begin, end)}
-    encoded = json.dumps(header, separators=(",", ":")).encode()
-    encoded += b" " * (-len(encoded) % 8)
+    encoded = header_text(header)
     with new_file(path) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in ordered:

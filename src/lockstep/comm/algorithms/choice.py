@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 
 from lockstep.comm.algorithms import chain, dissemination, halving, naive, pairwise, ring, tree
-from lockstep.comm.algorithms.wire import Wire
+from lockstep.comm.algorithms.wire import Messenger, Wire
 from lockstep.comm.op import Algorithm, CommOp, Kind, Work
 from lockstep.comm.operands import check_reducible, pieces
 from lockstep.errors import CommError, ConfigError, UnsupportedArgument
-
-if TYPE_CHECKING:
-    from lockstep.comm.communicator import Communicator
 
 ALGORITHMS: dict[Kind, dict[str, Callable[..., None]]] = {
     "all_reduce": {
@@ -32,7 +29,7 @@ ALGORITHMS: dict[Kind, dict[str, Callable[..., None]]] = {
 }
 
 
-def by_messages(comm: Communicator, op: CommOp, algorithm: str) -> CommOp:
+def by_messages(comm: Messenger, op: CommOp, algorithm: str) -> CommOp:
     """`op`, to be carried out by messages of `comm`.
 
     Raises: ConfigError for an algorithm that does not exist, or a dtype that cannot be reduced.
@@ -51,7 +48,7 @@ def by_messages(comm: Communicator, op: CommOp, algorithm: str) -> CommOp:
 class MadeOfMessages(Algorithm):
     """One of `ALGORITHMS`, on the ranks of one communicator."""
 
-    def __init__(self, comm: Communicator, name: str) -> None:
+    def __init__(self, comm: Messenger, name: str) -> None:
         self.name = name
         self._comm = comm
 
@@ -63,7 +60,7 @@ class MadeOfMessages(Algorithm):
 class MessagesWork(Work):
     """A collective that the first `wait` carries out. The limit is the communicator's, for each message."""
 
-    def __init__(self, comm: Communicator, op: CommOp, name: str) -> None:
+    def __init__(self, comm: Messenger, op: CommOp, name: str) -> None:
         self._comm = comm
         self._op: CommOp | None = op  # None once it has ended
         self._name = name

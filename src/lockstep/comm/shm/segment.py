@@ -57,14 +57,6 @@ class Segment:
             return offset
         return None
 
-    def release(self, tensor: Tensor) -> None:
-        """Give the whole pages under `tensor`, contiguous, back to the system; they return as zeros when touched."""
-        offset = self.place_of(tensor)
-        if offset is not None and hasattr(mmap, "MADV_REMOVE"):
-            start, stop = -(-offset // PAGE) * PAGE, (offset + tensor.nbytes) // PAGE * PAGE
-            if start < stop:
-                self.map.madvise(mmap.MADV_REMOVE, start, stop - start)
-
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """`numel` elements at `offset` as a tensor. Memory: none; it keeps the mapping alive and nothing else."""
         whole = self._whole.get(dtype)

@@ -172,7 +172,7 @@ def _examine_ranks(asked: Asked, channel: Channel, say: Say) -> int:
 
     where = [channel.address, str(channel.port), channel.prefix, f"{asked.wait_s:g}"]
     with tempfile.TemporaryDirectory(prefix="lockstep-") as folder:
-        exit_code = launch(read_flags([*asked.words, "-m", _RANK, *where], Path(folder)))
+        exit_code = launch(read_flags([*asked.words, "--record", "off", "-m", _RANK, *where], Path(folder)))
     world_size = 0 if channel.missing(["world"], 0) else int(channel.read("world"))
     facts: list[group.Facts] = channel.read_all("facts", world_size)
     say(group.check_ranks(facts, world_size, exit_code))

@@ -255,7 +255,8 @@ def check_all_reduce(reduced: Sequence[Reduced]) -> list[Check]:
     if not all(one["is_right"] for one in reduced):
         return [Check("FAIL", "all-reduce", "the sum is wrong on some rank: a defect of memory, network or software")]
     slowest = max(reduced, key=lambda one: one["seconds"])
-    text = f"{size(slowest['nbytes'])} in {_ms(slowest['seconds'])} over {slowest['transport']}, right on every rank"
+    ms, over = slowest["seconds"] * 1e3, slowest["transport"]
+    text = f"{size(slowest['nbytes'])} in {ms:.3g} ms over {over}, right on every rank"
     warning = next((one["warning"] for one in reduced if one["warning"]), "")
     return [Check("ok", "all-reduce", text), *([Check("warn", "all-reduce", warning)] if warning else [])]
 
@@ -285,17 +286,14 @@ def _check_alike(pairs: Sequence[Pair], kind: str, least: float, facts: Mapping[
     typical = min(pairs, key=lambda pair: abs(pair["seconds"] - median))
     text = f"1 {kind}: {_rate(typical)} each way"
     if len(pairs) > 1:
-        text = f"{len(pairs)} {kind}: median {_rate(typical)} each way, slowest {_rate(max(pairs, key=_seconds))}"
+        slowest = max(pairs, key=lambda pair: pair["seconds"])
+        text = f"{len(pairs)} {kind}: median {_rate(typical)} each way, slowest {_rate(slowest)}"
     if typical["nbytes"] / median < least:
         fix = (
             "another interface (GLOO_SOCKET_IFNAME)?" if kind.startswith("between") else "other programs on it? see top"
         )
         return [*checks, Check("warn", "pairs", f"{text}: expected {least / 1e9:g} GB/s", fix)]
     return checks or [Check("ok", "pairs", text)]
-
-
-def _seconds(pair: Pair) -> float:
-    return pair["seconds"]
 
 
 def _cause(pair: Pair, slow: Sequence[Pair]) -> str:
@@ -312,7 +310,3 @@ def _name(rank: int, facts: Mapping[int, Facts]) -> str:
 
 def _rate(pair: Pair) -> str:
     return f"{pair['nbytes'] / pair['seconds'] / 1e9:.3g} GB/s"
-
-
-def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"

@@ -13,7 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 
+import lockstep
 from lockstep.comm import preflight
+from lockstep.comm.control_groups import ROOT, group_folders
 from lockstep.launch.doctor import machine
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
@@ -51,13 +53,7 @@ def examine_machine(asked: Asked, environ: Mapping[str, str]) -> Iterator[Check]
 
 def installed() -> dict[str, str]:
     """Package -> version, "" where there is none."""
-    found = {"lockstep": ""}
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        found["lockstep"] = metadata.version("lockstep-train")
-    if not found["lockstep"]:
-        import lockstep
-
-        found["lockstep"] = lockstep.__version__
+    found = {"lockstep": lockstep.__version__}
     for name in PACKAGES:
         found[name] = ""
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -65,40 +61,24 @@ def installed() -> dict[str, str]:
     return found
 
 
-def memory(proc: Path = Path("/proc")) -> Memory:
+def memory() -> Memory:
     """Of the machine, and of the control group of this process."""
-    available = float("inf")
-    with contextlib.suppress(OSError):
-        lines = (proc / "meminfo").read_text().splitlines()
-        available = next(
-            (1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), available
-        )
-    overcommit = 0
+    available, overcommit = float("inf"), 0
     with contextlib.suppress(OSError, ValueError):
-        overcommit = int((proc / "sys/vm/overcommit_memory").read_text())
+        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        available = 1024.0 * int(found.group(1)) if found else available
+        overcommit = int(Path("/proc/sys/vm/overcommit_memory").read_text())
     return Memory(available, group_limit(), overcommit)
 
 
-def group_limit(root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")) -> float:
+def group_limit(root: Path = ROOT) -> float:
     """The memory limit of this process's control groups, in bytes; infinite where there is none."""
-    found = [float("inf")]
-    try:
-        lines = membership.read_text().splitlines()
-    except OSError:  # not Linux
-        return found[0]
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "memory" not in controllers.split(","):
-            continue
-        base = root / "memory" if controllers else root
-        group = base / path.lstrip("/")
-        for folder in (group, *group.parents):
-            for name in ("memory.max", "memory.limit_in_bytes"):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                    found.append(float(int((folder / name).read_text())))
-            if folder == base:
-                break
-    return min(found) if min(found) < 2**60 else float("inf")  # version 1 writes a huge number for none
+    found = [2.0**60]  # version 1 writes a larger number for none
+    for folder in group_folders("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                found.append(float(int((folder / name).read_text())))
+    return min(found) if min(found) < 2**60 else float("inf")
 
 
 def limits() -> Limits:
@@ -115,9 +95,9 @@ def _limit(value: int) -> float:
     return float("inf") if value == resource.RLIM_INFINITY else float(value)
 
 
-def _threads_of_user(proc: Path = Path("/proc")) -> int:
+def _threads_of_user() -> int:
     count = 0
-    for folder in proc.glob("[0-9]*"):
+    for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, StopIteration, ValueError):  # it has ended
             if folder.stat().st_uid == os.getuid():
                 lines = (folder / "status").read_text().splitlines()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from lockstep.comm.place import read_place
 from lockstep.launch.doctor.asked import Asked
@@ -140,11 +140,10 @@ def _harmful(environ: Mapping[str, str], asked: Asked, cores: int) -> Iterator[C
             "warn", "variables", "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes while DDP is made on Gloo, and "
             "other steps take 2-3 times as long", "unset TORCH_DISTRIBUTED_DEBUG",
         )  # fmt: skip
-    if "NCCL_ASYNC_ERROR_HANDLING" in environ or "NCCL_BLOCKING_WAIT" in environ:
-        old = _first(environ, ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"))
-        yield Check(
-            "warn", "variables", f"{old} has another name now", f"unset {old}; export TORCH_{old}={environ[old]}"
-        )
+    for old in ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"):
+        if old in environ:
+            fix = f"unset {old}; export TORCH_{old}={environ[old]}"
+            yield Check("warn", "variables", f"{old} has another name now", fix)
     if environ.get("LOCKSTEP_SHM", "on").lower() in ("off", "0"):
         yield Check("warn", "variables", "LOCKSTEP_SHM=off: ranks of this machine use sockets", "unset LOCKSTEP_SHM")
     threads = environ.get("OMP_NUM_THREADS", "")
@@ -153,7 +152,3 @@ def _harmful(environ: Mapping[str, str], asked: Asked, cores: int) -> Iterator[C
             "warn", "variables", f"OMP_NUM_THREADS={threads} for {asked.processes} ranks on {cores} cores: they get in "
             "each other's way", f"export OMP_NUM_THREADS={max(1, cores // asked.processes)}",
         )  # fmt: skip
-
-
-def _first(environ: Mapping[str, str], names: Sequence[str]) -> str:
-    return next(name for name in names if name in environ)

@@ -28,7 +28,7 @@ from lockstep.observe.profile.notes import Note, read_note
 from lockstep.observe.profile.step_clock import PHASES
 
 VERSION = 1
-OPERATIONS_MAX = 64  # of one step that are listed
+OPERATIONS_MAX, SPANS_MAX = 64, 128  # of one step that are listed
 _WARM_UP = 2  # first lines of a run
 _WORD = ("group", "text", "site", "label", "bytes")
 _ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8
@@ -90,6 +90,7 @@ class Steps:
     every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
     hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed
     ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX
+    spans: tuple[tuple[int, int], ...] = ()  # where `ops` are: phases, and when each began, since the step did
 
     def phase(self, name: str) -> int:
         """Microseconds in a phase."""
@@ -232,8 +233,9 @@ class RankReader:
             values = _object(line)
             kind = next(iter(values))
             if kind == "start":
-                if values.pop("start") != VERSION:
-                    raise ValueError("it is of another version of lockstep")
+                version = values.pop("start")
+                if version != VERSION:
+                    raise ValueError(f"its version is {version}, and this lockstep reads {VERSION}: take a newer one")
                 self._starts.append(Start(**values))
                 self._words = {}
             elif kind == "word":
@@ -244,7 +246,8 @@ class RankReader:
             else:
                 self._notes.append(read_note(kind, values, self._starts[-1].attempt))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
-            raise ConfigError(f"line {self._number} of the record is none of a run: {error!r}") from error
+            what = error if isinstance(error, ValueError) else repr(error)
+            raise ConfigError(f"line {self._number} of the record is none of a run: {what}") from error
 
     def record(self) -> RankRecord | None:
         """What was fed; None before the first start."""
@@ -287,7 +290,8 @@ def _steps_of(values: dict[str, Any], words: Mapping[int, _Word], attempt: str) 
         rows = []
     ops = None if rows is None else tuple(_op(attempt, row, words[row[0]]) for row in rows)
     hidden = values.pop("hidden_us", None if ops is None else 0)
-    return Steps(**values, hidden_us=hidden, ops=ops)
+    spans = tuple((phase, at) for phase, at in values.pop("spans", ()))
+    return Steps(**values, hidden_us=hidden, ops=ops, spans=spans)
 
 
 def _op(attempt: str, row: Sequence[int], word: _Word) -> Op:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -19,7 +21,7 @@ from lockstep.observe.profile.run_facts import run_facts
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
-from lockstep.observe.profile.window import RUN, Window
+from lockstep.observe.profile.window import LAUNCH, RUN, Window
 from lockstep.observe.profile.writer import RunWriter, attempt_of
 from lockstep.observe.wording import Finding
 
@@ -144,9 +146,20 @@ def open_profile(
         **about,
     )
     profile = Profile(writer, window, guard)
+    if rank == 0:
+        _point_to(folder, environ.get(RUN, ""))
     profile.note("facts", **run_facts(environ, command or sys.argv, config=config, data=data))
     writer.look()  # whoever is killed before the first step has left this much
     return profile
+
+
+def _point_to(folder: Path, launched: str) -> None:
+    """Let who looks at the folder that the launcher has named find this record."""
+    path = Path(launched or os.devnull) / LAUNCH
+    if path.is_file() and path.parent.resolve() != folder.resolve():
+        line = {"record": str(folder.resolve()), "time_ns": time.time_ns()}
+        with contextlib.suppress(OSError), path.open("a") as file:  # the run goes on
+            file.write(json.dumps(line) + "\n")
 
 
 def follow_program(guard: Guard, environ: Mapping[str, str], command: Sequence[str]) -> Profile | None:

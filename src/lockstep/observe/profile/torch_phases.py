@@ -79,7 +79,7 @@ class TorchPhases:
             try:
                 batch = old(loader)
             finally:
-                clock.switch(before)
+                clock.switch(clock.rest if before == OTHER else before)  # FORWARD, also of a second microbatch
             if is_batch and before >= 0:
                 clock.count(samples_in(batch))
             return batch

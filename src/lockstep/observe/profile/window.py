@@ -12,6 +12,7 @@ from typing import Any, final
 from lockstep.errors import ConfigError
 
 RUN = "LOCKSTEP_RUN"  # folder for the records of a run; set by `lockstep run`
+LAUNCH = "launch.jsonl"  # in that folder, what the launcher did
 PROFILE = "LOCKSTEP_PROFILE"
 
 

@@ -17,6 +17,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.profile.notes import Later, note_line
 from lockstep.observe.profile.run_record import (
     OPERATIONS_MAX,
+    SPANS_MAX,
     Start,
     Steps,
     file_of,
@@ -26,7 +27,7 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait
+from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait, spans_in
 from lockstep.observe.torch_groups import FROM_CPP
 
 _PERIOD_S = 0.25  # without a guard
@@ -184,7 +185,8 @@ class RunWriter:
         opened = [(record.entered_ns, record.left_ns or step.ended_ns) for record in records]
         inside = step.began_ns, step.ended_ns
         hidden_ns = covered_ns([*opened, *waits], *inside) - covered_ns(waits, *inside)
-        line = self._line([step], memory)
+        spans = tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX))
+        line = replace(self._line([step], memory), spans=spans)
         yield steps_line(replace(line, hidden_us=hidden_ns // 1000, every=every if every > 1 else 0), rows)
 
     def _rows(self, step: Step, records: Sequence[Record]) -> tuple[list[list[int]], list[str], int]:

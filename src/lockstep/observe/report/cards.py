@@ -66,6 +66,10 @@ def _card(
     return {"severity": severity, "title": title, "text": text, "ranks": list(ranks), "step": step, "lever": lever}
 
 
+def _times(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 # ------------------------------------------------------------------ what went wrong
 
 
@@ -77,9 +81,16 @@ def _findings(source: Source) -> Iterator[Card]:
         fixes = [line.removeprefix("Likely fix: ") for line in lines if line.startswith("Likely fix: ")]
         rest = "\n".join(line for line in lines if not line.startswith("Likely fix: "))
         is_past = attempt != last[0].name  # the run went on after it
-        severe: Severity = "error" if finding["is_certain"] and not is_past else "warning"
-        severity: Severity = "note" if finding["kind"] == "waiting" and not finding["is_certain"] else severe
+        is_end = finding["kind"] == "hang" and source.launch is not None and bool(source.launch.code)
+        severe: Severity = "error" if (finding["is_certain"] or is_end) and not is_past else "warning"
+        is_slow = finding["kind"] == "waiting" and not finding["is_certain"]
+        severity: Severity = "note" if is_slow or _was_asked(source, finding) else severe
         yield _card(severity, head, rest, ranks=finding["culprits"], step=step, lever=" ".join(fixes))
+
+
+def _was_asked(source: Source, finding: Mapping[str, Any]) -> bool:
+    """Whether a rank has raised because the run was to stop, as by Ctrl-C."""
+    return finding["kind"] == "raised" and source.launch is not None and source.launch.code in STOPPED
 
 
 def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None]]:
@@ -89,6 +100,21 @@ def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None
         step = step_at(source.run, rank, note.attempt, note.at_us)
         found.setdefault(note.fields["key"], (note.fields, note.attempt, step))
     return list(found.values())
+
+
+def culprits_of(source: Source) -> tuple[int, ...]:
+    """Who is to blame for the end of the last attempt, or for its standstill; nobody where that is not known."""
+    last = attempts_of(source)[-1:]
+    all_found = [finding for finding, attempt, _ in findings_of(source) if last and attempt == last[0].name]
+    found = [finding for finding in all_found if not _was_asked(source, finding)]
+    certain, uncertain = ([one["culprits"] for one in found if one["is_certain"] == is_so] for is_so in (True, False))
+    causes = [] if not last or last[0].code in STOPPED else list(filter(None, map(_named, last[0].causes)))
+    return tuple(next(iter([*certain, *causes, *uncertain]), ()))
+
+
+def _named(cause: str) -> tuple[int, ...]:
+    named = re.match(r"rank (\d+)", cause)
+    return (int(named[1]),) if named else ()
 
 
 def step_at(run: Run, rank: int, attempt: str, at_us: int) -> int | None:
@@ -108,7 +134,7 @@ def _ends(source: Source, status: Status) -> Iterator[Card]:
     failed = [number for number, attempt in enumerate(attempts, 1) if attempt.code not in (None, 0, *STOPPED)]
     for number in failed:
         causes = attempts[number - 1].causes or ("its launcher does not say why",)
-        ranks = [int(found[1]) for cause in causes[:1] if (found := re.match(r"rank (\d+)", cause))]
+        ranks = _named(causes[0])
         if number < len(attempts):
             title = f"Start {number} of {len(attempts)} failed, and the run was started again"
             yield _card("warning", title, "\n".join(causes), ranks=ranks)
@@ -159,16 +185,13 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
     silent = sorted(set(range(size)) - set(source.run.of_last_attempt().ranks))
     if silent and status == "running":
         yield _card("note", f"{names(silent)} of {size} have not begun yet".capitalize(), ranks=silent)
-    elif silent:
-        text = (
-            "They ended before they had begun, or write elsewhere: `lockstep train` into its own folder, another "
-            "machine into one of the same name."
-        )
+    elif silent and not source.problems:
+        text = "They ended before they had begun, or another machine has its own folder of that name."
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
     if ranks and not any(record.lines for record in ranks.values()):
         when = "has ended yet" if status == "running" else "was ended"
         lever = "steps are told apart by optimizer.step(), or by lockstep.log(step, ...)"
-        yield _card("note", f"No step {when}", "There is no time line: it begins with the first step.", lever=lever)
+        yield _card("note", f"No step {when}", "Times are known from the first step on.", lever=lever)
 
 
 # ------------------------------------------------------------------ what it costs
@@ -218,4 +241,4 @@ def _equal(replicas: Mapping[str, Any] | None) -> Iterator[Card]:
         yield _card("error", f"The ranks' models differ at step {differing[0]}", text, step=differing[0])
     else:
         title = f"The ranks held one model through step {replicas['sealed_until']}"
-        yield _card("good", title, f"{replicas['count']} comparisons of {replicas['what']}")
+        yield _card("good", title, f"{_times(replicas['count'], 'comparison')} of {replicas['what']}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lockstep.observe.profile.verdict import judge
-from lockstep.observe.report.cards import cards_of, findings_of
+from lockstep.observe.report.cards import cards_of, culprits_of, findings_of
 from lockstep.observe.report.curves import curves_of
 from lockstep.observe.report.heat import heat_of
 from lockstep.observe.report.lanes import lanes_of
@@ -33,7 +33,7 @@ def document_of(source: Source, status: Status, now_ns: int) -> Document:
         "cards": cards_of(source, status, verdict, coverage, replicas),
         "curves": curves_of(source),
         "heat": heat_of(source.run),
-        "lanes": lanes_of(source.run, began_ns_of(source) / 1e3, steps),
+        "lanes": lanes_of(source.run, began_ns_of(source) / 1e3, steps, source.moments, culprits_of(source)),
         "overlap": overlap_of(verdict),
         "owners": owners_of(source),
         "coverage": coverage,

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.observe.profile.chrome_trace import align, moments_of, placed_lines
 from lockstep.observe.profile.run_record import Op, Run, Steps
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import compare
+from lockstep.observe.report.open_step import Moment, line_of
 
 _STEPS_MAX = 12
 _ROWS_MAX = 14_000  # operations and spans together: some 40 bytes each
@@ -18,6 +19,7 @@ _ORDER = ("data", "forward", "backward", "exposed", "optimizer", "other")  # of 
 
 Row = list[Any]
 Key = tuple[str, str, int]
+NOBODY: Mapping[Key, int] = {}
 
 
 class Choice(NamedTuple):
@@ -34,23 +36,31 @@ class Chosen(NamedTuple):
     zeros: Mapping[int, float]
 
 
-def lanes_of(run: Run, began_us: float, findings: Iterable[int] = ()) -> dict[str, Any]:
+def lanes_of(
+    run: Run,
+    began_us: float,
+    findings: Iterable[int] = (),
+    moments: Sequence[Moment] = (),
+    culprits: Container[int] = (),
+) -> dict[str, Any]:
     """The steps worth seeing, in order.
 
-    began_us: of the run, since the epoch. findings: steps at which something was found.
+    began_us: of the run, since the epoch. findings: steps at which something was found. moments: of the step that was
+    not ended, if there is one; culprits: ranks that are to blame for that.
     """
     by_step = _listed(run)
     words: dict[tuple[Any, ...], int] = {}
     steps: list[dict[str, Any]] = []
     room = _ROWS_MAX
     choices = choose(by_step, findings)
-    placed = _placed(run, {choice.step: by_step[choice.step] for choice in choices})
+    placed, ahead_us = _placed(run, {choice.step: by_step[choice.step] for choice in choices})
     for choice in choices:  # the most telling first
         lane = _step(choice, placed[choice.step], began_us, words)
         room -= sum(len(rank["spans"]) + len(rank["ops"]) for rank in lane["ranks"]) + len(lane["joins"])
         if room < 0 and steps:
             break
         steps.append(lane)
+    steps += _open_step(run, moments, culprits, ahead_us, began_us, words)
     listed = [dict(zip(("group", "text", "site", "label", "bytes"), word, strict=True)) for word in words]
     return {"words": listed, "steps": sorted(steps, key=lambda lane: lane["step"])}
 
@@ -89,8 +99,11 @@ def _listed(run: Run) -> dict[int, dict[int, Steps]]:
     return {step: max(attempts.values(), key=len) for step, attempts in found.items()}
 
 
-def _placed(run: Run, steps: Mapping[int, Mapping[int, Steps]]) -> dict[int, Chosen]:
-    """On the clock of the first rank's machine. The clocks are compared by all the collectives of these steps."""
+def _placed(run: Run, steps: Mapping[int, Mapping[int, Steps]]) -> tuple[dict[int, Chosen], Mapping[int, float]]:
+    """On the clock of the first rank's machine; and by how much each rank's is ahead of that.
+
+    The clocks are compared by all the collectives of these steps.
+    """
     hosts = {rank: record.starts[-1].host for rank, record in run.ranks.items()}
     ahead = dict.fromkeys(hosts, 0.0)
     if len(set(hosts.values())) > 1:
@@ -98,10 +111,17 @@ def _placed(run: Run, steps: Mapping[int, Mapping[int, Steps]]) -> dict[int, Cho
     zeros: dict[int, dict[int, float]] = defaultdict(dict)
     for rank, line, zero_us in placed_lines(run, steps):
         zeros[line.step][rank] = zero_us - ahead[rank]
-    return {step: Chosen(lines, {rank: zeros[step][rank] for rank in lines}) for step, lines in steps.items()}
+    return {step: Chosen(lines, {rank: zeros[step][rank] for rank in lines}) for step, lines in steps.items()}, ahead
 
 
-def _step(choice: Choice, chosen: Chosen, began_us: float, words: dict[tuple[Any, ...], int]) -> dict[str, Any]:
+def _step(
+    choice: Choice,
+    chosen: Chosen,
+    began_us: float,
+    words: dict[tuple[Any, ...], int],
+    absent: Mapping[Key, int] = NOBODY,
+) -> dict[str, Any]:
+    """absent: of operations that did not come about, a rank that was not there."""
     first_us = min(chosen.zeros.values())
     lags = {rank: round(zero - first_us) for rank, zero in chosen.zeros.items()}
     ops: dict[Key, dict[int, Op]] = defaultdict(dict)
@@ -124,8 +144,43 @@ def _step(choice: Choice, chosen: Chosen, began_us: float, words: dict[tuple[Any
             }
             for rank, line in chosen.lines.items()
         ],
-        "joins": [row for key, seen in ops.items() if (row := join_of(keys[key], seen)) is not None],
+        "estimated": not all(line.spans for line in chosen.lines.values()),
+        "joins": [
+            row
+            for key, seen in ops.items()
+            if (row := [keys[key], absent[key], 0, 0, None] if key in absent else join_of(keys[key], seen)) is not None
+        ],
     }
+
+
+def _open_step(
+    run: Run,
+    moments: Sequence[Moment],
+    culprits: Container[int],
+    ahead_us: Mapping[int, float],
+    began_us: float,
+    words: dict[tuple[Any, ...], int],
+) -> Iterator[dict[str, Any]]:
+    """The last step, as far as each rank came; nothing where that is not known."""
+    by_rank = {moment.rank: moment for moment in moments if moment.rank in run.ranks}
+    lines = {rank: line_of(moment, run.ranks[rank]) for rank, moment in by_rank.items()}
+    if not lines:
+        return
+    zeros = {
+        rank: run.ranks[rank].starts[-1].time_ns / 1e3 + line.at_us - ahead_us[rank] for rank, line in lines.items()
+    }
+    absent = {
+        (run.ranks[rank].starts[-1].attempt, op.group, op.seq): op.absent[0]
+        for rank in lines
+        for op in by_rank[rank].ops
+        if op.absent
+    }
+    choice = Choice(max(line.step for line in lines.values()), "open")
+    lane = _step(choice, Chosen(lines, zeros), began_us, words, absent)
+    for row in lane["ranks"]:
+        row |= {"says": by_rank[row["rank"]].says, "culprit": row["rank"] in culprits}
+        row["spans"] = [["open", row["began_us"], row["ended_us"]]]
+    yield lane
 
 
 def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int]) -> Row:
@@ -158,8 +213,12 @@ Span = tuple[str, int, int]
 def spans_of(line: Steps) -> list[Span]:
     """What the rank's thread did when: (phase, from, to), without gaps.
 
-    When it stood in collectives is known. Of the rest the sums are known, and put in between in their usual order.
+    A record of before there were spans knows when it stood in collectives. Of the rest it has sums, which are put in
+    between in their usual order.
     """
+    if line.spans:
+        ends = [*(at for _, at in line.spans[1:]), line.wall_us]
+        return [(PHASES[phase], at, end) for (phase, at), end in zip(line.spans, ends, strict=True) if end > at]
     waits = sorted((op.began_us, op.began_us + op.waited_us) for op in line.ops or () if op.began_us >= 0)
     known = [("exposed", max(0, begin), min(line.wall_us, end)) for begin, end in waits]
     left = {name: line.phase(name) for name in PHASES}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import final
@@ -14,29 +13,6 @@ from lockstep.observe.board import FLIGHTS, sight_of
 from lockstep.observe.flight import FlightRecord, Record
 from lockstep.observe.status import Sight
 from lockstep.observe.wording import Finding
-
-
-def flights_of(folder: Path) -> tuple[Path, ...]:
-    """Where the newest start of the run in `folder` has its flight records, as its launchers of this machine say."""
-    newest, places = "", []
-    for line in _lines(folder / "launch.jsonl"):
-        if "attempt" in line:
-            if line["attempt"] != newest:
-                newest, places = line["attempt"], []
-            places.append(Path(line.get("flights", "")))
-    return tuple(place for place in places if place.is_absolute())
-
-
-def _lines(path: Path) -> list[dict[str, str]]:
-    try:
-        texts = path.read_text(errors="replace").split("\n")[:-1]  # the last one is empty, or being written
-    except OSError:
-        return []
-    found = []
-    for text in texts:
-        with contextlib.suppress(ValueError):  # cut off by a launcher that was killed
-            found.append(json.loads(text))
-    return found
 
 
 @final
@@ -65,7 +41,7 @@ class Onlooker:
         for path, record in self._records.items():
             before = self._sights.get(path)
             if before is None or not before.is_gone:  # the dead do not change
-                sight = sight_of(record, is_gone=self._peers[path].has_ended(0))
+                sight = sight_of(record, how="" if self._peers[path].has_ended(0) else None)
                 if sight is not None:
                     self._sights[path] = sight
         return {sight.status.rank: sight for sight in sorted(self._sights.values(), key=lambda one: one.status.rank)}

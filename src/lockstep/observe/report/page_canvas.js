@@ -102,13 +102,18 @@ function hatch(context, x, y, width, height, gap = 5) {
   context.restore();
 }
 
-function trimmed(context, text, width) {
+// As much of its beginning, or of its end, as has room.
+const trimmed = (context, text, width) => cut(context, text, width, (length) => `${text.slice(0, length)}\u2026`);
+const ending = (context, text, width) =>
+  cut(context, text, width, (length) => `\u2026${text.slice(text.length - length)}`);
+
+function cut(context, text, width, part) {
   if (context.measureText(text).width <= width) return text;
   let [low, high] = [0, text.length];
   while (low < high) {
     const middle = (low + high + 1) >> 1;
-    if (context.measureText(`${text.slice(0, middle)}\u2026`).width <= width) low = middle;
+    if (context.measureText(part(middle)).width <= width) low = middle;
     else high = middle - 1;
   }
-  return low > 0 ? `${text.slice(0, low)}\u2026` : "";
+  return low > 0 ? part(low) : "";
 }

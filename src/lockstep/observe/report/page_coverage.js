@@ -17,7 +17,8 @@ section("coverage", "Data, exactly once", ["coverage"], (document) => {
       code("lockstep run"),
       " once an epoch has ended.",
     );
-  const chosen = epochs.find((each) => each.epoch === page.epoch) || epochs.at(-1);
+  const ended = epochs.findLast((each) => !each.running);
+  const chosen = epochs.find((each) => each.epoch === page.epoch) || ended || epochs.at(-1);
   page.epoch = chosen.epoch;
   const choice =
     epochs.length > 1
@@ -43,7 +44,7 @@ section("coverage", "Data, exactly once", ["coverage"], (document) => {
                 },
               }),
               `${each.epoch}`,
-              each.sealed ? "" : each.twice || each.missing ? " (broken)" : " (open)",
+              each.sealed ? "" : isBroken(each) ? " (broken)" : " (open)",
             ),
           ),
         )
@@ -55,6 +56,11 @@ section("coverage", "Data, exactly once", ["coverage"], (document) => {
   ];
 });
 
+// What an epoch under way has not read yet may come.
+const isBroken = (epoch) => epoch.twice > 0 || (epoch.missing > 0 && !epoch.running);
+
+const COVERED = { once: "exactly once", twice: "more than once", missing: "never", open: "not yet" };
+
 function coverageSeal(epoch) {
   const digest = epoch.digest ? element("span", { class: "mono" }, `digest ${epoch.digest}`) : null;
   if (epoch.sealed)
@@ -64,15 +70,10 @@ function coverageSeal(epoch) {
       `Each of ${plural(epoch.samples, "sample")} was read once, by one rank.`,
       digest,
     );
-  const wrong = [
-    epoch.twice ? `${plural(epoch.twice, "sample")} more than once` : "",
-    epoch.missing ? `${plural(epoch.missing, "sample")} never` : "",
-  ].filter(Boolean);
-  if (!wrong.length) {
-    const why =
-      epoch.running === false
-        ? "the epoch ended before all were read, so that there is no seal."
-        : "the seal is set when the epoch has ended.";
+  if (!isBroken(epoch)) {
+    const why = ["running", "unknown"].includes(page.document.run?.status)
+      ? "the seal is set when the epoch has ended."
+      : "it did not end, so that there is no seal.";
     return seal(
       "open",
       `Epoch ${epoch.epoch}: so far`,
@@ -80,6 +81,10 @@ function coverageSeal(epoch) {
       digest,
     );
   }
+  const wrong = [
+    epoch.twice ? `${plural(epoch.twice, "sample")} more than once` : "",
+    epoch.missing && !epoch.running ? `${plural(epoch.missing, "sample")} never` : "",
+  ].filter(Boolean);
   return seal(
     "broken",
     `Epoch ${epoch.epoch}: not exactly once`,
@@ -92,7 +97,7 @@ function coverageSeal(epoch) {
 // Columns are ranges of samples; a row per rank, and one for all of them together.
 function coveragePicture(epoch) {
   const ranks = [...new Set(epoch.cells.map(([rank]) => rank))].sort((a, b) => a - b);
-  const top = Math.max(epoch.samples, ...epoch.cells.map(([, , last]) => last + 1));
+  const top = Math.max(epoch.length ?? epoch.samples, ...epoch.cells.map(([, , last]) => last + 1));
   const bounds = coverageBounds(epoch.cells, top);
   const columns = bounds.length - 1;
   const seen = ranks.map((rank) =>
@@ -107,8 +112,9 @@ function coveragePicture(epoch) {
     bounds[column + 1] - bounds[column] === 1
       ? `sample ${count(bounds[column])}`
       : `samples ${count(bounds[column])}\u2013${count(bounds[column + 1] - 1)}`;
+  const none = epoch.running ? "open" : "missing";
   const state = ({ mean, least, most }) =>
-    most > 1 + 1e-6 || mean > 1 + 1e-6 ? "twice" : least < 1 - 1e-6 && mean < 1 - 1e-6 ? "missing" : "once";
+    most > 1 + 1e-4 || mean > 1 + 1e-4 ? "twice" : least < 1 - 1e-4 && mean < 1 - 1e-4 ? none : "once";
   const picture = matrix({
     id: "coverage-canvas",
     label: "Which rank read which samples.",
@@ -134,10 +140,7 @@ function coveragePicture(epoch) {
             "each once",
           ),
         ];
-      return [
-        ids(column),
-        { once: "each exactly once", twice: "some more than once", missing: "some never" }[state(each)],
-      ];
+      return [ids(column), `${state(each) === "once" ? "each" : "some"} ${COVERED[state(each)]}`];
     },
   });
   return [
@@ -145,13 +148,8 @@ function coveragePicture(epoch) {
     element(
       "ul",
       { class: "legend" },
-      ["once", "twice", "missing"].map((name) =>
-        element(
-          "li",
-          null,
-          element("i", { class: `swatch seen-${name}` }),
-          { once: "exactly once", twice: "more than once", missing: "never" }[name],
-        ),
+      ["once", "twice", none].map((name) =>
+        element("li", null, element("i", { class: `swatch seen-${name}` }), COVERED[name]),
       ),
     ),
     asTable(

@@ -59,7 +59,7 @@ function curve(about, at, starts) {
       "figcaption",
       null,
       element("b", null, about.name),
-      about.unit ? element("span", { class: "unit" }, about.unit) : null,
+      about.unit && about.unit !== about.name ? element("span", { class: "unit" }, about.unit) : null,
       value,
       toggle,
     ),
@@ -104,11 +104,17 @@ function brokenValues(about) {
   );
 }
 
+// From the first to the last of all curves: they lie below each other, and have one cursor.
+function allSteps() {
+  const ends = page.document.curves.map((each) => [each.steps[0], each.steps.at(-1)]);
+  return [Math.min(...ends.map(([first]) => first)), Math.max(...ends.map(([, last]) => last))];
+}
+
 function plot(id, about, width, isLogarithmic, starts, value) {
   const { height, left, right, top, bottom } = CURVE;
   const scale = isLogarithmic ? Math.log10 : (each) => each;
   const bounds = curveBounds(about, isLogarithmic);
-  const [first, last] = [about.steps[0], about.steps.at(-1)];
+  const [first, last] = allSteps();
   const x = (step) => left + ((width - left - right) * (step - first)) / Math.max(1, last - first);
   const y = (each) =>
     top + (height - top - bottom) * (1 - (scale(each) - scale(bounds[0])) / (scale(bounds[1]) - scale(bounds[0])));
@@ -131,8 +137,9 @@ function plot(id, about, width, isLogarithmic, starts, value) {
       "aria-roledescription": "chart",
       id: `${id}-plot`,
       "aria-label":
-        `${about.name} over ${plural(about.steps.length, "point")}, steps ${count(first)} to ${count(last)}, ` +
-        `last value ${number(about.values.at(-1))}. Left and right arrow keys read values.`,
+        `${about.name} over ${plural(about.steps.length, "point")}, steps ${count(about.steps[0])} to ` +
+        `${count(about.steps.at(-1))}, last value ${number(about.values.at(-1))}. ` +
+        "Left and right arrow keys read values.",
     },
     marks.map((each) => [
       svg("line", { class: "grid", x1: left, x2: width - right, y1: y(each), y2: y(each) }),

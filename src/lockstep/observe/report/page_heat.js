@@ -141,7 +141,7 @@ function heatLead(heat) {
   const [rank, most] = own.reduce((a, b) => (b[1] > a[1] ? b : a));
   if (own.length > 1 && most > usual * 1.08)
     return `Rank ${rank} works ${time(most)} of a step, the median rank ${time(usual)}. Choose a cell to see its step.`;
-  return `Ranks work ${time(usual)} of a step, the slowest ${time(most)}. Choose a cell to see its step.`;
+  return `Each rank works about ${time(usual)} of a step. Choose a cell to see its step.`;
 }
 
 function meanOf(values, heat) {

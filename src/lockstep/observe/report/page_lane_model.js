@@ -7,6 +7,8 @@ function laneModel(step, words) {
     row,
     began: each.began_us,
     ended: each.ended_us,
+    says: each.says, // of a step that was not ended: what it was in
+    isCulprit: each.culprit,
     spans: each.spans.map(([phase, from, to]) => ({ phase, from, to })),
     operations: placed(each.ops.map((values) => operation(values, words, each.rank, row))),
   }));
@@ -63,6 +65,7 @@ function joinsOf(ranks, given) {
   for (const [key, last, real, waited, bandwidth] of given) {
     const join = joins.get(key);
     if (join) Object.assign(join, { last, real, waited, bandwidth });
+    if (join) join.isMissed = last !== null && !join.members.some((each) => each.rank === last); // it never came
   }
   for (const join of joins.values())
     join.waited = join.members.reduce((sum, each) => sum + parts(each, join).waiting, 0);
@@ -91,14 +94,12 @@ function operationLines(operation, join) {
   );
   if (operation.stood)
     lines.push(`stood ${time(operation.waited)}: ${time(waiting)} waiting, ${time(real)} communication`);
-  else lines.push("did not stand still for it: hidden behind its own work");
+  else if (laneNow.step.why !== "open") lines.push("did not stand still for it: hidden behind its own work");
   if (about.bytes) lines.push(size(about.bytes) + (join?.bandwidth ? ` at ${size(join.bandwidth)}/s` : ""));
   if (join?.last !== null && join?.last !== undefined) {
-    lines.push(
-      operation.rank === join.last
-        ? `arrived last${join.waited ? `: the others waited ${time(join.waited)} in all` : ""}`
-        : `last to arrive: rank ${join.last}`,
-    );
+    if (join.isMissed) lines.push(`rank ${join.last} never came`);
+    else if (operation.rank !== join.last) lines.push(`last to arrive: rank ${join.last}`);
+    else lines.push(`arrived last${join.waited ? `: the others waited ${time(join.waited)} in all` : ""}`);
   }
   return lines;
 }
@@ -106,7 +107,7 @@ function operationLines(operation, join) {
 function spanLines(rank, span) {
   const [took, whole] = [span.to - span.from, Math.max(1, rank.ended - rank.began)];
   return [
-    PHASE_NAMES[span.phase] || span.phase,
+    rank.says || PHASE_NAMES[span.phase] || span.phase,
     `rank ${rank.rank}, ${time(took)} (${percent(took / whole)} of its step)`,
     `from ${time(span.from)} to ${time(span.to)}`,
   ];

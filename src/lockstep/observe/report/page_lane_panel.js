@@ -12,7 +12,7 @@ function operationPanel() {
   const facts = [
     ["bytes", about.bytes ? size(about.bytes) : "not known"],
     ["bandwidth", join.bandwidth ? `${size(join.bandwidth)}/s` : "not known"],
-    ["last to arrive", join.last === null ? "not known" : `rank ${join.last}`],
+    [join.isMissed ? "never came" : "last to arrive", join.last === null ? "not known" : `rank ${join.last}`],
     ["communication", time(join.real)],
     ["waited, all ranks", time(join.waited)],
     ["group", about.group || "all ranks"],

@@ -78,8 +78,8 @@ function paintLaneAxis(context, g, height, model) {
     context.fillRect(0, y + g.lane - 1, g.width, 1);
     const isChosen = rank.rank === page.rank;
     context.textAlign = "left";
-    context.fillStyle = colour(isChosen ? "text" : "soft");
-    context.font = `${isChosen ? "600 " : ""}${g.lane < 20 ? 10 : 11}px system-ui, sans-serif`;
+    context.fillStyle = colour(rank.isCulprit ? "error" : isChosen ? "text" : "soft");
+    context.font = `${isChosen || rank.isCulprit ? "600 " : ""}${g.lane < 20 ? 10 : 11}px system-ui, sans-serif`;
     context.fillText(g.gutter < 40 ? `${rank.rank}` : `rank ${rank.rank}`, 8, y + 4 + g.phases / 2);
     if (isChosen) {
       context.fillStyle = colour("accent");
@@ -89,27 +89,48 @@ function paintLaneAxis(context, g, height, model) {
   context.font = "11px system-ui, sans-serif";
 }
 
+const known = (phase) => (phase === "open" || PHASES.includes(phase) ? phase : "other");
+
 function paintRank(context, g, rank, model) {
   const y = g.top(rank.row) + 4;
   for (const span of rank.spans) {
     const [x, w] = [g.x(span.from), (span.to - span.from) * g.scale];
     if (x > g.width || x + w < g.gutter) continue;
-    context.fillStyle = colour(`phase-${PHASES.includes(span.phase) ? span.phase : "other"}`);
+    context.fillStyle = colour(`phase-${known(span.phase)}`);
     context.fillRect(x, y, Math.max(0.75, w - (w > 3 ? 1 : 0)), g.phases);
   }
   const waits = rank.operations.map((each) => paintWaiting(context, g, each, model.joins.get(each.key), y));
   for (const span of g.phases >= 11 ? rank.spans : []) {
+    if (rank.says && rank.operations.some((each) => each.stood)) continue; // its wait has a name
     const to = Math.min(g.x(span.to), g.width);
     const covered = waits.filter((end) => end > g.x(span.from) && end <= g.x(span.to) + 1);
     const from = Math.max(g.x(span.from), g.gutter, ...(span.phase === "exposed" ? covered : []));
-    if (to - from < 34) continue;
-    context.fillStyle = colour(`on-${PHASES.includes(span.phase) ? span.phase : "other"}`);
+    if (to - from < (rank.says ? 90 : 34)) continue;
+    context.fillStyle = colour(`on-${known(span.phase)}`);
     context.textAlign = "left";
-    context.fillText(trimmed(context, shown(span.phase), to - from - 10), from + 5, y + g.phases / 2 + 0.5);
+    const text = rank.says ? trimmed(context, shown(rank.says), to - from - 10) : shown(span.phase);
+    if (context.measureText(text).width <= to - from - 8) context.fillText(text, from + 5, y + g.phases / 2 + 0.5);
   }
   const seen = rank.operations.filter((each) => g.x(each.entered) <= g.width && g.x(each.to) >= g.gutter);
   for (const each of seen) paintUnderWay(context, g, each);
   for (const each of seen) if (each.stood) paintStood(context, g, each, model.joins.get(each.key)); // above the others
+  if (rank.isCulprit) paintCulprit(context, g, rank, y);
+}
+
+// A frame around what it did, and a cross where it ended.
+function paintCulprit(context, g, rank, y) {
+  const [from, to] = [g.x(rank.began), g.x(rank.ended)];
+  const [middle, arm] = [y + g.phases / 2, Math.min(5, g.phases / 3)];
+  context.strokeStyle = colour("error");
+  context.lineWidth = 2;
+  context.strokeRect(from + 1, y, Math.max(1, to - from - 2), g.phases);
+  context.beginPath();
+  for (const side of [-arm, arm]) {
+    context.moveTo(to - 10 - arm, middle - side);
+    context.lineTo(to - 10 + arm, middle + side);
+  }
+  context.stroke();
+  context.lineWidth = 1;
 }
 
 // Of what a rank stood in communication, the part that it waited for the last to arrive, with its name. Returns where

@@ -1,6 +1,12 @@
 // The lanes with their controls, and what in them is seen and chosen.
 
-const WHY = { slowest: "the slowest", last: "the last", typical: "a typical one", finding: "of a finding" };
+const WHY = {
+  slowest: "the slowest",
+  last: "the last",
+  typical: "a typical one",
+  finding: "of a finding",
+  open: "never ended",
+};
 let laneNow = null; // model of the step that is shown
 
 section("lanes", "Every rank on one clock", ["lanes"], (document) => {
@@ -15,7 +21,7 @@ section("lanes", "Every rank on one clock", ["lanes"], (document) => {
   }
   if (!page.isHeld) [page.step, page.operation] = [null, undefined];
   const chosen = steps.find((each) => each.step === page.step);
-  const step = chosen || steps.find((each) => each.why === "slowest") || steps.at(-1);
+  const step = chosen || steps.find(isOpen) || steps.find((each) => each.why === "slowest") || steps.at(-1);
   page.step = step.step;
   if (step !== laneNow?.step) laneNow = laneModel(step, document.lanes.words);
   if (page.operation === undefined || (page.operation !== null && !laneNow.joins.has(page.operation)))
@@ -31,8 +37,9 @@ section("lanes", "Every rank on one clock", ["lanes"], (document) => {
   listenToLanes(picture);
   return [
     element("p", { class: "lead" }, laneLead(laneNow)),
+    isOpen(step) ? whereRanksWere(laneNow) : null,
     laneTools(steps, step),
-    laneLegend(),
+    laneLegend(step),
     element("div", { class: "picture" }, picture),
     element(
       "p",
@@ -63,16 +70,41 @@ function mostWaited(model) {
   return joins.length ? joins.reduce((a, b) => (b.waited > a.waited ? b : a)).key : null;
 }
 
+const isOpen = (step) => step.why === "open";
+
+// Of a step that was not ended: who was in what, the culprit first.
+function whereRanksWere({ ranks }) {
+  const together = new Map();
+  for (const each of [...ranks].sort((a, b) => b.isCulprit - a.isCulprit)) {
+    const key = `${each.isCulprit} ${each.says}`;
+    together.set(key, [...(together.get(key) || []), each]);
+  }
+  const line = (group) =>
+    element(
+      "li",
+      { class: group[0].isCulprit ? "culprit" : null },
+      group[0].isCulprit ? icon("error") : null,
+      element("b", null, rankNames(group.map((each) => each.rank))),
+      ` ${group[0].says}`,
+    );
+  return element("ul", { class: "says" }, [...together.values()].map(line));
+}
+
 function laneLead({ step, joins }) {
+  const stands = page.document.run?.status === "running" ? "stands still" : "was never ended";
+  if (isOpen(step)) return `Step ${count(step.step)} ${stands}. This is how far each rank has come.`;
   const totals = new Map();
   for (const { last, waited } of joins.values()) if (last !== null) totals.set(last, (totals.get(last) || 0) + waited);
   const all = [...totals.values()].reduce((a, b) => a + b, 0);
   const [rank, most] = [...totals].reduce((a, b) => (b[1] > a[1] ? b : a), [null, 0]);
   const took = step.ended_us - step.began_us;
   const length = `Step ${count(step.step)} took ${time(took)}`;
+  const rest = step.estimated ? " Only communication has times of its own: other phases are drawn as sums." : "";
+  if (step.ranks.length < 2) return `${length}.${rest}`;
   if (all < took * 0.02 || most < all * 0.4)
-    return `${length}. Arrows run from the rank that came last to those that waited for it.`;
-  return `${length}. Of ${time(all)} that ranks waited for each other, ${percent(most / all)} was for rank ${rank}.`;
+    return `${length}. Arrows run from the rank that came last to those that waited for it.${rest}`;
+  const share = percent(most / all);
+  return `${length}. Of ${time(all)} that ranks waited for each other, ${share} was for rank ${rank}.${rest}`;
 }
 
 function laneTools(steps, step) {
@@ -114,8 +146,8 @@ function laneTools(steps, step) {
   );
 }
 
-function laneLegend() {
-  const phases = PHASES.map((name) =>
+function laneLegend(step) {
+  const phases = (isOpen(step) ? ["open"] : PHASES).map((name) =>
     element("li", null, element("i", { class: `swatch phase-${name}` }), PHASE_NAMES[name]),
   );
   return element(

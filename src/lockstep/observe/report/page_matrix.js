@@ -18,7 +18,7 @@ function matrix(about) {
           context.fillStyle = colour("soft");
           context.font = rowHeight < 12 ? "9px system-ui, sans-serif" : "11px system-ui, sans-serif";
           context.textAlign = "left";
-          context.fillText(trimmed(context, shown(rows[row]), gutter(width) - 8), 0, y + rowHeight / 2);
+          context.fillText(ending(context, shown(rows[row]), gutter(width) - 8), 0, y + rowHeight / 2);
         }
         for (let column = 0; column < columns; column += 1) {
           const x = left(width, column);

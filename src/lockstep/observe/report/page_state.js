@@ -8,6 +8,7 @@ const PHASE_NAMES = {
   exposed: "exposed communication",
   optimizer: "optimizer",
   other: "other",
+  open: "in the step that was not ended",
 };
 
 const page = {

@@ -108,7 +108,7 @@ def _cells(length: int, bins: Mapping[int, Sequence[int]]) -> list[list[Any]]:
         row: list[list[Any]] = []
         for part in range(0, len(counts), every):
             first, stop = (_first(min(at, len(counts)), len(counts), length) for at in (part, part + every))
-            times = round(sum(counts[part : part + every]) / (stop - first), 3)
+            times = round(sum(counts[part : part + every]) / (stop - first), 6)
             if row and row[-1][3] == times:
                 row[-1][2] = stop - 1
             else:

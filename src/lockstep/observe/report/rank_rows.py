@@ -21,6 +21,7 @@ _NEWEST = 32  # lines of a record that are kept
 _READ_BYTES = 64 << 10  # of a record that others have written long before
 
 Mood = Literal["error", "warning", "good", "idle"]
+GONE = "killed, or gone without a word"
 _MOODS: tuple[Mood, ...] = ("error", "warning", "good", "idle")
 
 
@@ -79,7 +80,7 @@ def stand_of(scene: Scene, rank: int) -> Stand:
         return Stand("idle", "finished")
     place = f"at {status.stack[-1]}" if status.stack else ""
     if sight.is_gone:
-        return Stand("error", "killed, or gone without a word", place)
+        return Stand("error", GONE, place)
     if scene.is_silent(rank):
         return Stand("error", "stopped, no sign of life", place, sight.age_s)
     wait = scene.blocked.get(rank) or next((wait for wait in scene.waits if wait.rank == rank), None)
@@ -97,7 +98,8 @@ def _raised(status: Status) -> Stand:
         return Stand("error", "raised")
     message = words.message.partition("\n")[0]
     where = f"raised at {words.where}" if words.where else "raised"
-    return Stand("idle" if words.is_consequence else "error", where, f"{words.kind}: {message}")
+    what = words.kind if message in ("", words.kind) else f"{words.kind}: {message}"
+    return Stand("idle" if words.is_consequence else "error", where, what)
 
 
 def _waiting(wait: Wait, doing: str) -> Stand:

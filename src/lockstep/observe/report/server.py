@@ -12,10 +12,11 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, final
+from weakref import WeakSet
 
 from lockstep.errors import ConfigError
 from lockstep.observe.report.document import Document
@@ -30,13 +31,14 @@ _TIMEOUT_S = 10.0  # of a client that says nothing
 class PageServer(ThreadingHTTPServer):
     """Answers / with the page and /document.json with the document alone, as `document` has it at that moment."""
 
-    daemon_threads = True
+    daemon_threads = False
 
     def __init__(self, document: Callable[[], Document], host: str = LOOPBACK, port: int = 0) -> None:
         """Raises: ConfigError where the address cannot be had."""
         self.document = document
         self.has_page = threading.Event()  # somebody has opened it
         self.has_told_end = threading.Event()  # and asked again after the run was over
+        self._connections: WeakSet[socket.socket] = WeakSet()
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -60,6 +62,12 @@ class PageServer(ThreadingHTTPServer):
         except ValueError:
             return name in (socket.gethostname(), socket.getfqdn())
 
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """The next connection. Browsers open some ahead, and may say nothing through them for minutes."""
+        connection, address = super().get_request()
+        self._connections.add(connection)
+        return connection, address
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that has gone away is no news."""
         if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):
@@ -75,7 +83,10 @@ class PageServer(ThreadingHTTPServer):
         finally:
             self.shutdown()
             thread.join()
-            self.server_close()
+            for connection in list(self._connections):
+                with suppress(OSError):  # it has ended
+                    connection.shutdown(socket.SHUT_RD)
+            self.server_close()  # waits for the answers that are under way
 
 
 @final

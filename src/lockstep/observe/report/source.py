@@ -5,15 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import Note, RankReader, Run
+from lockstep.observe.profile.run_record import Note, RankReader, RankRecord, Run
+from lockstep.observe.profile.window import LAUNCH
+from lockstep.observe.report.open_step import Moment, moment_of, moments_in
 
 RECORD = "profile"  # the record of `lockstep train` in its folder
-_LAUNCH = "launch.jsonl"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,8 @@ class Attempt:
     ended_ns: int = 0  # 0: not yet
     code: int | None = None
     causes: tuple[str, ...] = ()
+    flights: tuple[Path, ...] = ()  # folders of its flight records, as long as it lives
+    left: tuple[Moment, ...] = ()  # the step that its ranks did not end
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Launch:
     command: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     found: tuple[str, ...] = ()  # after the death of ranks, in what they left
+    record: Path | None = None  # where the ranks record, if that is elsewhere
     code: int | None = None  # of the run; None: it is not over
     over_ns: int = 0
 
@@ -49,6 +54,7 @@ class Source(NamedTuple):
     run: Run  # may have no ranks yet
     launch: Launch | None
     problems: tuple[str, ...]  # what cannot be read
+    moments: tuple[Moment, ...] = ()  # of the step that was not ended
 
     def notes(self, kind: str) -> Iterator[tuple[int, Note]]:
         """(rank, note) of one kind, by rank, as they were written."""
@@ -79,7 +85,27 @@ def record_in(folder: Path) -> Path:
 
 
 def _files(place: Path) -> list[Path]:
-    return [*place.glob("rank-*.jsonl"), *place.glob(_LAUNCH)]
+    return [*place.glob("rank-*.jsonl"), *place.glob(LAUNCH)]
+
+
+def flights_of(folder: Path) -> tuple[Path, ...]:
+    """Where the newest start of the run in `folder` has its flight records, as its launchers of this machine say."""
+    launch = _launch_in(folder)
+    return launch.attempts[-1].flights if launch is not None and launch.attempts else ()
+
+
+def ranks_in(folder: Path) -> Path:
+    """Where the ranks of the run that was launched in `folder` record."""
+    launch = _launch_in(folder)
+    return folder if launch is None or launch.record is None else record_in(launch.record)
+
+
+def _launch_in(folder: Path) -> Launch | None:
+    launches = _Launches()
+    with suppress(OSError, ConfigError):  # there is none, or what follows is none of ours
+        for line in _Tail(folder / LAUNCH).lines():
+            launches.feed(line)
+    return launches.launch
 
 
 @final
@@ -97,15 +123,22 @@ class RunReader:
     def read(self) -> Source:
         """All that is there now. What cannot be read is said in `problems`."""
         place = record_in(self.folder)
-        for path in _files(place):
-            if path.name == _LAUNCH:
-                self._launch = self._launch or _Tail(path)
-                self._feed(self._launch, self._launches)
-            elif path.stem[5:].isdigit():
+        path = place / LAUNCH
+        if path.exists():
+            self._launch = self._launch or _Tail(path)
+            self._feed(self._launch, self._launches)
+        launch = self._launches.launch
+        elsewhere = None if launch is None else launch.record
+        place = place if elsewhere is None else record_in(elsewhere)
+        for path in place.glob("rank-*.jsonl"):
+            if path.stem[5:].isdigit():
                 self._feed(*self._ranks.setdefault(int(path.stem[5:]), (_Tail(path), RankReader())))
         records = {rank: reader.record() for rank, (_, reader) in sorted(self._ranks.items())}
         ranks = {rank: record for rank, record in records.items() if record is not None}
-        return Source(self.folder, Run(place, ranks), self._launches.launch, tuple(self._broken.values()))
+        if launch is not None and elsewhere is not None:
+            ranks = {rank: record for rank, record in ranks.items() if _is_of(record, launch)}
+        moments = () if launch is None else _moments(launch, ranks)
+        return Source(self.folder, Run(place, ranks), launch, tuple(self._broken.values()), moments)
 
     def _feed(self, tail: _Tail, reader: RankReader | _Launches) -> None:
         if tail.path in self._broken:
@@ -116,6 +149,20 @@ class RunReader:
                 reader.feed(line)
         except (ConfigError, OSError) as error:
             self._broken[tail.path] = f"{tail.path.name}: {error}"
+
+
+def _is_of(record: RankRecord, launch: Launch) -> bool:
+    """Whether the launch has started it: another run may have recorded there before or after."""
+    return any(launch.began_ns <= start.time_ns <= (launch.over_ns or start.time_ns) for start in record.starts)
+
+
+def _moments(launch: Launch, ranks: Mapping[int, RankRecord]) -> tuple[Moment, ...]:
+    """Of the step that the last attempt has not ended, or in which it stands, by what its ranks have found."""
+    last = launch.attempts[-1] if launch.attempts else Attempt("", 0, 0)
+    found = (note for record in ranks.values() for note in record.notes if note.kind == "finding")
+    if last.ended_ns or launch.code is not None or not any(note.attempt == last.name for note in found):
+        return last.left
+    return tuple(moments_in(last.flights))
 
 
 @final
@@ -147,8 +194,12 @@ class _Launches:
 
     def feed(self, line: str) -> None:
         """The next line.  Raises: ConfigError where it is none of ours."""
-        try:
+        with suppress(json.JSONDecodeError):  # cut off by the end of a launcher that was killed
             values = json.loads(line)
+            self._take(values)
+
+    def _take(self, values: Any) -> None:
+        try:
             self.launch = _with(self.launch, values)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"a line is none of a launcher: {error!r}") from error
@@ -167,19 +218,31 @@ def _with(launch: Launch | None, values: Mapping[str, Any]) -> Launch:
         return replace(launch, code=values["code"], over_ns=values["time_ns"])
     if "found" in values:
         return replace(launch, found=(*launch.found, values["found"]))
-    if "attempt" in values:
-        if any(attempt.name == values["attempt"] for attempt in launch.attempts):  # another machine's launcher
-            return launch
-        new = Attempt(values["attempt"], values["world_size"], values["time_ns"])
-        return replace(launch, attempts=(*launch.attempts, new))
-    if "ended" in values:
-        return replace(launch, attempts=tuple(_ended(attempt, values) for attempt in launch.attempts))
+    if "record" in values:
+        return replace(launch, record=Path(values["record"]))
+    for kind, changed in (("attempt", _begun), ("left", _left), ("ended", _ended)):
+        if kind in values:
+            name, attempts = values[kind], {attempt.name: attempt for attempt in launch.attempts}
+            if kind == "attempt":
+                attempts.setdefault(name, Attempt(name, values["world_size"], values["time_ns"]))
+            if name in attempts:
+                attempts[name] = changed(attempts[name], values)
+            return replace(launch, attempts=tuple(attempts.values()))
     return launch  # of a later version
 
 
+# Each machine's launcher says its own of an attempt.
+
+
+def _begun(attempt: Attempt, values: Mapping[str, Any]) -> Attempt:
+    place = Path(values.get("flights", ""))
+    return replace(attempt, flights=(*attempt.flights, place)) if place.is_absolute() else attempt
+
+
+def _left(attempt: Attempt, values: Mapping[str, Any]) -> Attempt:
+    return replace(attempt, left=(*attempt.left, *map(moment_of, values["ranks"])))
+
+
 def _ended(attempt: Attempt, values: Mapping[str, Any]) -> Attempt:
-    """With how it ended, if that is what `values` tell of."""
-    if attempt.name != values["ended"]:
-        return attempt
-    causes = (*attempt.causes, *values.get("causes", ()))  # each machine's launcher says its own
+    causes = (*attempt.causes, *values.get("causes", ()))
     return replace(attempt, ended_ns=values["time_ns"], code=values["code"] or attempt.code, causes=causes)

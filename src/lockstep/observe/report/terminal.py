@@ -17,8 +17,9 @@ from rich.console import Console, Group
 from rich.live import Live
 
 from lockstep.errors import ConfigError
-from lockstep.observe.report.onlooker import Onlooker, flights_of
+from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Stand, Tail, rows_of
+from lockstep.observe.report.source import flights_of, ranks_in
 from lockstep.observe.report.terminal_frame import Picture, card_lines, frame, header
 from lockstep.observe.scene import Limits, Scene
 from lockstep.observe.wording import names
@@ -64,7 +65,7 @@ class TerminalView:
         run = self._newest["run"]
         if run["status"] == "running" and run.get("began"):  # a document is only built where there is something new
             run = {**run, "wall_s": time.time() - datetime.fromisoformat(run["began"]).timestamp()}
-        for path in self._folder.glob("rank-*.jsonl"):
+        for path in ranks_in(self._folder).glob("rank-*.jsonl"):
             if path.stem[5:].isdigit():
                 self._tails.setdefault(int(path.stem[5:]), Tail(path))
         for tail in self._tails.values():
@@ -89,7 +90,7 @@ class TerminalView:
 
     def _draw(self, console: Console, stop: threading.Event) -> None:
         picture = self.look()
-        with _ending_by_exception():
+        with ending_by_exception():
             try:
                 with Live(console=console, screen=True, auto_refresh=False) as live:
                     while not (picture.is_over or stop.is_set()):
@@ -154,7 +155,7 @@ def _lasting(stand: Stand) -> str:
 
 
 @contextlib.contextmanager
-def _ending_by_exception() -> Iterator[None]:
+def ending_by_exception() -> Iterator[None]:
     """SIGTERM and SIGHUP raise within, so that whoever has changed the terminal changes it back."""
     if threading.current_thread() is not threading.main_thread():
         yield

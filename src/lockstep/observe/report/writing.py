@@ -59,6 +59,8 @@ class LiveDocument:
 
     def _look(self) -> None:
         source = self._reader.read()
+        if source.problems and not source.run.ranks and source.launch is None:
+            raise ConfigError(f"{source.folder} holds no record that can be read: {source.problems[0]}")
         now = self._reader.size, status_of(source)
         if self._built is not None and self._built[1:] == now:
             return

@@ -9,12 +9,9 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import hosts_of
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DeviceMesh
-from lockstep.parallel.fsdp1.arguments import ShardingStrategy
-from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
-
-# In a transport's own dict: one grid for all wrappers over the same ranks, which lives as long as the transport. Ranks
-# make it together, so it must not depend on when each of them lets go of its last wrapper.
-_GRIDS = "_lockstep_grids"
+from lockstep.parallel.fsdp1.arguments import HYBRID
+from lockstep.parallel.shard_mesh import ShardMesh, grid_of, resolve_mesh
+from lockstep.parallel.torch_fsdp import ShardingStrategy
 
 
 def mesh_for(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -> ShardMesh:
@@ -30,9 +27,9 @@ def mesh_for(strategy: ShardingStrategy, process_group: Any, device_mesh: Any) -
         )
     given = resolve_mesh(_as_mesh(process_group) if device_mesh is None else device_mesh)
     if strategy is ShardingStrategy.NO_SHARD:
-        return _grid(given.whole, 1)
-    if strategy.is_hybrid:
-        return _grid(given.whole, _ranks_per_host(given.whole)) if given.replicate is None else given
+        return grid_of(given.whole, 1)
+    if strategy in HYBRID:
+        return grid_of(given.whole, _ranks_per_host(given.whole)) if given.replicate is None else given
     if given.replicate is not None:
         raise ConfigError(
             f"{strategy.name} cuts parameters along one axis and the mesh has two: pass HYBRID_SHARD, or the axis that "
@@ -56,14 +53,6 @@ def _as_mesh(process_group: Any) -> Any:
     rows = replicate.all_gather_object(list(shard.global_ranks), label="fsdp.mesh")
     names = ("replicate", "shard")
     return DeviceMesh.from_group(list(process_group[::-1]), shard.device.type, rows, mesh_dim_names=names)
-
-
-def _grid(comm: Communicator, ranks_per_shard: int) -> ShardMesh:
-    grids: dict[int, ShardMesh] = vars(comm.transport).setdefault(_GRIDS, {})
-    if ranks_per_shard not in grids:
-        replicas = comm.world_size // ranks_per_shard
-        grids[ranks_per_shard] = resolve_mesh(comm.mesh(replica=replicas, shard=ranks_per_shard))
-    return grids[ranks_per_shard]
 
 
 def _ranks_per_host(comm: Communicator) -> int:

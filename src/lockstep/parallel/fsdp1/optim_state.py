@@ -12,31 +12,32 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
 from torch.optim import Optimizer
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import broadcast_values
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp1.arguments import (
+from lockstep.parallel.fsdp1.arguments import checked, for_rank0_only, settings_of
+from lockstep.parallel.fsdp1.state import get_state_dict_type, presented, reshard_all
+from lockstep.parallel.fsdp1.tensors import resharded
+from lockstep.parallel.fsdp1.unit import clean_name, units_in
+from lockstep.parallel.torch_fsdp import (
     FullOptimStateDictConfig,
     OptimStateKeyType,
     ShardedOptimStateDictConfig,
     StateDictSettings,
     StateDictType,
-    understood,
 )
-from lockstep.parallel.fsdp1.state import get_state_dict_type, presented, reshard_all
-from lockstep.parallel.fsdp1.tensors import resharded
-from lockstep.parallel.fsdp1.unit import clean_name, units_in
 
 StateDict = dict[str, Any]
 OptimInput = Iterable[Any] | None  # what was given to the optimizer: parameters, or groups of them
 Params = dict[str, Parameter]  # an optimizer's, by name, in its order, which numbers them
 
-_FROM_ONE = StateDictSettings(optim_state_dict_config=FullOptimStateDictConfig(rank0_only=True))
+_FROM_ALL = settings_of()
+_FROM_ONE = settings_of(optim_config=FullOptimStateDictConfig(rank0_only=True))
 
 
 def optim_state_dict(
@@ -77,13 +78,13 @@ def full_optim_state_dict(
     model: Module, optim: Optimizer, optim_input: OptimInput = None, rank0_only: bool = True, group: Any = None
 ) -> StateDict:
     """`optim_state_dict` with whole tensors on the CPU, on rank 0 unless rank0_only=False. Collective: every rank."""
-    settings = _FROM_ONE if rank0_only else StateDictSettings()
+    settings = _FROM_ONE if rank0_only else _FROM_ALL
     return _save(model, _params(model, optim, optim_input), optim.state_dict(), settings)
 
 
 def sharded_optim_state_dict(model: Module, optim: Optimizer, group: Any = None) -> StateDict:
     """`optim_state_dict` with DTensors. Collective: every rank."""
-    settings = StateDictSettings.of(StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig(False))
+    settings = settings_of(StateDictType.SHARDED_STATE_DICT, None, ShardedOptimStateDictConfig(False))
     return _save(model, _params(model, optim), optim.state_dict(), settings)
 
 
@@ -91,12 +92,12 @@ def shard_full_optim_state_dict(
     full_optim_state_dict: StateDict, model: Module, optim_input: OptimInput = None, optim: Optimizer | None = None
 ) -> StateDict:
     """What `optim.load_state_dict` takes, from whole tensors that every rank has."""
-    return _load(model, _params(model, optim, optim_input), full_optim_state_dict, StateDictSettings())
+    return _load(model, _params(model, optim, optim_input), full_optim_state_dict, _FROM_ALL)
 
 
 def flatten_sharded_optim_state_dict(sharded_optim_state_dict: StateDict, model: Module, optim: Optimizer) -> StateDict:
     """What `optim.load_state_dict` takes, from DTensors. Collective: every rank."""
-    return _load(model, _params(model, optim), sharded_optim_state_dict, StateDictSettings())
+    return _load(model, _params(model, optim), sharded_optim_state_dict, _FROM_ALL)
 
 
 def scatter_full_optim_state_dict(
@@ -118,7 +119,7 @@ def rekey_optim_state_dict(
     optim: Optimizer | None = None,
 ) -> StateDict:
     """The same state with parameters called by name or by number, for one process and a model that is not wrapped."""
-    wanted = understood(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
+    wanted = checked(OptimStateKeyType, optim_state_key_type, "optim_state_key_type")
     state, found = optim_state_dict["state"], {type(key) for key in optim_state_dict["state"]}
     if len(found) > 1:
         raise ValueError(f"Invalid parameter keys: {state.keys()}")
@@ -171,7 +172,7 @@ def _save(model: Module, params: Params, raw: StateDict, settings: StateDictSett
             state[names[key]] = {name: _saved(value, param, settings) for name, value in entry.items()}
         else:
             state[key] = entry  # the user's own
-    if settings.optim_rank0_only and comm.rank != 0:
+    if for_rank0_only(settings.optim_state_dict_config) and comm.rank != 0:
         return {}
     return {"state": state, "param_groups": _renamed(raw["param_groups"], names)}
 
@@ -182,7 +183,7 @@ def _saved(value: Any, param: Parameter, settings: StateDictSettings) -> Any:
     kind, found = settings.state_dict_type, cast("Tensor | None", value.detach())
     like = param if isinstance(value, DTensor) else local_tensor(param)
     if isinstance(param, DTensor) and value.shape == like.shape:
-        found = presented(value, param, kind, settings.optim_rank0_only)
+        found = presented(value, param, kind, for_rank0_only(settings.optim_state_dict_config))
     elif kind is StateDictType.FULL_STATE_DICT:  # of another shape than the parameter, as factored states are
         found = value.full_tensor() if isinstance(value, DTensor) else value.detach().clone()
     return found.cpu() if settings.optim_state_dict_config.offload_to_cpu and found is not None else found
@@ -195,9 +196,10 @@ def _load(
     model: Module, params: Params, saved: Mapping[str, Any], settings: StateDictSettings, by_name: bool = False
 ) -> StateDict:
     comm = _ranks_of(model)
-    entries, groups = (
-        _of_rank0(comm, saved) if settings.optim_rank0_only else (saved["state"].items(), saved.get("param_groups"))
-    )
+    if for_rank0_only(settings.optim_state_dict_config):
+        entries, groups = _of_rank0(comm, saved)
+    else:
+        entries, groups = saved["state"].items(), saved.get("param_groups")
     keys: dict[str, Any] = {name: name if by_name else number for number, name in enumerate(params)}
     known = {clean_name(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     is_local = settings.state_dict_type is StateDictType.LOCAL_STATE_DICT
@@ -234,17 +236,6 @@ def _of_rank0(comm: Communicator, saved: Mapping[str, Any]) -> tuple[Iterator[tu
 
 
 def _entry_of_rank0(comm: Communicator, name: str, entry: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    described = [
-        [key, list(v.shape), str(v.dtype).removeprefix("torch.")] if isinstance(v, Tensor) else [key, v, None]
-        for key, v in entry.items()
-    ]
-    name, described = comm.broadcast_object([name, described], label="fsdp.optimizer")
-    found: dict[str, Any] = {}
-    for key, value, dtype in described:
-        if dtype is not None:
-            like = torch.empty(value, dtype=getattr(torch, dtype), device=comm.device)
-            tensor = entry[key].detach().to(comm.device).contiguous() if comm.rank == 0 else like
-            comm.broadcast(tensor, label="fsdp.optimizer")
-            value = tensor if tensor.ndim else tensor.cpu()
-        found[key] = value
-    return name, found
+    name, keys, *values = broadcast_values(comm, [name, list(entry), *entry.values()], 0, "fsdp.optimizer")
+    single = (value.cpu() if isinstance(value, Tensor) and not value.ndim else value for value in values)
+    return name, dict(zip(keys, single, strict=True))

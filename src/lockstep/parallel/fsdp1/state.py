@@ -11,9 +11,10 @@ from torch.nn import Module
 
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor, local_tensor
-from lockstep.parallel.fsdp1.arguments import StateDictSettings, StateDictType
+from lockstep.parallel.fsdp1.arguments import for_rank0_only, settings_of
 from lockstep.parallel.fsdp1.tensors import gathered, resharded, sharded_like
 from lockstep.parallel.fsdp1.unit import WRAPPED, FsdpUnit, clean_name, units_in
+from lockstep.parallel.torch_fsdp import StateDictSettings, StateDictType
 
 
 def set_state_dict_type(
@@ -24,7 +25,7 @@ def set_state_dict_type(
     For every wrapper in `module`, which need not be one. Without it: FULL_STATE_DICT, on every rank.
     """
     before = get_state_dict_type(module)
-    settings = StateDictSettings.of(state_dict_type, state_dict_config, optim_state_dict_config)
+    settings = settings_of(state_dict_type, state_dict_config, optim_state_dict_config)
     for unit in units_in(module):
         unit.settings = settings
     return before
@@ -32,15 +33,15 @@ def set_state_dict_type(
 
 def get_state_dict_type(module: Module) -> StateDictSettings:
     """The settings of all wrappers in `module`.  Raises: ConfigError where there is none, or they differ."""
-    found = {unit.settings: None for unit in units_in(module)}
+    found = [unit.settings for unit in units_in(module)]
     if not found:
         raise ConfigError(f"there is no FullyShardedDataParallel in this {type(module).__name__}")
-    if len(found) > 1:
+    if any(settings != found[0] for settings in found):
         kinds = sorted({settings.state_dict_type.name for settings in found})
         raise ConfigError(
             f"the wrappers in this module are set differently, {', '.join(kinds)}: set_state_dict_type(module, ...)"
         )
-    return next(iter(found))
+    return found[0]
 
 
 @contextlib.contextmanager
@@ -83,7 +84,7 @@ def _after_saving(wrapper: Module, state_dict: dict[str, Any], prefix: str, _: A
     unit: FsdpUnit = vars(wrapper)["_fsdp_unit"]
     config = unit.settings.state_dict_config
     params, buffers = unit.named_parameters(), unit.named_buffers()
-    is_left_out = unit.settings.rank0_only and unit.mesh.whole.rank != 0
+    is_left_out = for_rank0_only(config) and unit.mesh.whole.rank != 0
     made: dict[int, Any] = {}  # a tied parameter is gathered once, and tied in the state dict too
     for key in [key for key in state_dict if key.startswith(f"{prefix}{WRAPPED}.")]:
         name = key.removeprefix(f"{prefix}{WRAPPED}.")
@@ -103,9 +104,9 @@ def _after_saving(wrapper: Module, state_dict: dict[str, Any], prefix: str, _: A
 
 def _saved(unit: FsdpUnit, value: DTensor, param: DTensor) -> Tensor | None:
     is_full = unit.settings.state_dict_type is StateDictType.FULL_STATE_DICT
-    if is_full and unit.summoned is not None:
+    if is_full and unit.is_summoned:
         return None  # rank 0 alone has it whole, and gathers nothing
-    return presented(value, param, unit.settings.state_dict_type, unit.settings.rank0_only)
+    return presented(value, param, unit.settings.state_dict_type, for_rank0_only(unit.settings.state_dict_config))
 
 
 def _before_loading(wrapper: Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -129,5 +130,5 @@ def _after_loading(wrapper: Module, incompatible_keys: Any) -> None:
 def reshard_all(module: Module) -> None:
     """Let the modules in all wrappers have their shards. Not collective."""
     for unit in units_in(module):
-        if unit.summoned is None:
+        if not unit.is_summoned:
             unit.module.reshard()

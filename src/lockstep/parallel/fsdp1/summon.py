@@ -37,7 +37,7 @@ def summon_full_params(
     if writeback and rank0_only:
         raise UnsupportedArgument("writeback", "what rank 0 writes would be on no other rank: pass writeback=False")
     units = [unit for unit in units_in(module) if recurse or unit is unit_of(module)]
-    if any(unit.summoned is not None for unit in units):
+    if any(unit.is_summoned for unit in units):
         raise RuntimeError("the parameters of this module are summoned already: leave the outer context first")
     summoned = Summoned(units, writeback)
     summoned.enter(rank0_only, offload_to_cpu, with_grads)
@@ -76,7 +76,7 @@ class Summoned:
                     shown.grad = grad.to(shown.device)
         self._show()
         for unit in self._units:
-            unit.summoned = self
+            unit.is_summoned = True
             engine: Any = unit.engine
             engine.run = functools.partial(self._run, engine)  # in front of the method
 
@@ -84,7 +84,7 @@ class Summoned:
         """Put the shards back, with the values that the whole parameters have now."""
         for unit in self._units:
             del vars(unit.engine)["run"]
-            unit.summoned = None
+            unit.is_summoned = False
         self._hide()
 
     def _show(self) -> None:

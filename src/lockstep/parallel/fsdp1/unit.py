@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 import torch
 from torch.nn import Module, Parameter
 
 from lockstep.parallel import shard_context
-from lockstep.parallel.fsdp1.arguments import Ignored, MixedPrecision, ShardingStrategy, StateDictSettings
+from lockstep.parallel.fsdp1.arguments import Ignored, settings_of
 from lockstep.parallel.shard_mesh import ShardMesh
 from lockstep.parallel.shard_unit import ShardUnit
-
-if TYPE_CHECKING:
-    from lockstep.parallel.fsdp1.summon import Summoned
+from lockstep.parallel.torch_fsdp import MixedPrecision, ShardingStrategy, StateDictSettings
 
 WRAPPED = "_fsdp_wrapped_module"  # torch's name: its checkpoint and activation-checkpoint code takes it out of names
 _CHECKPOINTED = "_checkpoint_wrapped_module"
@@ -32,12 +30,12 @@ class FsdpUnit:
     strategy: ShardingStrategy
     precision: MixedPrecision
     ignored: Ignored
-    settings: StateDictSettings = field(default_factory=StateDictSettings)
+    settings: StateDictSettings = field(default_factory=settings_of)
     is_root: bool = True  # in no other wrapper
     has_hook: bool = False  # reduces gradients in a way of the user's
     is_fp32: bool = False  # casts its inputs to fp32, and its output back
     saved_dtypes: dict[str, torch.dtype] | None = None  # of the buffers that the first forward has cast, by name
-    summoned: Summoned | None = None  # inside summon_full_params
+    is_summoned: bool = False  # inside summon_full_params
 
     @property
     def engine(self) -> ShardUnit:

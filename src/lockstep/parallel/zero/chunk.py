@@ -63,7 +63,7 @@ class Chunk(abc.ABC):
 
     @abc.abstractmethod
     def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
-        """What `present` gave, or state of the whole parameter, as flat state of this rank's elements."""
+        """State of a parameter, whole or in this rank's pieces, as flat state of this rank's elements."""
 
     @abc.abstractmethod
     def publish(self) -> Work:
@@ -96,11 +96,7 @@ class ReplicatedChunk(Chunk):
     """
 
     def __init__(
-        self,
-        params: Sequence[Tensor],
-        names: Sequence[str],
-        comm: Communicator,
-        longest: int | None = None,
+        self, params: Sequence[Tensor], names: Sequence[str], comm: Communicator, longest: int | None = None
     ) -> None:
         self.params = list(params)
         self.names = list(names)
@@ -153,10 +149,10 @@ class ReplicatedChunk(Chunk):
         return flat
 
     def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
-        shape, strides = self._forms[param]
         if isinstance(state, TensorPieces):
             return self._joined(param, state)
-        return state if state.shape != shape else flat_in_order(state, strides)[slice(*self.range_of(param))]
+        _, strides = self._forms[param]
+        return flat_in_order(state, strides)[slice(*self.range_of(param))]
 
     def in_pieces(self, param: int, flat: Tensor) -> TensorPieces:
         """Flat state of this rank's elements of a parameter, as boxes of the whole. Memory: views.

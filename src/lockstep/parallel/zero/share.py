@@ -9,7 +9,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.tensor_parts import is_dtensor
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, GradSpec, plan_buckets
 from lockstep.parallel.comm_hooks import Mean
@@ -33,11 +32,6 @@ class Share(NamedTuple):
 
     chunk: Chunk
     groups: list[int]
-
-
-def sharded_already(member: Member) -> bool:
-    """Whether the parameter is a DTensor, told without importing it."""
-    return is_dtensor(member.param)
 
 
 def share_local(members: Sequence[Member], longest: int | None) -> Share:
@@ -89,10 +83,7 @@ def share_buckets(
     check_params([m.param for m in members], [m.name for m in members], reducer.comm)
     hook = ReduceScatterMean(reducer.comm)
     reducer.hand_over(hook, functools.partial(FlatLayout, world_size=reducer.comm.world_size))
-    shares = []
-    for bucket in reducer.buckets:
-        mine = [by_id[id(param)] for param in bucket.params]
-        shares.append(_share(mine, reducer.comm, longest))
+    shares = [_share([by_id[id(p)] for p in bucket.params], reducer.comm, longest) for bucket in reducer.buckets]
     hook.join([chunk for chunk, _ in shares if isinstance(chunk, ReplicatedChunk)])
     taken = {id(param) for param in reducer.params}
     return hook, shares, [member for member in members if id(member.param) not in taken]

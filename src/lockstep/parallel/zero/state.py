@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import TensorPieces
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.parallel.bucket import dense_strides
 from lockstep.parallel.zero.chunk import Chunk, ReplicatedChunk, in_shape
 from lockstep.parallel.zero.probe import IMPLEMENTATION
 
@@ -158,12 +157,11 @@ def _keys_per_element(described: Mapping[int, Mapping[str, Any]]) -> list[tuple[
 
 
 def flat_states(state_dict: StateDict, places: Sequence[tuple[Chunk, int]]) -> dict[Chunk, States]:
-    """The states of a state_dict, whole or of one rank's pieces, as flat state of this rank's elements.
+    """The states of a state_dict, whole or TensorPieces, as flat state of this rank's elements.
 
     places: the chunk of each parameter and its index there, in the order of `param_groups`.
     Raises: CheckpointError for what does not fit.
     """
-    pieces = state_dict.get("pieces")
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     place = dict(zip(numbers, places, strict=True))
     unknown = set(state_dict["state"]) - set(place)
@@ -174,12 +172,7 @@ def flat_states(state_dict: StateDict, places: Sequence[tuple[Chunk, int]]) -> d
     found: dict[Chunk, States] = {chunk: {} for chunk, _ in places}
     for number, state in state_dict["state"].items():
         chunk, index = place[number]
-        if pieces is None:
-            found[chunk][index] = _flat_state(chunk, index, state, known)
-        else:
-            _check_same_piece(pieces[number], chunk, index)
-            each = ((key, value, isinstance(value, Tensor) and value.dim() > 0) for key, value in state.items())
-            found[chunk][index] = {key: chunk.flatten(index, value) if many else value for key, value, many in each}
+        found[chunk][index] = _flat_state(chunk, index, state, known)
     return found
 
 
@@ -241,62 +234,3 @@ def new_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> l
         names = {key: own[key] for key in ("param_names",) if key in own and key not in new}
         found.append({**copy.deepcopy(dict(new)), **chosen, **names, "params": own["params"]})
     return found
-
-
-# ---------------------------------------------------------------------- each rank's own pieces
-
-
-def merge_state_dicts(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What every rank's `state_dict(sharded=True)` gave, as the state_dict of whole parameters. Not collective.
-
-    Shapes: `parts` in the order of ranks. Memory: the whole state.
-    Raises: CheckpointError where elements are missing.
-    """
-    whole: States = {}
-    covered: dict[int, int] = {}
-    for part in parts:
-        for param, piece in part["pieces"].items():
-            start, stop = piece["range"]
-            state = part["state"].get(param)
-            if state:
-                covered[param] = covered.get(param, 0) + stop - start
-                _put(whole.setdefault(param, {}), state, piece)
-    for param, count in covered.items():
-        numel = parts[0]["pieces"][param]["numel"]
-        if count != numel:
-            raise CheckpointError(
-                f"the state of parameter {param} has {count} of {numel} elements in {len(parts)} parts: pass what "
-                "every rank's state_dict(sharded=True) returned, each once"
-            )
-    return {"state": dict(sorted(whole.items())), "param_groups": parts[0]["param_groups"]}
-
-
-def describe_piece(chunk: Chunk, param: int) -> dict[str, Any]:
-    """Which elements of a parameter have their state on this rank."""
-    whole = chunk.params[param]
-    return {
-        "range": chunk.range_of(param),
-        "numel": whole.numel(),
-        "shape": tuple(whole.shape),
-        "stride": dense_strides(whole),
-    }
-
-
-def _check_same_piece(saved: Mapping[str, Any], chunk: Chunk, param: int) -> None:
-    own = describe_piece(chunk, param)
-    if (tuple(saved["range"]), tuple(saved["shape"])) != (own["range"], own["shape"]):
-        raise CheckpointError(
-            f"the state_dict has elements {list(saved['range'])} of {chunk.names[param]} {list(saved['shape'])}, this "
-            f"rank steps {list(own['range'])} of {list(own['shape'])}: merge_state_dicts of all ranks' loads anywhere"
-        )
-
-
-def _put(whole: dict[str, Any], state: Mapping[str, Any], piece: Mapping[str, Any]) -> None:
-    for key, value in state.items():
-        if not isinstance(value, Tensor) or value.dim() == 0:
-            whole[key] = value
-            continue
-        if key not in whole:
-            whole[key] = torch.empty_strided(piece["shape"], piece["stride"], dtype=value.dtype, device=value.device)
-        flat = torch.as_strided(whole[key], (piece["numel"],), (1,))
-        flat[slice(*piece["range"])] = value

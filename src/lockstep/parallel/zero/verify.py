@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows
 from lockstep.errors import ConfigError, ModelMismatch
 from lockstep.parallel.replica import verify_same_model
 from lockstep.parallel.zero.chunk import ReplicatedChunk
@@ -63,9 +64,7 @@ def verify_same_values(comm: Communicator, chunks: Sequence[ReplicatedChunk]) ->
 def _all_equal(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
     """Whether the sums of the tensors' bits are the same on all ranks. Collective."""
     mine = torch.stack([_sum_of_bits(tensor) for tensor in tensors])
-    everyone = mine.new_empty(comm.world_size * mine.numel())
-    comm.all_gather_into_tensor(everyone, mine, label=_LABEL)
-    return bool((everyone.view(comm.world_size, -1) == mine).all())
+    return bool((all_gather_rows(comm, mine, _LABEL) == mine).all())
 
 
 def _sum_of_bits(tensor: Tensor) -> Tensor:

@@ -1,0 +1,241 @@
+"""What a rank of a stock torch program holds of its models, told as facts every so many steps, and who wrote it where.
+
+Nothing is computed that the program could notice. What was looked at is digests: which line made two of them differ
+nobody has seen; so the lines are told from which the model was wrapped, loaded and stepped, by each rank its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import time
+import weakref
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, final
+
+from lockstep.errors import ConfigError
+from lockstep.observe.call_site import call_site
+from lockstep.observe.guard import Guard
+from lockstep.observe.patches import Patches
+
+REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
+_EVERY = 100  # steps
+_SHARE = 0.003  # of the time may go into comparing replicas
+_NAMED = 2  # buffers in a fact
+
+
+@final
+class Model:
+    """One that DistributedDataParallel wraps, that FSDP has cut, or that a program keeps equal by itself."""
+
+    def __init__(
+        self, module: Any, team: str, kind: str, site: str = "", named: Sequence[tuple[str, Any]] = ()
+    ) -> None:
+        self.module = weakref.ref(module)
+        self.team = team
+        self.kind = kind  # "ddp"; without it "pieces", of all ranks, or "hand"
+        self.site = site  # where it was wrapped
+        self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
+        self._params = [weakref.ref(param) for _, param in named]
+        self.synced = self.unsynced = 0  # forwards of this step
+        self.unsynced_site = ""  # of the last one in no_sync
+        self.told: list[Any] = []  # these three, as they were told last
+        self.is_forwarded = False  # has had a forward that was seen
+        self.past = ""  # where a backward first went past DDP
+        self.buffers: dict[str, str] = {}  # as they were at the last check
+        self.moving: set[str] = set()  # those that have changed
+        self.gradients = ""  # digest, as the optimizer applied them; "" where they are averaged for certain
+
+    @property
+    def is_averaged(self) -> bool:
+        """Whether it is not the program that averages gradients: then ranks are not meant to differ."""
+        has_hook = getattr(self.module(), "_comm_hooks", ()) or getattr(self.module(), "_builtin_hook", None)
+        return self.kind == "pieces" or (self.kind == "ddp" and not has_hook)
+
+    @property
+    def joins(self) -> bool:
+        """Whether ranks may run out of batches at different times: then their steps do not belong together."""
+        config = getattr(self.module(), "_join_config", None)
+        return config is not None and config.enable
+
+    def frozen(self) -> list[str]:
+        """Names of the parameters that DDP averages and that are not trained any more."""
+        params = [known() for known in self._params]
+        return [n for n, p in zip(self.names, params, strict=True) if p is not None and not p.requires_grad]
+
+
+@final
+class ReplicaFacts:
+    """Of one rank: of its `models`, by id of what averages or trains them."""
+
+    def __init__(self, guard: Guard, models: dict[int, Model], environ: Mapping[str, str]) -> None:
+        self._guard, self._models = guard, models
+        text = environ.get(REPLICA_EVERY, "")
+        if text and not text.isdecimal():
+            raise ConfigError(f"{REPLICA_EVERY}={text!r}: give a number of steps, or 0 for never")
+        self._is_fixed = bool(text)  # it was asked for
+        self.is_on = text != "0"
+        self._every = self._stride = int(text or _EVERY)
+        self.checked = 0  # the last step that was
+        self._began_s = 0.0
+        self._has_hurried = False  # to the first step whose gradients were not averaged
+        self._leader: weakref.ref[Any] | None = None  # the optimizer that counts the steps, on all ranks
+        self._led_from = ""  # where that was made: it may be gone at the end
+        self._stepped_at = ""
+        self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # where, by optimizer
+        self._loaded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by module or optimizer
+        self._patches = Patches()
+
+    def watch_steps(self) -> None:
+        """torch.optim is there."""
+        from torch.optim.optimizer import Optimizer
+
+        def making(old: Callable[..., None]) -> Callable[..., None]:
+            @functools.wraps(old)
+            def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+                old(optimizer, *args, **kwargs)
+                self._made[optimizer] = call_site()
+
+            return init
+
+        self._patches.replace(Optimizer, "__init__", making)
+        self._patches.replace(Optimizer, "load_state_dict", self._loading)
+
+    def watch_modules(self) -> None:
+        """torch.nn is there."""
+        from torch.nn.modules.module import Module
+
+        self._patches.replace(Module, "load_state_dict", self._loading)
+
+    def _loading(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(old)
+        def load_state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loaded.pop(owner, None)  # the last one is the last of all
+            self._loaded[owner] = f"load_state_dict() at {call_site()}, in step {self._guard.recorder.step}"
+            return old(owner, *args, **kwargs)
+
+        return load_state_dict
+
+    def close(self) -> None:
+        """Put back what was replaced."""
+        self._patches.undo()
+
+    # ------------------------------------------------------------------ when
+
+    def lead(self, optimizer: Any) -> None:
+        """This is the optimizer that counts the steps, and it has stepped."""
+        if self._leader is None or self._leader() is not optimizer:
+            self._leader = weakref.ref(optimizer)
+            self._led_from = self._made.get(optimizer, "")
+
+    def is_trained_by_leader(self, model: Model) -> bool:
+        """Whether the leading optimizer has all of it."""
+        module, optimizer = model.module(), self._leader and self._leader()
+        if module is None or optimizer is None:
+            return False
+        mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
+        return {id(param) for param in module.parameters() if param.requires_grad} <= mine
+
+    def is_due(self, step: int) -> bool:
+        """Whether to compare after `step`."""
+        self._began_s = self._began_s or time.perf_counter()
+        hurries = not self._has_hurried and any(model.past for model in self._models.values())
+        self._has_hurried |= hurries
+        return self.is_on and (self.checked == 0 or step % self._stride == 0 or hurries)
+
+    def plan(self, step: int, *, is_last: bool = False) -> Callable[[], None]:
+        """The check after `step`. It is done when the next backward begins, or at the end: then whatever a program does
+        to the parameters after its optimizer, as a sharded one does, has been done. The gradients are there only now.
+        """
+        began_s = time.perf_counter()
+        if not self._models:
+            self._follow_by_hand()
+        if not is_last:  # else the program is at its end
+            self._stepped_at = call_site()
+        for model in self._models.values():
+            model.gradients = "" if model.is_averaged else _gradient_digest(model.module())
+        spent_s = time.perf_counter() - began_s
+        return lambda: self._check(step, spent_s)
+
+    def _check(self, step: int, spent_s: float) -> None:
+        """Tell what the replicas hold after `step`, and how seldom that may be done to stay cheap."""
+        began_s = time.perf_counter()
+        for model in self._models.values():
+            if model.module() is not None and not model.joins:
+                self._tell_lines(model)
+                self._tell(model, step)
+        spent_s += time.perf_counter() - began_s
+        steps = step - max(self.checked, 1)
+        if steps > 0 and not self._is_fixed:
+            step_s = max(began_s - self._began_s, 1e-6) / steps
+            self._stride = self._every << max(0, math.ceil(math.log2(spent_s / (_SHARE * self._every * step_s))))
+        self.checked, self._began_s = step, time.perf_counter()
+
+    # ------------------------------------------------------------------ what
+
+    def _tell_lines(self, model: Model) -> None:
+        module: Any = model.module()
+        parts = {self._leader and self._leader(), *module.modules()}
+        loaded = [text for owner, text in self._loaded.items() if owner in parts]
+        lines = {
+            "wrapped": model.site and f"wrapped at {model.site}",
+            "made": self._led_from and f"optimizer made at {self._led_from}",
+            "loaded": loaded[-1] if loaded else "",
+            "past": model.past,
+            "step": self._stepped_at and f"optimizer.step() at {self._stepped_at}",
+        }
+        self._guard.facts.tell(f"lines {_place(model)}", "now", {key: text for key, text in lines.items() if text})
+
+    def _tell(self, model: Model, step: int) -> None:
+        from lockstep.observe.replica import BUFFER, replica_entries
+        from lockstep.observe.replica_diff import fold
+
+        module: Any = model.module()
+        leads = self.is_trained_by_leader(model)  # where several optimizers do, each rank may have a part
+        entries = replica_entries(module, self._leader() if leads and self._leader else None)
+        keeps_own = model.kind == "ddp" and not getattr(module, "broadcast_buffers", True)
+        if not keeps_own:  # DDP takes rank 0's in the next forward
+            entries = [entry for entry in entries if not entry.what.startswith(BUFFER)]
+        before, model.buffers = model.buffers, {e.what: e.value for e in entries if e.what.startswith(BUFFER)}
+        model.moving |= {what for what, value in model.buffers.items() if before.get(what, value) != value}
+        named = [entry for entry in entries if before or not entry.what.startswith(BUFFER)]
+        compared = [entry._replace(is_moving=entry.what in model.moving) for entry in named]
+        kind = "ddp" if model.is_averaged else "hook" if model.kind == "ddp" else "hand"
+        words = fold(compared)
+        while words and not any(words[-2:]):
+            del words[-2:]
+        moving = [what.removeprefix(BUFFER) for what in sorted(model.moving, reverse=True)]  # BatchNorm's counter last
+        value = [words, kind, model.gradients, moving[:_NAMED] if keeps_own else []]
+        self._guard.facts.tell(f"replica {_place(model)}", step, value, lambda: compared)
+
+    def _follow_by_hand(self) -> None:
+        """A program without DDP whose ranks have an optimizer each: the model that it trains."""
+        from lockstep.observe.layout import modules_training
+
+        optimizer = self._leader and self._leader()
+        module = None if optimizer is None else next(iter(modules_training(optimizer)), None)
+        if module is not None:
+            size = self._guard.world_size
+            kind = "pieces" if all(_is_cut(param, size) for param in module.parameters()) else "hand"
+            self._models[id(optimizer)] = Model(module, f"0/{size}/0", kind)
+
+
+def _place(model: Model) -> str:
+    """Of a topic: the ranks that hold it, and which model of theirs it is."""
+    return model.team if model.kind == "ddp" else f"hand {model.team}"
+
+
+def _is_cut(param: Any, size: int) -> bool:
+    """Whether all ranks hold a piece of `param` each, and average its gradient: as FSDP, of either kind, has it."""
+    if getattr(param, "_is_flat_param", False):
+        return True
+    mesh = getattr(param, "device_mesh", None)
+    return mesh is not None and mesh.size() == size
+
+
+def _gradient_digest(module: Any) -> str:
+    from lockstep.observe.tensor_digest import digests
+
+    found = digests([] if module is None else [param.grad for param in module.parameters() if param.grad is not None])
+    return f"{zlib.crc32(repr(found).encode()):08x}" if found else ""

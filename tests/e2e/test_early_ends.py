@@ -1,0 +1,64 @@
+"""A rank of a stock script that leaves in some way: the others quote how, and where; and no wrong run ends with 0."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from pathlib import Path
+
+import pytest
+
+from command_runs import Run
+
+pytestmark = pytest.mark.limit_s(120)
+
+_PROGRAM = """
+import os, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+case, is_culprit, tensor = sys.argv[1], dist.get_rank() == 1, torch.ones(4)
+for _ in range(3):
+    dist.all_reduce(tensor)
+if case == "another reduction":
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX if is_culprit else dist.ReduceOp.SUM)
+    sys.exit(0)
+if is_culprit:
+    {"exit 0": lambda: sys.exit(0), "exit 3": lambda: sys.exit(3), "leave": lambda: os._exit(0)}[case]()  # leaves
+dist.all_reduce(tensor)  # waits
+"""
+_LEAVES, _WAITS = (
+    next(n for n, line in enumerate(_PROGRAM.splitlines(), 1) if word in line) for word in ("# l", "# w")
+)
+
+
+def _output(folder: Path, case: str) -> str:
+    (folder / "train.py").write_text(_PROGRAM)
+    words = ("run", "--record=off", "--nproc-per-node=2", "train.py", case)
+    with contextlib.closing(Run(folder, *words, LOCKSTEP_EVIDENCE="")) as run:
+        return run.end(1)
+
+
+def test_what_is_found_at_the_very_end_is_an_error(tmp_path: Path) -> None:
+    """Both have come to the end of the program with other numbers, and would exit with 0."""
+    text = _output(tmp_path, "another reduction")
+    assert text.count("first difference: collective #3: they differ in reduction") == 1
+    raised = re.findall(r"^\[rank\d\]: (.+)$", text, re.MULTILINE)
+    assert raised[0].startswith("lockstep.errors.CollectiveMismatch: MISMATCH in step 0")  # no trace: nothing ran
+
+
+@pytest.mark.parametrize(
+    ("case", "head", "words"),
+    [
+        ("exit 0", "FINISHED too early", rf"rank 1 finished normally at train\.py:{_LEAVES} after 3 collectives,"),
+        ("exit 3", "RAISED", rf"rank 1 raised at train\.py:{_LEAVES}:\n    SystemExit: 3"),
+        ("leave", "GONE", r"rank 1 \(pid \d+\) ended with exit code 0"),
+    ],
+    ids=["exit 0", "exit 3", "leave"],
+)
+def test_how_a_rank_left_is_said(tmp_path: Path, case: str, head: str, words: str) -> None:
+    text = _output(tmp_path, case)
+    assert re.search(rf"^lockstep: {head}.* in step 0\.  Culprit: rank 1 \(", text, re.MULTILINE), text
+    assert re.search(rf"^  {words}\n", text, re.MULTILINE), text
+    assert f"rank 0 waits in all_reduce float32 [4] sum #3 of group WORLD, train.py:{_WAITS} <module>" in text

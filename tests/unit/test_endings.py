@@ -1,0 +1,253 @@
+"""Whose end is named where ranks end one after the other, and in which words."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rank_sights import PaperRank, diagnosed, found_in, rank_1, running, waiting_for_rank_1
+from test_board import DictStore
+
+from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
+from lockstep.observe.board import Board, flight_path, tell_end
+from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
+from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.guard import Guard
+from lockstep.observe.settings import GuardSettings
+from lockstep.observe.status import FINISHED, LastWords, Status
+
+
+def first_of(ranks: list[PaperRank], me: int = 0, *, is_final: bool = True) -> tuple[int, str] | None:
+    return left_first(me, {one.rank: one.sight() for one in ranks}, is_final=is_final)
+
+
+def kill(one: PaperRank, how: str = "was killed by SIGKILL") -> None:
+    one.is_gone, one.how, one.age_s = True, how, 1.3
+
+
+BROUGHT = """Caught ValueError in DataLoader worker process 0.
+Original Traceback (most recent call last):
+  File "/lib/torch/fetch.py", line 54, in fetch
+  File "{cwd}/data.py", line 18, in __getitem__
+ValueError: sample 40
+"""
+
+
+class Mute(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+def fail(one: PaperRank) -> None:
+    one.raises("ValueError", "label 7", "data.py:31")
+
+
+def blame_rank_3(one: PaperRank) -> None:
+    one.raises("PeerFailed", "in step 3 rank 3 (pid 4713) was killed", "train.py:40", True, 3)
+
+
+def fail_blindly(one: PaperRank) -> None:
+    one.raises("RuntimeError", "Connection closed by peer", "train.py:40", True)
+
+
+ORDER = (  # the first that is there is named
+    (fail, "in step 3 rank {} raised at data.py:31: ValueError: label 7"),
+    (kill, "in step 3 rank {} (pid {}) was killed by SIGKILL"),
+    (PaperRank.finishes, "in step 3 rank {} finished normally after 6 collectives"),
+)
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
+def test_a_cause_is_named_before_an_effect(order: tuple[int, ...]) -> None:
+    ranks = running(4)
+    for place, rank in enumerate(order, 1):
+        ORDER[rank][0](ranks[place])
+    for rank, (_, words) in enumerate(ORDER):
+        place = order.index(rank) + 1
+        assert first_of(ranks) == (place, words.format(place, 4710 + place))
+        ranks[place] = running(4)[place]
+    assert first_of(ranks) is None
+
+
+def test_whoever_has_lost_another_names_it_and_is_not_named() -> None:
+    ranks = running(4)
+    fail_blindly(ranks[1])
+    assert first_of(ranks) is None
+    blame_rank_3(ranks[1])
+    assert first_of(ranks, is_final=False) == (3, "in step 3 rank 3 (pid 4713) was killed")
+    assert first_of(ranks, me=3) is None  # which knows better
+    kill(ranks[2])
+    assert first_of(ranks) == (2, "in step 3 rank 2 (pid 4712) was killed by SIGKILL")  # it is seen
+
+
+def test_who_was_ended_because_of_another_is_not_named() -> None:
+    ranks = running(3)
+    kill(ranks[1], BECAUSE_OF_ANOTHER)
+    assert first_of(ranks) is None
+    assert diagnosed(rank_1(lambda one: kill(one, BECAUSE_OF_ANOTHER))) is None
+
+
+def test_of_who_finished_the_collectives_of_that_group_are_counted() -> None:
+    ranks = running(3)
+    for rank in (0, 2):
+        ranks[rank].group("pair", [0, 2])
+        ranks[rank].call("barrier", group="pair")
+    ranks[2].finishes()
+    ranks[0].waits(ranks[0].call("barrier", group="pair"), 1.5)
+    text = " ".join(found_in(ranks).text.split())
+    assert "rank 2 finished normally after 1 collective, rank 0 wanted a 2nd (barrier, " in text
+
+
+def test_a_stack_from_before_the_operation_is_not_shown() -> None:
+    """A busy thread is hardly ever asked where it is."""
+    ranks = waiting_for_rank_1(3, 1.5)
+    fail(ranks[1])
+    assert "stack of ranks 0,2: train.py:40" in found_in(ranks).text
+    ranks[2].is_at("train.py:3 <module>")
+    assert "stack of rank 0: train.py:40" in found_in(ranks).text
+    assert "train.py:3 " not in found_in(ranks).text
+
+
+def test_an_end_in_peace_waits_for_news_of_others() -> None:
+    ranks = running(3)
+    ranks[2].finishes()
+    assert first_of(ranks, is_final=False) is None
+    assert first_of(ranks) is not None
+
+
+@pytest.mark.parametrize("is_caught", [False, True])
+def test_who_ended_because_of_another_is_not_the_culprit(is_caught: bool) -> None:
+    """Rank 1 lost rank 3, which nobody else sees; then it raised, or caught that and came to its end."""
+    ranks = waiting_for_rank_1(3, 1.5)
+    blame_rank_3(ranks[1])
+    if is_caught:
+        ranks[1].status_fields["state"] = FINISHED
+    assert diagnosed(ranks) is None
+    for one in (ranks[0], ranks[2]):
+        one.open_s = 3.1
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("raised", (3,))
+    assert "Culprit: rank 3" in finding.text.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("how", "advice"),
+    [
+        ("was ended by its launcher: stopped (SIGSTOP) for 10 s", "find what stopped it"),
+        ("was killed by the kernel: out of memory", "use less memory"),
+        ("was killed by SIGKILL", "find who sent it: out of memory (dmesg"),
+        ("was killed by SIGSEGV; its last words: Fatal Python error", "a crash in native code"),
+        ("ended with exit code 7", "look for os._exit"),
+        ("", "killed: look for out of memory"),
+    ],
+)
+def test_the_advice_is_for_that_end(how: str, advice: str) -> None:
+    text = found_in(rank_1(lambda one: kill(one, how))).text
+    assert f"Likely fix: {advice}" in text
+    said = " ".join(line.strip() for line in text.splitlines())
+    assert f"rank 1 (pid 4711) {how or 'was killed without a word'}" in said
+
+
+# ------------------------------------------------------------------ the guards of some ranks
+
+
+class Ranks:
+    """Ranks 0 and 1 are on one machine, rank 2 on another, which is seen through a store."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = DictStore()
+        self.guards = [self._guard(folder / "ab"[rank // 2], rank, [[0, 1], [2]][rank // 2]) for rank in range(3)]
+        for guard in self.guards:
+            guard.group("world", range(3))
+            guard.look_now()
+
+    def _guard(self, folder: Path, rank: int, here: list[int]) -> Guard:
+        folder.mkdir(exist_ok=True)
+        recorder = FlightRecorder(flight_path(folder, rank), rank, 3)
+        return Guard(recorder, Board(folder, recorder, here, self.store), GuardSettings(evidence=""))
+
+    def kill_rank_2(self) -> None:
+        status = Status(2, 3, 4712, "b", step=7).to_json().decode()
+        self.store.set("guard/status/2", f"gone was killed by SIGKILL\n{status}")
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    for guard in made.guards:
+        guard.close()
+
+
+KILLED = "in step 7 rank 2 (pid 4712) was killed by SIGKILL"
+
+
+def test_a_rank_that_caught_the_loss_of_another_and_ended_is_not_blamed(ranks: Ranks) -> None:
+    """The order in which a slow machine once did it: the store goes with rank 0, before rank 1 has looked."""
+    ranks.kill_rank_2()
+    raised = ranks.guards[0].lost(PeerLost("rank 2 is lost, or one of those it speaks for", 2))
+    ranks.guards[0].end()
+    ranks.store.is_gone = True
+    told = ranks.guards[1].lost(PeerLost("rank 0 reports: rank 2 is lost, or one of those it speaks for", 2))
+    for rank, error in enumerate((raised, told)):
+        assert isinstance(error, PeerFailed)
+        assert error.rank == 2
+        assert str(error).startswith(f"{KILLED}. On this rank, {rank}: ")
+        assert str(error).count("On this rank") == 1
+
+
+def test_a_rank_that_ends_for_itself_is_named_after_a_while(ranks: Ranks) -> None:
+    ranks.guards[0].lost(TransportClosed("this communicator was closed"))
+    ranks.guards[0].end()
+    error = ranks.guards[1].lost(PeerLost("connection closed"))
+    assert isinstance(error, PeerFailed)
+    assert error.rank == 0
+    assert "rank 0 finished normally" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("error", "state", "words"),
+    [
+        (SystemExit(0), "finished", LastWords("", "", "")),
+        (SystemExit(None), "finished", LastWords("", "", "")),
+        (SystemExit(3), "raised", LastWords("SystemExit", "3", "")),
+        (SystemExit("no data"), "raised", LastWords("SystemExit", "no data", "")),
+        (KeyboardInterrupt(), "raised", LastWords("KeyboardInterrupt", "KeyboardInterrupt", "")),
+        (
+            PeerFailed("rank 1 left. On this rank, 0: x", 1),
+            "raised",
+            LastWords("PeerFailed", "rank 1 left", "", True, 1),
+        ),
+        (ValueError(), "raised", LastWords("ValueError", "ValueError", "")),
+        (ValueError("\n\nx" * 2), "raised", LastWords("ValueError", "x", "")),
+        (Mute(), "raised", LastWords("Mute", "<exception str() failed>", "")),
+        (
+            ValueError(BROUGHT.format(cwd=Path.cwd())),
+            "raised",
+            LastWords("ValueError", "sample 40 (in DataLoader worker process 0)", "data.py:18"),
+        ),
+        (CommError("broken\nin two"), "raised", LastWords("CommError", "broken", "", True)),
+    ],
+)
+def test_last_words(ranks: Ranks, error: BaseException, state: str, words: LastWords) -> None:
+    ranks.guards[0].end(error)
+    status = ranks.guards[1]._sights()[0].status
+    assert (status.state, status.words) == (state, words)
+
+
+def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> None:
+    """On its own machine by a file, on others by the store; also of a process that never had a guard."""
+    store = DictStore()
+    tell_end(tmp_path / "b", 2, "was killed by SIGSEGV", store)
+    tell_end(tmp_path / "b", 5, "ended with exit code 1", store)
+    recorder = FlightRecorder(tmp_path / "b" / "flight-3", 3, 4)
+    launched = Board(tmp_path / "b", recorder, [2, 3], has_launcher=True)
+    ranks.store.values.update(store.values)
+    with contextlib.closing(launched):
+        for sights in (launched.sights(), ranks.guards[0]._sights()):
+            assert (sights[2].is_gone, sights[2].how) == (True, "was killed by SIGSEGV")
+        assert 5 not in launched.sights()
+    recorder.close()

@@ -1,0 +1,155 @@
+"""The step that was not ended: from flight records to a line of the launcher to lanes."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from profiled_worlds import World
+from reported_runs import add_launch, add_notes, began_ns
+
+from lockstep.observe.board import flight_path, waits_of
+from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.profile.run_record import Run
+from lockstep.observe.report.document import document_of
+from lockstep.observe.report.lanes import lanes_of
+from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
+from lockstep.observe.report.source import RunReader
+from lockstep.observe.status import RAISED, LastWords, Progress, Status
+
+_TEXT = "all_reduce float32 [4] sum"
+
+
+def rank_in(
+    folder: Path, rank: int, collectives: int, *, is_open: bool, age_s: float = 0.0, **said: Any
+) -> FlightRecorder:
+    """A rank of three that has ended two steps and begun so many collectives in the third, the last maybe not ended."""
+    recorder = FlightRecorder(flight_path(folder, rank), rank, 3)
+    recorder.leave(recorder.enter(0, pack_words("world", "barrier", "t.py:1 f")))
+    recorder.set_step(2)
+    for seq in range(1, 1 + collectives):
+        number = recorder.enter(seq, pack_words("world", _TEXT, f"t.py:{seq} f", "grads"))
+        if seq < collectives or not is_open:
+            recorder.leave(number)
+    record = FlightRecord(recorder.path)
+    waiting = tuple(one._replace(age_s=age_s) for one in waits_of([r for r in record.records() if not r.left_ns]))
+    record.close()
+    groups = {"world": Progress((0, 1, 2), 1 + collectives, ())}
+    recorder.tell(Status(rank, 3, os.getpid(), "h", 2, groups=groups, waiting=waiting, **said).to_json())
+    return recorder
+
+
+@pytest.mark.parametrize(
+    ("said", "says"),
+    [
+        ({}, "running"),
+        (
+            {"age_s": 9.0},
+            "waits for rank 1: all_reduce at t.py:2 f (float32 [4] sum, 'grads')",
+        ),
+        (
+            {"state": RAISED, "words": LastWords("PeerFailed", "rank 1", "t.py:2", is_consequence=True)},
+            f"waited for rank 1: {_TEXT} at t.py:2 f; then PeerFailed",
+        ),
+        ({"state": RAISED, "words": LastWords("ValueError", "no", "t.py:2")}, "raised at t.py:2: ValueError: no"),
+    ],
+)
+def test_moment_has_the_operations_of_the_step_and_who_was_absent(
+    tmp_path: Path, said: dict[str, Any], says: str
+) -> None:
+    recorders = [
+        rank_in(tmp_path, 0, 2, is_open=True, **said),
+        rank_in(tmp_path, 1, 1, is_open=False),
+        rank_in(tmp_path, 2, 2, is_open=True, **said),
+    ]
+    moments = moments_in([tmp_path, tmp_path / "not there"])
+    for recorder in recorders:
+        recorder.close()
+    assert [(each.rank, each.steps) for each in moments] == [(0, 2), (1, 2), (2, 2)]
+    assert [[(op.seq, op.absent) for op in each.ops] for each in moments] == [
+        [(1, []), (2, [1])],
+        [(1, [])],
+        [(1, []), (2, [1])],
+    ]
+    assert [op.left_ns > 0 for op in moments[0].ops] == [True, False]
+    assert moments[0].says == says
+    assert moments[1].says == "running"
+    assert all(each.until_ns >= max(op.entered_ns for op in each.ops) for each in moments)
+    gone = moments[1]._replace(says="killed, or gone without a word: at t.py:1 f")
+    assert gone.told(was_ended=True).says == "ended because of another: at t.py:1 f"
+    assert gone.told(was_ended=False) == gone
+    assert [moment_of(each) for each in json.loads(json.dumps(moments))] == moments
+
+
+def moments_of(run: Run, *, ended: int) -> list[Moment]:
+    """Of the step after `ended` steps: rank 1 stays in it after a collective, rank 0 waits for it in the next one."""
+    zero = run.ranks[0].starts[-1].clock_ns
+    after = zero + 1000 * 1000 * 1000
+
+    def op(seq: int, entered_ms: int, left_ms: int, *absent: int) -> OpenOp:
+        left_ns = after + 10**6 * left_ms if left_ms else 0
+        return OpenOp("world", seq, _TEXT, "t.py:1", "", after + 10**6 * entered_ms, left_ns, absent)
+
+    return [
+        Moment(0, ended, after + 10**9, "waits for rank 1", [op(90, 10, 20), op(91, 30, 500, 1)]),
+        Moment(1, ended, after + 9 * 10**8, "does not move", [op(90, 15, 20)]),
+    ]
+
+
+def test_open_step_is_drawn_to_its_end_with_who_is_to_blame(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    lanes = lanes_of(run, run.ranks[0].starts[0].time_ns / 1e3, moments=moments_of(run, ended=6), culprits=[1])
+    *others, lane = lanes["steps"]
+    assert (lane["step"], lane["why"]) == (7, "open")
+    assert all(other["why"] != "open" and other["step"] <= 6 for other in others)
+    waiting, late = lane["ranks"]
+    assert [waiting["culprit"], late["culprit"]] == [False, True]
+    assert [waiting["says"], late["says"]] == ["waits for rank 1", "does not move"]
+    assert waiting["spans"] == [["open", waiting["began_us"], waiting["ended_us"]]]
+    assert lane["ended_us"] - lane["began_us"] == waiting["ended_us"]
+    assert waiting["ended_us"] == pytest.approx(late["ended_us"] + 100_000, abs=10_000), "whose clock began otherwise"
+    _, key, entered, left, began, waited = waiting["ops"][1]
+    assert (left, began, waited) == (waiting["ended_us"], entered, left - entered), "it never came about"
+    assert waiting["ops"][0][4:] == [-1, 0], "nobody knows whether the thread stood in it"
+    shared, missed = lane["joins"]
+    assert shared[:2] == [waiting["ops"][0][1], 1]
+    assert missed == [key, 1, 0, 0, None]
+
+
+def test_step_of_a_killed_rank_begins_with_what_it_did_where_its_last_lines_are_missing(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    lane = lanes_of(run, 0.0, moments=moments_of(run, ended=9))["steps"][-1]
+    assert lane["step"] == 10
+    assert [rank["ops"][0][2] - rank["began_us"] for rank in lane["ranks"]] == [0, 0]
+    alone = lanes_of(run, 0.0, moments=moments_of(run, ended=9)[1:])["steps"][-1]
+    assert [rank["rank"] for rank in alone["ranks"]] == [1]
+
+
+@pytest.mark.parametrize(("code", "culprits"), [(1, [True, False]), (130, [False, True])])
+def test_launcher_tells_of_it_and_its_causes_or_what_was_found_name_the_culprit(
+    tmp_path: Path, code: int, culprits: list[bool]
+) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    at_ns = began_ns(tmp_path)
+    finding = {"kind": "hang", "culprits": [1], "text": "HANG", "is_certain": False, "key": "k"}
+    add_notes(tmp_path, 0, ("finding", 10_000, finding))
+    add_launch(
+        tmp_path,
+        {"launch": "x", "time_ns": at_ns - 1, "host": "h", "pid": 1},
+        {"attempt": "a/0", "world_size": 2, "flights": str(tmp_path / "gone"), "time_ns": at_ns - 1},
+    )
+    document = document_of(RunReader(tmp_path).read(), "failed", 0)
+    assert all(lane["why"] != "open" for lane in document["lanes"]["steps"])
+    first, second = moments_of(run, ended=6)
+    add_launch(
+        tmp_path,
+        {"left": "a/0", "ranks": [first], "time_ns": at_ns},
+        {"left": "a/0", "ranks": [second], "time_ns": at_ns},  # another machine's
+        {"ended": "a/0", "code": code, "causes": ["rank 0 failed at t.py:3: ValueError: no"], "time_ns": at_ns + 1},
+        {"over": "x", "code": code, "time_ns": at_ns + 2},
+    )
+    lane = document_of(RunReader(tmp_path).read(), "failed", 0)["lanes"]["steps"][-1]
+    assert (lane["why"], [rank["culprit"] for rank in lane["ranks"]]) == ("open", culprits)

@@ -1,0 +1,57 @@
+"""`lockstep puzzle` without processes: on how many ranks a file is run, what is said of it, what is remembered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import lockstep.cli.puzzle as command
+from lockstep.learn.events import Event
+from lockstep.learn.program import Played
+from lockstep.puzzles import PUZZLES
+
+
+@pytest.fixture
+def worlds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
+    """The worlds in which puzzle 4, which is begun, was played; a file that says "wrong" is wrong on three ranks."""
+    found: list[int] = []
+
+    def play(path: Path, world_size: int, folder: Path, *, limit_s: float) -> Played:
+        assert limit_s <= 60
+        found.append(world_size)
+        is_wrong = world_size == 3 and "wrong" in path.read_text()
+        answers = [tuple(map(float, PUZZLES[3].answer(rank, world_size))) for rank in range(world_size)]
+        shown = [
+            [Event(rank, "show", name="answer", after=() if is_wrong else answers[rank])] for rank in range(world_size)
+        ]
+        return Played(shown, 0, "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "play", play)
+    assert command.puzzle(["4"]) == 0
+    assert found == [], "the first time there is only a file to be filled in"
+    return found
+
+
+def test_a_right_file_is_run_on_all_ranks_and_remembered(worlds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.puzzle(["4"]) == 0
+    assert worlds == [2, 3, 4]
+    assert "solved. Next: `lockstep puzzle 1`" in capsys.readouterr().out
+    command.puzzle([])
+    assert "x  4" in capsys.readouterr().out
+
+
+def test_a_wrong_file_is_run_until_it_fails(worlds: list[int], capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("puzzles/p04_sampler.py")
+    path.write_text("wrong")
+    assert command.puzzle(["4"]) == 1
+    assert worlds == [2, 3]
+    said = capsys.readouterr().out
+    assert "with 3 ranks, rank 0 has the answer []; [0, 3, 6, 9] is right" in said
+    assert "not yet. `lockstep puzzle 4 --hint` has 2" in said
+    assert command.puzzle(["4", "--hint", "9"]) == 0
+    assert capsys.readouterr().out.splitlines() == list(PUZZLES[3].hints)
+    assert command.puzzle(["4", "--again"]) == 0
+    assert path.with_suffix(".py.before").read_text() == "wrong"
+    assert "# your turn" in path.read_text()

@@ -58,6 +58,8 @@ with comm:
             signal.signal(signal.SIGUSR1, lambda *_: heard.set())
             heard.wait()
         comm.all_reduce(tensor)
+    elif case == "differ at last":
+        comm.all_reduce(tensor.int() if rank else tensor)
     elif case == "stay well":
         comm.barrier()
 """
@@ -149,6 +151,14 @@ def test_who_loses_a_rank_quotes_its_last_words(tmp_path: Path, case: str, codes
     error = last_error(ended.said[0])
     assert "PeerFailed" in error
     assert re.search(words, ended.said[0], re.DOTALL)
+
+
+def test_a_last_collective_that_differs_is_raised_by_who_closes_last(tmp_path: Path) -> None:
+    ended = run(tmp_path, "differ at last", "gloo", LOCKSTEP_EVIDENCE="")
+    assert 1 in ended.codes, ended.said
+    for text in (text for code, text in zip(ended.codes, ended.said, strict=True) if code):
+        assert "CollectiveMismatch" in last_error(text)
+        assert f"train.py:{line_of('tensor.int()')}" in text
 
 
 def test_a_hang_is_said_and_may_pass(tmp_path: Path) -> None:

@@ -318,6 +318,17 @@ def test_all_silent_but_one_may_be_that_one() -> None:
     assert "this host is cut off" in finding.text
 
 
+def test_who_is_known_to_be_stopped_is_named_at_once() -> None:
+    ranks = waiting_for_rank_1(3, 2.1)
+    ranks[1].age_s, ranks[1].is_stopped = 1.2, True
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("stopped", (1,), False)
+    assert "stopped by a signal" in finding.text
+    assert "Likely fix: `kill -CONT 4711`." in finding.text
+    ranks[1].is_stopped = False  # silent for a moment
+    assert diagnosed(ranks) is None
+
+
 def test_a_slow_step_lengthens_the_patience() -> None:
     ranks = waiting_for_rank_1(3, 12.4)
     for one in ranks:

@@ -410,7 +410,7 @@ _ENDINGS = (
         "Rank 1 is stopped, as a frozen machine would be",
         33,
         _BLOCKED,
-        (r"STOPPED.*Culprit: rank 1", at("stopped", 14)),
+        (r"STOPPED.*Culprit: rank 1", r"stopped by a signal", at("stopped", 14)),
     ),
     Demo(
         "exception",

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar, final
 
+from lockstep.comm.preflight import process_state
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
@@ -245,7 +246,8 @@ def sight_of(record: FlightRecord, *, how: str | None, is_urgent: bool = False) 
     status = status_of(record.status())
     if is_urgent or how is not None or age_s > _SILENT_S:
         status = from_record(record, status)
-    return None if status is None else Sight(status, age_s, how is not None, how or "")
+    is_stopped = how is None and age_s > _SILENT_S and process_state(record.header().pid) == "T"
+    return None if status is None else Sight(status, age_s, how is not None, how or "", is_stopped)
 
 
 def from_record(record: FlightRecord, said: Status | None) -> Status:

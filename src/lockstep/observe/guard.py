@@ -240,6 +240,8 @@ class Guard:
             return
         for hook in self.at_end:
             hook()
+        if self._state == RUNNING:
+            self.look_now()
         self.raise_if_found()
 
     def end(self, error: BaseException | None = None) -> None:

@@ -31,10 +31,11 @@ def find_cycle(scene: Scene) -> Finding | None:
 def find_stopped(scene: Scene) -> Finding | None:
     """A rank whose process exists and does not run."""
     for wait in scene.waits:
-        if wait.age_s < SILENT_S:
+        if wait.age_s < STILL_S:
             return None
         roots = [rank for rank in _roots(scene, wait) if _state(scene, rank) == "silent"]
-        if roots and wait.rank in scene.blocked:
+        is_sure = wait.age_s >= SILENT_S or all(scene.sights[rank].is_stopped for rank in roots)
+        if roots and is_sure and wait.rank in scene.blocked:
             return _report_stopped(scene, roots, _waits_for(scene, roots))
     return None
 
@@ -186,8 +187,10 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
 def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Finding:
     sights = [scene.sights[rank] for rank in ranks]
     age_s = max(sight.age_s for sight in sights)
+    is_known = all(sight.is_stopped for sight in sights)
+    unknown = "stopped by SIGSTOP, swapping or a debugger, or C code that holds the GIL"
     lines = [
-        f"not scheduled for {seconds(age_s)}: stopped by SIGSTOP, swapping or a debugger, or C code that holds the GIL",
+        f"not scheduled for {seconds(age_s)}: {'stopped by a signal, as SIGSTOP' if is_known else unknown}",
         *(line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")),
     ]
     if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
@@ -196,7 +199,7 @@ def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Findin
     text = wording.compose(
         f"STOPPED in step {scene.step}.  {wording.culprit(scene, ranks)}",
         [*lines, *wording.waiters(waits)],
-        fix=f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`.",
+        fix=f"`kill -CONT {pids}`." if is_known else f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`.",
         evidence=scene.limits.evidence,
         least=wording.stacks(scene, [wait.rank for wait in waits]),
     )

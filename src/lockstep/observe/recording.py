@@ -47,6 +47,8 @@ class Watch(Protocol):
 
     def lost(self, error: CommError) -> CommError: ...
 
+    def finish(self) -> None: ...
+
     def end(self, error: BaseException | None = None) -> None: ...
 
     def close(self) -> None: ...
@@ -142,11 +144,18 @@ class GuardLayer(TransportLayer):
         return GuardLayer(inner, self._guard, name=name, made=self._made)
 
     def close(self) -> None:
-        """The other ranks hear how this one left before they lose it."""
-        if self._owns_guard:
+        """The other ranks hear how this one left before they lose it.
+
+        Raises: as `Guard.finish`, once all is closed, where the program has come to its end in peace.
+        """
+        if not self._owns_guard:
+            return self.inner.close()
+        try:
+            if sys.exc_info()[1] is None:
+                self._guard.finish()
+        finally:
             self._guard.end(sys.exc_info()[1])
-        self.inner.close()
-        if self._owns_guard:
+            self.inner.close()
             self._guard.close()
 
 

@@ -107,7 +107,9 @@ class Scene:
 
     def is_silent(self, rank: int) -> bool:
         """True where the guard of a process that exists does not speak."""
-        return self.is_running(rank) and rank != self.me and self.sights[rank].age_s > SILENT_S
+        if not self.is_running(rank) or rank == self.me:
+            return False
+        return self.sights[rank].is_stopped or self.sights[rank].age_s > SILENT_S
 
     @cached_property
     def waits(self) -> tuple[Wait, ...]:

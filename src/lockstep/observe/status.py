@@ -98,6 +98,7 @@ class Sight(NamedTuple):
     age_s: float  # since it last said so
     is_gone: bool  # its process has ended; only known of this machine, and through a launcher
     how: str = ""  # it ended, as its launcher says: "was killed by SIGKILL"; "" where none does
+    is_stopped: bool = False  # by SIGSTOP, as the kernel says; only known of this machine
 
 
 @final

@@ -60,7 +60,7 @@ def without_names(found: Any) -> Any:
     if isinstance(found, dict):
         return {key: without_names(value) for key, value in found.items()}
     if isinstance(found, list):
-        return None if found == ["copies", "shard"] else [without_names(value) for value in found]
+        return None if found == ["replica", "shard"] else [without_names(value) for value in found]
     return found
 
 

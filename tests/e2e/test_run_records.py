@@ -94,7 +94,7 @@ def launch_of(folder: Path) -> list[dict[str, Any]]:
 def test_sharded_model_whose_rank_is_killed(start: Callable[..., Run], tmp_path: Path) -> None:
     said = start(_KILLED, "--nproc-per-node", "2", "--max-restarts", "1", "--guard", "on").end(0)
     folder = folder_of(said, tmp_path)
-    begun, first, killed, second, done, over = launch_of(folder)
+    begun, first, left, killed, second, done, over = launch_of(folder)
     assert begun["flags"] == {"nproc_per_node": "2", "max_restarts": 1, "guard": "on"}
     assert (first["world_size"], second["world_size"], over["code"], over["over"]) == (2, 2, 0, begun["launch"])
     assert (killed["ended"], killed["code"], done["ended"]) == (first["attempt"], -9, second["attempt"])

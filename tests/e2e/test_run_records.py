@@ -97,6 +97,7 @@ def test_sharded_model_whose_rank_is_killed(start: Callable[..., Run], tmp_path:
     begun, first, left, killed, second, done, over = launch_of(folder)
     assert begun["flags"] == {"nproc_per_node": "2", "max_restarts": 1, "guard": "on"}
     assert (first["world_size"], second["world_size"], over["code"], over["over"]) == (2, 2, 0, begun["launch"])
+    assert (left["left"], {one[0] for one in left["ranks"]}) == (first["attempt"], {0, 1})
     assert (killed["ended"], killed["code"], done["ended"]) == (first["attempt"], -9, second["attempt"])
     assert killed["causes"][0] == "rank 1 was killed by SIGKILL"
     assert (done["code"], done["causes"]) == (0, [])

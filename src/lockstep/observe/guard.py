@@ -84,6 +84,7 @@ class Guard:
         self._worlds = 0
         self._state: State = RUNNING
         self._words: LastWords | None = None
+        self.has_failed = False  # an operation or a step of this rank has, and its program knows why
         self._saw: LastWords | None = None  # of an error that this rank raised because of another
         self._main = threading.get_ident()
         self._motion = Motion(self._main)
@@ -142,6 +143,7 @@ class Guard:
     def raise_if_found(self) -> None:
         """Raise what was found, where it is certain.  Raises: CommError or ReplicaError."""
         if self.finding is not None and self.finding.is_certain:
+            self.has_failed = True
             raise error_of(self.finding)
 
     def as_shown(self, error: BaseException) -> BaseException:
@@ -160,6 +162,7 @@ class Guard:
         """The error to raise in place of `error`, which ended an operation: with what is known of its cause."""
         cause = error if isinstance(error, TransportClosed) else self._why(error)
         self.saw(cause)
+        self.has_failed = True
         return cause
 
     def saw(self, error: BaseException) -> None:

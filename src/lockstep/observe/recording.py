@@ -47,6 +47,9 @@ class Watch(Protocol):
 
     def lost(self, error: CommError) -> CommError: ...
 
+    @property
+    def has_failed(self) -> bool: ...
+
     def finish(self) -> None: ...
 
     def end(self, error: BaseException | None = None) -> None: ...
@@ -146,12 +149,12 @@ class GuardLayer(TransportLayer):
     def close(self) -> None:
         """The other ranks hear how this one left before they lose it.
 
-        Raises: as `Guard.finish`, once all is closed, where the program has come to its end in peace.
+        Raises: as `Guard.finish`, once all is closed, where nothing of this rank has failed before.
         """
         if not self._owns_guard:
             return self.inner.close()
         try:
-            if sys.exc_info()[1] is None:
+            if sys.exc_info()[1] is None and not self._guard.has_failed:
                 self._guard.finish()
         finally:
             self._guard.end(sys.exc_info()[1])

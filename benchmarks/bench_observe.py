@@ -40,6 +40,7 @@ from harness import (
     compare,
     interleaved,
     interval_95,
+    paired,
     report,
     run_ranks,
     slowest_rank,
@@ -301,8 +302,7 @@ def idle_share(seconds: float) -> float:
 
 
 def ratio(metric: str, on: Sequence[float], off: Sequence[float]) -> Result:
-    """How much longer a step is; in `also` the median of the rounds' own ratios, on which drift has no hold."""
-    pairs = [a / b for a, b in zip(on, off, strict=True)]
+    """How much longer a step is."""
     return compare(
         f"{COLLECTIVES} all_reduces in a {STEP_MS:g} ms step, {metric}: all on / all off",
         on,
@@ -310,8 +310,7 @@ def ratio(metric: str, on: Sequence[float], off: Sequence[float]) -> Result:
         unit="us",
         world_size=2,
         goal=GOAL,
-        paired_ratio=round(statistics.median(pairs), 4),
-        paired_95=interval_95(float, pairs),
+        **paired(on, off),
     )
 
 

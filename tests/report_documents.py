@@ -265,7 +265,10 @@ def open_step(document: dict[str, Any], culprit: int) -> dict[str, Any]:
         began = 20_000 + 50 * rank
         row["ops"] = [[0, 0, began - 900, began, -1, 0]]
         row["ops"] += [] if is_late else [[1, 1, began, ended, began, ended - began]]
-        rows.append({**row, "spans": [["open", row["began_us"], ended]]})
+        phases = [("forward", row["began_us"]), ("backward", began - 900), ("exposed", began)]
+        ends = [*(at for _, at in phases[1:]), ended]
+        spans = [[name, at, end] for (name, at), end in zip(phases, ends, strict=True) if end > at]
+        rows.append({**row, "spans": [["open", row["began_us"], ended]] if rank % 2 else spans})
     joins = [[0, culprit, 900, 0, None], [1, culprit, 0, 0, None]]
     step = {"step": last["step"] + 1, "why": "open", "began_us": last["ended_us"]}
     return {**step, "ended_us": last["ended_us"] + 9_000_000, "ranks": rows, "joins": joins, "estimated": True}

@@ -170,7 +170,10 @@ def units_that_no_gradient_reaches(side: Side) -> Any:
 
 
 def optimizers_in_backward(side: Side) -> Any:
-    """Each parameter is stepped as soon as its gradient is there, and the gradient given up."""
+    """Each parameter is stepped as soon as its gradient is there, and the gradient given up.
+
+    At the end the hooks are taken off: what they hold is a cycle through torch's C++, which no collector sees.
+    """
     model = seeded(mlp)
     side.shard_units(model, MLP_UNITS)
     optimizers = {param: SGD([param]) for param in model.parameters()}
@@ -179,14 +182,15 @@ def optimizers_in_backward(side: Side) -> Any:
         optimizers[param].step()
         param.grad = None
 
+    hooked = list(model.parameters()) if side.shards else []
+    handles = [param.register_post_accumulate_grad_hook(step) for param in hooked]
     for number in range(3):
-        if side.shards and number == 0:
-            for param in model.parameters():
-                param.register_post_accumulate_grad_hook(step)
         side.backward(scalar(model(side.batch(number, 6, 8))), model)
         if not side.shards:
             for param in model.parameters():
                 step(param)
+    for handle in handles:
+        handle.remove()
     return side.snapshot(model)
 
 

@@ -14,6 +14,7 @@ from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.waiting import Parking, PollingParking
 from lockstep.comm.shm_transport import ShmTransport
+from lockstep.testing.segments import mapped_segments
 from lockstep.testing.waiting import wait_until
 
 LIMIT_S = 30.0  # of every operation: a test that gets there has failed
@@ -70,21 +71,10 @@ def goes_on(comm: Communicator) -> None:
         same(tensor, torch.full((count,), float(sum(range(comm.world_size)))))
 
 
-def shared_mappings() -> list[tuple[int, int]]:
-    """Where the segments that this process maps begin and end."""
-    found = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, access, _, _, inode, *path = line.split(maxsplit=5)
-        if access == "rw-s" and int(inode) and path[0].endswith("(deleted)"):
-            start, end = addresses.split("-")
-            found.append((int(start, 16), int(end, 16)))
-    return found
-
-
 def lies_in_segment(tensor: Tensor) -> bool:
     """Whether other processes can see this tensor's memory."""
     begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
-    return any(first <= begin and end <= last for first, last in shared_mappings())
+    return any(segment.start <= begin and end <= segment.end for segment in mapped_segments())
 
 
 def segment_files() -> list[os.stat_result]:

@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -18,7 +17,7 @@ from lockstep.parallel.shard_context import ShardContext, context_of, unit_of
 from shard_sides import ADAMW, Side, placed, seeded, to_local
 from tp_models import LENGTH, VOCABULARY, Llama, loss_of, tensor_parallel
 
-_meshes: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
+_meshes: weakref.WeakKeyDictionary[Communicator, dict[tuple[int, ...], DeviceMesh]] = weakref.WeakKeyDictionary()
 
 
 class Grid(NamedTuple):
@@ -73,13 +72,12 @@ def grid_of(side: Side, shape: tuple[int, ...]) -> Grid:
 
 
 def mesh_of(comm: Communicator, shape: tuple[int, ...]) -> DeviceMesh:
-    """The mesh of this job for `shape`.
+    """The mesh of the ranks of `comm` for `shape`; kept by `comm`, for it holds the process groups.
 
     Its names are its own: DTensor keeps what it has found out for a mesh, and takes one of an earlier job, with process
     groups that are gone, for equal to it.
     """
-    default: Any = dist.group.WORLD
-    meshes = _meshes.setdefault(default, {})
+    meshes = _meshes.setdefault(comm, {})
     if shape not in meshes:
         tag = comm.broadcast_object(uuid.uuid4().hex)
         names = tuple(f"{name}_{tag}" for name in ("replica", "dp", "tp")[-len(shape) :])

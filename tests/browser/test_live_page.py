@@ -56,6 +56,24 @@ def test_newer_data_is_drawn_in_place(browser: Chromium, served: Served) -> None
     assert "every second" in browser.text("footer")
 
 
+@pytest.mark.parametrize("part", ["#overlap .aside-picture .scroll", "#curves summary"])
+def test_the_keyboard_stays_in_a_table_that_is_drawn_anew(browser: Chromium, served: Served, part: str) -> None:
+    address, document = served
+    first = document["overlap"]["waiting"][0]
+    document["overlap"]["waiting"] += [{**first, "site": f"train.py:{line}"} for line in range(40)]
+    browser.screen(1280, 900)
+    browser.open(address)
+    browser.run(f"document.querySelector('{part}').mark = 1")
+    browser.focus(part)
+    browser.run("document.activeElement.scrollTop = 40")
+    scrolled = browser.run("document.activeElement.scrollTop")
+    document["overlap"]["waiting"][-1]["waited_us"] += 1_000_000
+    document["curves"][0]["values"][-1] = 0.125
+    browser.wait(f"!document.querySelector('{part}').mark")
+    assert browser.run(f"document.activeElement === document.querySelector('{part}')")
+    assert browser.run("document.activeElement.scrollTop") == scrolled == (40 if ".scroll" in part else 0)
+
+
 def test_a_step_that_somebody_looks_at_stays(browser: Chromium, served: Served) -> None:
     address, document = served
     shown = "Number(document.querySelector('#lanes-step').value)"

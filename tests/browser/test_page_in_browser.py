@@ -185,11 +185,16 @@ def test_step_that_was_not_ended_comes_first_with_who_is_to_blame(show: Show) ->
     assert tab.text("#lanes-step option:checked") == "step 60 · never ended"
     assert tab.text("#lanes .lead").startswith("Step 60 was never ended.")
     said = _texts(tab, "#lanes .says li")
-    assert said == ["rank 5 does not move: at train.py:41 load", "ranks 0–4, 6–7 waits for rank 5: all_reduce"]
+    assert said == ["rank 5: does not move: at train.py:41 load", "ranks 0–4, 6–7: waits for rank 5: all_reduce"]
     assert "culprit" in tab.run("document.querySelector('#lanes .says li').className")
     assert "never came\nrank 5" in tab.text("#operation"), "what most ranks are in is chosen"
+    assert "bandwidth" not in tab.text("#operation .facts"), "nothing has moved"
     tab.point(LANES, 0.5, (TOP + 5.2 * 52) / (TOP + 8 * 52 + 12))
     assert tab.text("#tip").startswith("does not move: at train.py:41 load\nrank 5")
+    legend = _texts(tab, "#lanes .legend li")[:4]
+    assert legend == ["forward", "backward", "exposed communication", "in the step that was not ended"]
+    tab.point(LANES, 0.5, (TOP + 4.2 * 52) / (TOP + 8 * 52 + 12))
+    assert tab.text("#tip").startswith("waits for rank 5: all_reduce\nexposed communication\nrank 4")
     tab.point(LANES, 0.5, _track(tab, 8, 2))
     assert "rank 5 never came" in tab.text("#tip")
     whole = tab.picture(of=LANES)
@@ -234,6 +239,31 @@ def test_zoom_and_pan_by_keys_wheel_drag_and_buttons(show: Show) -> None:
     assert not changed(), "the wheel alone scrolls the page"
 
 
+def test_a_wait_that_lies_over_a_phase_hides_its_name(show: Show) -> None:
+    document = run_document(2, 60)
+    step = open_step(document, culprit=1)
+    row = step["ranks"][0]
+    row["spans"] = [["backward", 0, 3_000_000], ["exposed", 3_000_000, row["ended_us"]]]
+    document["lanes"]["steps"].append(step)
+
+    def texts(wait_from_us: int) -> list[str]:
+        row["ops"][1][2:5:2] = [wait_from_us] * 2
+        tab = show(document)
+        tab.run(
+            "(() => { window.texts = []; const old = CanvasRenderingContext2D.prototype.fillText;"
+            "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
+            "window.texts.push(text); old.call(this, text, x, y); }; })()"
+        )
+        tab.screen(1281, 900)
+        tab.settle()
+        return tab.run("window.texts")
+
+    assert "backward" in texts(2_900_000)
+    covered = texts(300_000)
+    assert "waits for rank 1" in covered
+    assert "backward" not in covered
+
+
 def test_a_click_chooses_an_operation_on_all_ranks(show: Show) -> None:
     document = run_document(2, 60)
     tab = show(document)
@@ -245,6 +275,21 @@ def test_a_click_chooses_an_operation_on_all_ranks(show: Show) -> None:
     assert "8 MiB" in tab.text("#operation .facts")
     tab.point("#curves-title")
     assert tab.picture(of=LANES) != before
+
+
+def test_what_is_not_drawn_and_what_is_a_lower_bound_is_said(show: Show) -> None:
+    document = run_document(2, 60)
+    tab = show(document)
+    assert _count(tab, "#lanes-unlisted") == 0
+    assert "\u2265" not in tab.text("#overlap")
+    for step in document["lanes"]["steps"]:
+        for n, rank in enumerate(step["ranks"]):
+            rank["unlisted"] = 130 * n
+    document["overlap"]["what_if"][2]["is_least"] = True
+    tab = show(document)
+    assert tab.text("#lanes-unlisted").startswith("Not drawn: 130 operations, of one rank up to 130.")
+    assert "24.8 ms\t\u2265 1.06\u00d7" in tab.text("#overlap")
+    assert "a faster network gains at least that much" in tab.text("#overlap")
 
 
 def test_a_card_jumps_to_its_step_and_rank(show: Show) -> None:
@@ -354,6 +399,11 @@ def test_epoch_that_is_not_over_is_not_broken(show: Show) -> None:
     tab.focus("#coverage-canvas")
     tab.press("End", "ArrowDown", "ArrowDown")
     assert "some not yet" in tab.text("#live")
+    epoch |= {"running": False, "missing": 0, "earlier": 40_000}
+    tab = show(document)
+    tab.click("#epoch-1")
+    assert "an earlier start had used 40,000" in tab.text("#coverage .seal.open")
+    assert "not by the starts that are known" in tab.text("#coverage .legend")
 
 
 # ------------------------------------------------------------------ for everybody

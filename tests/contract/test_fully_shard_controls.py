@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -316,10 +317,13 @@ def gradient_hooks_of_the_caller(side: Side) -> Any:
     """A hook after accumulation on the sharded parameter sees its reduced gradient."""
     model = seeded(mlp)
     side.shard_units(model, MLP_UNITS)
-    names = {param: name for name, param in model.named_parameters()}
     seen: list[str] = []
-    for param in model.parameters():
-        param.register_post_accumulate_grad_hook(lambda p: seen.append(names[p] + str(list(p.grad.to_local().shape))))
+
+    def look(name: str, param: Any) -> None:
+        seen.append(name + str(list(param.grad.to_local().shape)))
+
+    for name, param in model.named_parameters():
+        param.register_post_accumulate_grad_hook(functools.partial(look, name))
     for step in range(2):
         scalar(model(side.batch(step, 6, 8))).backward()
     return sorted(seen)

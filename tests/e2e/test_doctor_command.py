@@ -8,12 +8,12 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+from ports import free_port, mute_program, web_server
 
 _PATIENCE_S = 60.0
 _SETTINGS = ("MASTER_", "GLOO_", "NCCL_", "LOCKSTEP_", "PET_", "TORCH", "OMP_", "RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -47,36 +47,10 @@ def doctor(exit_code: int, *words: str, **variables: str) -> str:
     return " ".join(finish(start(*words, **variables), exit_code).split())
 
 
-@contextlib.contextmanager
-def listener() -> Iterator[int]:
-    """A program that accepts and says nothing."""
-    with socket.create_server(("127.0.0.1", 0)) as made:
-        yield made.getsockname()[1]
-
-
-@contextlib.contextmanager
-def web_server() -> Iterator[int]:
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, format: str, *args: object) -> None:
-            """Nothing."""
-
-    with HTTPServer(("127.0.0.1", 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
 def several(number: int, port: int, wait_s: float = 20.0) -> list[str]:
     """Flags of one of two machines."""
     words = ["--nnodes", "2", "--node-rank", str(number), "--master-addr", "localhost", "--master-port", str(port)]
     return [*words, "--wait-s", f"{wait_s:g}"]
-
-
-def free_port() -> int:
-    with listener() as port:
-        return port
 
 
 def test_two_ranks() -> None:
@@ -103,7 +77,7 @@ def test_two_doctors_meet_and_say_the_same() -> None:
     assert "NCCL_SOCKET_IFNAMES means nothing" in second
 
 
-@pytest.mark.parametrize("program", [listener, web_server])
+@pytest.mark.parametrize("program", [mute_program, web_server])
 def test_port_that_another_program_has(program: Any) -> None:
     with program() as port:
         processes = [start(*several(number, port, 1.0)) for number in range(2)]

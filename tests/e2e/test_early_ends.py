@@ -45,7 +45,7 @@ def test_what_is_found_at_the_very_end_is_an_error(tmp_path: Path) -> None:
     text = _output(tmp_path, "another reduction")
     assert text.count("first difference: collective #3: they differ in reduction") == 1
     raised = re.findall(r"^\[rank\d\]: (.+)$", text, re.MULTILINE)
-    assert raised[0].startswith("lockstep.errors.CollectiveMismatch: MISMATCH in step 0")  # no trace: nothing ran
+    assert raised[0].startswith("lockstep.errors.CollectiveMismatch: MISMATCH in step 1")  # no trace: nothing ran
 
 
 @pytest.mark.parametrize(
@@ -59,6 +59,6 @@ def test_what_is_found_at_the_very_end_is_an_error(tmp_path: Path) -> None:
 )
 def test_how_a_rank_left_is_said(tmp_path: Path, case: str, head: str, words: str) -> None:
     text = _output(tmp_path, case)
-    assert re.search(rf"^lockstep: {head}.* in step 0\.  Culprit: rank 1 \(", text, re.MULTILINE), text
+    assert re.search(rf"^lockstep: {head}.* in step 1\.  Culprit: rank 1 \(", text, re.MULTILINE), text
     assert re.search(rf"^  {words}\n", text, re.MULTILINE), text
     assert f"rank 0 waits in all_reduce float32 [4] sum #3 of group WORLD, train.py:{_WAITS} <module>" in text

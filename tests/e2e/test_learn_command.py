@@ -6,6 +6,7 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -15,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import lockstep.cli.puzzle as command
+from command_runs import is_alive
 from lockstep.lessons import LESSONS
 from lockstep.puzzles import PUZZLES
 from lockstep.testing.waiting import wait_until
@@ -61,6 +63,22 @@ def test_a_lesson_in_a_pipe(tmp_path: Path) -> None:
     page = tmp_path / "runs/learn-send_receive/replay.html"
     assert str(page.relative_to(tmp_path)) in done.stdout
     assert "A chain: the value grows" in page.read_text()
+
+
+def test_what_a_lesson_has_started_ends_with_it(tmp_path: Path) -> None:
+    """A signal to the command alone, as `timeout` sends it."""
+    started, stand_in = tmp_path / "pid", tmp_path / "python"
+    stand_in.write_text("#!/bin/sh\necho $$ > pid.new && mv pid.new pid && exec sleep 100\n")
+    stand_in.chmod(0o700)
+    program = (
+        "import sys; from pathlib import Path; from lockstep.learn.program import play;"
+        f"sys.executable = {str(stand_in)!r}; play(Path('mine.py'), 2, Path('run'))"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as process:
+        wait_until(started.exists, _PATIENCE_S)
+        process.terminate()
+        assert process.wait(_PATIENCE_S) == 128 + signal.SIGTERM
+    assert not is_alive(int(started.read_text()))
 
 
 @pytest.mark.parametrize(

@@ -83,6 +83,8 @@ def check_late_rank(folder: Path, phase: str) -> None:
     assert f"in {phase}" in late.text
     answers = {answer.name: answer for answer in verdict.what_ifs}
     assert answers["data always there"].step_ms < answers["as recorded"].step_ms - 10
+    assert answers["rank 1 as fast as the others"].step_ms < answers["as recorded"].step_ms - 10
+    assert not any(answer.is_least for answer in verdict.what_ifs)
 
 
 def test_stock_ddp(start: Callable[..., Run], tmp_path: Path) -> None:
@@ -91,15 +93,30 @@ def test_stock_ddp(start: Callable[..., Run], tmp_path: Path) -> None:
     folder = re.search(r"lockstep: report: (\S+)/report.html", said)
     assert folder is not None, said
     check_late_rank(tmp_path / folder[1], "data")
+    buckets = [note.fields for note in read_run(tmp_path / folder[1]).ranks[0].notes if note.kind == "buckets"]
+    assert [note["step"] for note in buckets] == list(range(4, 12))
+    size = 4 * 4 * (32 * 32 + 32)
+    assert {(note["count"], note["bytes"], note["last_bytes"]) for note in buckets} == {(1, size, size)}
     trace = json.loads((tmp_path / folder[1] / "trace.json").read_text())
+    assert {event["ph"] for event in trace["traceEvents"] if event["name"] == "last to start"} == {"s", "f"}
     names = {(event["pid"], event["name"]) for event in trace["traceEvents"]}
     for rank in (0, 1):
         assert {(rank, "aten::addmm"), (rank, "all that DistributedDataParallel waits for")} <= names
     arrows = {(e["pid"], e["ph"]) for e in trace["traceEvents"] if e["name"] == "last to arrive"}
     assert {(1, "s"), (0, "f")} <= arrows
-    shown = start("profile", folder[1]).end(0)
+    shown = start("profile").end(0)  # the newest in runs/
     assert re.search(r"verdict  straggler: rank 1 is late", shown)
     assert re.search(r"rank 0 waited \d\.\d\d s for rank 1, mostly at stock\.py:16", shown)
+
+
+def test_our_ddp_over_a_group_of_torchs(start: Callable[..., Run], tmp_path: Path) -> None:
+    ours = _STOCK.replace('"gloo"', '"lockstep"').replace("from torch.nn.parallel import", "from lockstep import")
+    (tmp_path / "ours.py").write_text(ours.replace("{steps}", str(_STEPS)))
+    start("run", "--nproc-per-node", "2", "--record", "record", "ours.py").end(0)
+    check_late_rank(tmp_path / "record", "data")
+    ops = [op for line in read_run(tmp_path / "record").ranks[0].lines[2:] for op in line.ops or ()]
+    assert {op.group for op in ops} == {"lockstep 0"}
+    assert any(op.bytes == 4 * 4 * (32 * 32 + 32) and op.site.startswith("ours.py:16") for op in ops)
 
 
 def test_our_trainer_under_run(start: Callable[..., Run], tmp_path: Path) -> None:

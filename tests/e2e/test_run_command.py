@@ -217,6 +217,30 @@ def test_nothing_is_left_of_a_launcher_that_was_killed_nor_of_its_workers(start:
     wait_for(lambda: not any(map(is_alive, others)), "the fork server was gone", run.text)
 
 
+def test_run_that_was_shown_is_stopped_where_the_watcher_is_killed(start: Callable[..., Run], tmp_path: Path) -> None:
+    watcher = start("--watch", "--record=kept", "waits.py", "0")
+    wait_for(lambda: len(children(watcher.process.pid)) == 1, "the run was started", watcher.text)
+    (launcher,) = children(watcher.process.pid)
+    wait_for(lambda: len(children(launcher)) == 2, "its rank and its fork server came up", watcher.text)
+    left = [launcher, *children(launcher)]
+    watcher.process.kill()
+    watcher.end(-signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, left)), "the run was gone", watcher.text)
+    assert '{"over": ' in (tmp_path / "kept" / "launch.jsonl").read_text(), "it was asked to stop, not killed"
+
+
+def test_interrupt_that_comes_to_the_watcher_alone_stops_the_run(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "kept" / "output.txt").mkdir(parents=True)
+    watcher = start("--watch", "--record=kept", "waits.py", "0")
+    watcher.await_text("watch kept at")
+    (launcher,) = children(watcher.process.pid)
+    watcher.process.send_signal(signal.SIGINT)
+    said = watcher.end(130)
+    assert not is_alive(launcher)
+    assert "what was printed is not kept in kept: Is a directory" in said
+    assert "stopped" in watcher.said()[-1], "the end of what was printed is shown all the same"
+
+
 def test_second_signal_kills_at_once_with_all_that_workers_started(start: Callable[..., Run]) -> None:
     run = start(*_TWO, "--grace-s=600", "waits.py", "stay")
     wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
@@ -240,7 +264,7 @@ def test_machine_that_waits_for_others_can_be_stopped(start: Callable[..., Run])
     wait_for(lambda: listening([run.process.pid]), "it waits for the other machine", run.text)
     run.process.send_signal(signal.SIGINT)
     run.end(130)
-    assert run.said() == ["stopped while the processes were starting"]
+    assert run.said()[-1] == "stopped while the processes were starting"
 
 
 def test_stopped_process_counts_as_dead_and_a_range_shrinks(start: Callable[..., Run]) -> None:

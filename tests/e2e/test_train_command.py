@@ -11,6 +11,7 @@ import os
 import re
 import signal
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,9 @@ def test_stopped_killed_and_resumed_run_equals_one_that_nothing_happened_to(
     assert "Traceback" not in said
     saved = steps_in(checkpoints)[-1]
     assert saved > again
+    launched = [json.loads(line) for line in (folder / "out" / "profile" / "launch.jsonl").read_text().splitlines()]
+    left = next(one["ranks"] for one, then in pairwise(launched) if "left" in one and then.get("code") == -9)
+    assert all(steps >= stopped + 20 for _, steps, *_ in left), "guards do not count the steps of earlier starts"
 
     steps = f"--train.steps={saved + 10}"
     said = start("-n", "2", *here, steps, "--resume=auto", warm=True).end(0)

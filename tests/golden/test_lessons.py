@@ -116,10 +116,11 @@ def test_every_lesson_is_short_and_says_what_it_is_about() -> None:
 @pytest.mark.parametrize("puzzle", PUZZLES, ids=lambda puzzle: puzzle.name)
 def test_a_hole_is_a_program_that_does_not_solve_it(puzzle: Puzzle, tmp_path: Path) -> None:
     """What the learner is given can be run, or fails in the hole; either way it is told what is wrong."""
-    source = Path(str(import_module(f"lockstep.puzzles.{puzzle.name}").__file__)).read_text()
+    path = Path(str(import_module(f"lockstep.puzzles.{puzzle.name}").__file__))
+    source = path.read_text()
     given = with_hole(source)
     compile(given, puzzle.name, "exec")
-    assert len(title_of(Path(str(import_module(f"lockstep.puzzles.{puzzle.name}").__file__)))) <= 74
+    assert len(title_of(path)) <= 74, "`lockstep puzzle` has 80 columns"
     assert "# your turn" in given
     assert "# end of your turn" not in given
     assert given != source

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from backend_groups import default_group
+from backend_groups import default_group, same
 from torch import Tensor, nn
 
 from lockstep.observe import torch_training
@@ -21,6 +21,7 @@ from lockstep.observe.settings import GuardSettings, Mode
 from lockstep.observe.torch_replicas import REPLICA_EVERY
 from lockstep.observe.torch_training import attach_training
 from lockstep.observe.torch_watch import attach
+from lockstep.testing.worlds import run_processes
 
 Case = Callable[[int, Path], Any]
 
@@ -34,7 +35,8 @@ def guarded(
     said, result = io.StringIO(), None
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setenv(REPLICA_EVERY, "2")
-        patch.setattr(torch_training, "_MEET_S", 20.0)  # nobody is left behind because the machine is busy
+        for limit in ("_MEET_S", "_DISPUTE_S"):
+            patch.setattr(torch_training, limit, 20.0)  # nobody is left behind because the machine is busy
         recorder = FlightRecorder(flight_path(folder, rank), rank, world_size)
         guard = Guard(
             recorder, Board(folder, recorder, range(world_size)), GuardSettings(mode, evidence="", look_s=0.05)
@@ -51,6 +53,16 @@ def guarded(
                 call()
             guard.close()
     return said.getvalue(), result
+
+
+def is_left_alone(case: Case, folder: Path) -> None:
+    """Nobody says or raises anything, nor torch that what watches is in its way; and the bits are those without."""
+    for name in ("with", "without"):
+        (folder / name).mkdir()
+    watched = run_processes(2, guarded, 2, str(folder / "with"), case, connect=False)
+    plainly = run_processes(2, guarded, 2, str(folder / "without"), case, False, connect=False)
+    assert [said for said, _ in [*watched, *plainly]] == [""] * 4
+    same([result for _, result in plainly], [result for _, result in watched])
 
 
 def small(norm: bool = False) -> nn.Sequential:

@@ -123,7 +123,7 @@ def guarded(rank: int, file: str, case: str) -> tuple[list[str], str]:
         lockstep.init(rank=rank, world_size=3, file=file, timeout_s=50, verbose=False) as comm,
     ):
         assert isinstance(comm.transport, GuardLayer)
-        guard = comm.transport._guard
+        guard = comm.transport.guard
         assert isinstance(guard, Guard)
         before = guard.recorder.started
         for name in ALGORITHMS["all_reduce"]:
@@ -167,3 +167,4 @@ def test_a_guard_names_who_chose_another_algorithm(tmp_path: Path) -> None:
         assert "CollectiveMismatch" in told
         assert "all_reduce float32 [4] sum by ring" in told
         assert "all_reduce float32 [4] sum by tree" in told
+        assert "they differ in algorithm" in told

@@ -18,9 +18,10 @@ from lockstep.comm.shm import segment
 from lockstep.comm.shm_transport import ShmTransport
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing.failures import RankFailed
+from lockstep.testing.segments import mapped_segments
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
-from shm_ranks import goes_on, segment_bytes, share, shared, shared_mappings
+from shm_ranks import goes_on, segment_bytes, share, shared
 
 MIB = 2**20
 PAGE = 4096
@@ -92,7 +93,7 @@ def test_memory_is_used_again() -> None:
 
 
 def outlives(comm: Communicator) -> None:
-    before = shared_mappings()
+    before = mapped_segments()
     ours = share(comm)
     group = ours.split(0)
     assert group is not None
@@ -106,10 +107,10 @@ def outlives(comm: Communicator) -> None:
     gc.collect()
     comm.barrier()
     assert tensor[: comm.world_size].tolist() == [rank + 1 for rank in range(comm.world_size)]
-    assert shared_mappings() != before
+    assert mapped_segments() != before
     del tensor
     gc.collect()
-    assert wait_until(lambda: shared_mappings() == before, 5)
+    assert wait_until(lambda: mapped_segments() == before, 5)
 
 
 def test_it_outlives_the_communicator_and_leaves_nothing() -> None:

@@ -130,7 +130,7 @@ def test_a_skipped_collective_is_raised_at_the_end_of_a_step(tmp_path: Path) -> 
     site = f"train.py:{line_of('if rank == 0 or step != 5') + 1}"
     for text in ended.said:
         error = last_error(text)
-        assert "MISMATCH in step 8" in error
+        assert "MISMATCH in step 9" in error
         assert "Culprit: rank 1" in error
         assert text.count(f"rank 1 skipped all_reduce float32 [4] sum at {site}") == 1  # also where it was said before
     assert not (tmp_path / ".lockstep").exists()

@@ -64,7 +64,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Pair]]:
 
 def test_a_skipped_collective_is_named_on_both_machines(start: Callable[[str], Pair]) -> None:
     texts = [run.end(1) for run in start("skip")]
-    assert all("MISMATCH in step 5, group WORLD.  Culprit: rank 1" in text for text in texts)
+    assert all("MISMATCH in step 6, group WORLD.  Culprit: rank 1" in text for text in texts)
     assert all(f"rank 1 skipped all_reduce float32 [4] sum at train.py:{_LINE} <module>" in text for text in texts)
 
 
@@ -74,13 +74,13 @@ def test_who_is_killed_alone_on_its_machine_is_named_on_the_other(start: Callabl
     texts = [run.end(1) for run in runs]
     assert re.search(rf"rank {victim} \(pid \d+, .+\) was killed by SIGKILL$", texts[victim], re.M)
     text = " ".join(texts[1 - victim].split())
-    assert f"PeerFailed: GONE in step 5. Culprit: rank {victim} (host " in text
+    assert f"PeerFailed: GONE in step 6. Culprit: rank {victim} (host " in text
     assert re.search(rf"  rank {victim} \(pid \d+\) was killed by SIGKILL\n", texts[1 - victim])
 
 
 def test_a_hang_is_named_across_machines(start: Callable[[str], Pair], tmp_path: Path) -> None:
     holder, other = start("hang")
-    holder.await_text(r"HANG: nothing has moved for .* in step 5\.  Culprit: rank 1 \(host .*, pid \d+\)\n")
+    holder.await_text(r"HANG: nothing has moved for .* in step 6\.  Culprit: rank 1 \(host .*, pid \d+\)\n")
     holder.await_text(rf"rank 1 is not there: at train\.py:{_LINE - 2} <module>")
     holder.await_text(rf"rank 0 waits in all_reduce .*train\.py:{_LINE} <module>")
     (tmp_path / "go").touch()

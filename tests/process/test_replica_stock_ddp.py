@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from lockstep.comm.communicator import Communicator
 from lockstep.observe.gradients import nonfinite_gradients
-from lockstep.observe.model_match import describe_model, mismatch_in_words
+from lockstep.observe.model_match import describe_model, first_difference
 from lockstep.observe.replica import replica_entries
 from lockstep.observe.replica_diff import Entry, agree, differences, drift_in_words, fold
 from lockstep.testing.worlds import run_processes
@@ -62,7 +62,7 @@ def test_what_two_ranks_say_of_themselves() -> None:
     text = drift_in_words(differences(by_rank), 3, 2)
     assert "parameter 'layers.a.weight'" in text
     assert "call the wrapped model and not its .module" in text
-    mismatch = mismatch_in_words({rank: rows for rank, (_, rows, _) in enumerate(results)})
+    mismatch = first_difference(results[1][1], results[0][1])
     assert mismatch is not None
-    assert "rank 1 has parameter 'layers.b.weight' where rank 0 has parameter 'layers.a.weight'" in mismatch
+    assert "has parameter 'layers.b.weight' where rank 0 has parameter 'layers.a.weight'" in mismatch
     assert [faults for _, _, faults in results] == [["'layers.a.bias' (1 NaN of 4 elements)"]] * 2

@@ -14,6 +14,7 @@ from torch import Tensor
 from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.testing.pool import open_files
+from lockstep.testing.segments import mapped_segments
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import close_pools, run_processes
 from shm_ranks import (
@@ -24,7 +25,6 @@ from shm_ranks import (
     segment_files,
     share,
     shared,
-    shared_mappings,
 )
 
 MIB = 2**20
@@ -42,7 +42,7 @@ def use(comm: Communicator) -> None:
 
 
 def holdings() -> tuple[set[int], int, list[tuple[int, int]]]:
-    return open_files(), threading.active_count(), shared_mappings()
+    return open_files(), threading.active_count(), mapped_segments()
 
 
 def met_and_closed(comm: Communicator) -> None:

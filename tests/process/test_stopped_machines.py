@@ -6,13 +6,14 @@ import base64
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
 
 from command_runs import Run, wait_for
+from ports import free_port, mute_program
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -32,29 +33,35 @@ Pair = tuple[Run, Run]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], Pair]]:
-    """A machine that holds the store and one that does not, when both are up."""
+def machine(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    """Starts the launcher of one machine."""
     (tmp_path / "begins.py").write_text(_BEGINS)
     runs: list[Run] = []
 
-    def both(nnodes: str) -> Pair:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        words = ("run", f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two")
-        words = (*words, "--local-addr=127.0.0.1", "--max-restarts=3", "--record=off")
-        for holds in ("true", "false"):
-            runs.append(
-                Run(tmp_path, *words, f"--rdzv-conf=is_host={holds},last_call_timeout=5", "begins.py", warm=True)
-            )
-        wait_for(lambda: all(run.pids() for run in runs), "both machines came up", text)
-        return runs[0], runs[1]
+    def one(*words: str) -> Run:
+        runs.append(Run(tmp_path, "run", *words, "--record=off", "begins.py", warm=True))
+        return runs[-1]
 
-    def text() -> str:
-        return "\n".join(run.text() for run in runs)
-
-    yield both
+    yield one
     for run in runs:
         run.close()
+
+
+@pytest.fixture
+def start(machine: Callable[..., Run]) -> Callable[[str], Pair]:
+    """A machine that holds the store and one that does not, when both are up."""
+
+    def both(nnodes: str) -> Pair:
+        words = (f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}")
+        words = (*words, "--rdzv-id=two", "--local-addr=127.0.0.1", "--max-restarts=3")
+        conf = "--rdzv-conf=last_call_timeout=5,is_host="
+        pair = machine(*words, f"{conf}true"), machine(*words, f"{conf}false")
+        wait_for(
+            lambda: all(run.pids() for run in pair), "both machines came up", lambda: "\n".join(map(Run.text, pair))
+        )
+        return pair
+
+    return both
 
 
 def test_rank_that_is_stopped_before_its_loop_stops_all_machines(start: Callable[[str], Pair]) -> None:
@@ -103,31 +110,20 @@ def test_launcher_that_stands_still_does_not_make_the_others_deaf(start: Callabl
     holder.process.send_signal(signal.SIGCONT)
 
 
-def test_machine_that_waits_for_the_first_start_can_be_stopped(tmp_path: Path) -> None:
+def test_machine_that_waits_for_the_first_start_can_be_stopped(machine: Callable[..., Run]) -> None:
     """Where its own rendezvous has no limit for hours, and hears no signal: it is in C++."""
-    (tmp_path / "begins.py").write_text(_BEGINS)
-    with socket.create_server(("127.0.0.1", 0)) as mute, socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint, port = f"127.0.0.1:{mute.getsockname()[1]}", listener.getsockname()[1]
-        listener.close()
-        modes = [
-            (f"--rdzv-endpoint={endpoint}", "--rdzv-backend=c10d", "--rdzv-conf=is_host=false"),
-            (f"--rdzv-endpoint={endpoint}", "--rdzv-backend=static", "--node-rank=1"),
-            ("--master-addr=127.0.0.1", f"--master-port={port}", "--node-rank=0"),
+    with mute_program() as mute:
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{mute}"
+        runs = [
+            machine("--nnodes=2", endpoint, "--rdzv-backend=c10d", "--rdzv-conf=is_host=false"),
+            machine("--nnodes=2", endpoint, "--rdzv-backend=static", "--node-rank=1"),
+            machine("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}", "--node-rank=0"),
         ]
-        runs = [Run(tmp_path, "run", "--nnodes=2", *mode, "--record=off", "begins.py", warm=True) for mode in modes]
-        try:
-            met = [mute.accept()[0] for _ in range(2)]  # both have begun to wait for an answer
-            wait_for(lambda: _listens(port), "the third waits for others", runs[2].text)
-            for run in runs:
-                run.process.send_signal(signal.SIGTERM)
-            for run in runs:
-                run.end(130)
-                assert run.said() == ["stopped while the processes were starting"]
-        finally:
-            for run in runs:
-                run.close()
-            for connection in met:
-                connection.close()
+        for run, what in zip(runs, ("no torch store replies", "no torch store replies", "waiting for"), strict=True):
+            run.await_text(what)
+        for run in runs:
+            run.process.send_signal(signal.SIGTERM)
+        _are_stopped_before_the_start(runs)
 
 
 def _listens(port: int) -> bool:
@@ -135,28 +131,24 @@ def _listens(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_machine_that_is_stopped_before_the_first_start_stops_those_that_wait(tmp_path: Path) -> None:
+def _are_stopped_before_the_start(runs: Sequence[Run]) -> None:
+    for run in runs:
+        run.end(130)
+        assert run.said()[-1] == "stopped while the processes were starting"
+
+
+def test_machine_that_is_stopped_before_the_first_start_stops_those_that_wait(machine: Callable[..., Run]) -> None:
     """Two of three are there."""
-    (tmp_path / "begins.py").write_text(_BEGINS)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    words = ("run", "--nnodes=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=three")
-    conf = "--rdzv-conf=is_host="
-    runs = [
-        Run(tmp_path, *words, "--record=off", f"{conf}{holds}", "begins.py", warm=True) for holds in ("true", "false")
-    ]
-    try:
-        wait_for(lambda: _listens(port), "the first waits for others", runs[0].text)
-        store = TCPStore("127.0.0.1", port, is_master=False)
-        both = [run.process.pid for run in runs]
-        wait_for(lambda: all(map(_met(store), both)), "both wait for the third", runs[1].text)
-        runs[1].process.send_signal(signal.SIGTERM)
-        for run in runs:
-            run.end(130)
-            assert run.said() == ["stopped while the processes were starting"]
-    finally:
-        for run in runs:
-            run.close()
+    port = free_port()
+    words = ("--nnodes=3", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=three")
+    runs = [machine(*words, f"--rdzv-conf=is_host={holds}") for holds in ("true", "false")]
+    wait_for(lambda: _listens(port), "the first waits for others", runs[0].text)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    both = [run.process.pid for run in runs]
+    wait_for(lambda: all(map(_met(store), both)), "both wait for the third", runs[1].text)
+    runs[1].process.send_signal(signal.SIGTERM)
+    _are_stopped_before_the_start(runs)
+    assert f"{socket.gethostname()} was asked to stop by SIGTERM: stopping" in runs[0].said()
 
 
 def _met(store: TCPStore) -> Callable[[int], bool]:

@@ -47,7 +47,8 @@ EXPECTED = {
         ("killed", "killed, and the other is asked to end", "killed, and the other ends as asked"),
         (
             0,
-            r"rank 1 \(pid \d+\) ended with exit code 3; the other ranks were ended\n"
+            r"rank 1 \(pid \d+\) ended with exit code 3, by sys\.exit at \S+launched_runs\.py:\d+; "
+            r"the other ranks were ended\n"
             r"restart 1 of 3 after exit code 3, from the beginning with 2 processes",
         ),
     ),

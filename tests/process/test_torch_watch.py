@@ -300,12 +300,19 @@ def test_what_cpp_starts_is_counted(tmp_path: Path, world_size: int) -> None:
             assert history == histories[0], case.__name__
             assert sum(record.group == "WORLD" for record in records) == torch_count
             assert max(record.step for record in records) == steps
-            assert FROM_CPP in texts(records)
+            assert (FROM_CPP in texts(records)) == (case is not functional_collectives)
 
 
-def test_the_backend_lockstep_and_our_own_transport_are_entered_elsewhere(tmp_path: Path) -> None:
-    for records in records_of(ddp, tmp_path, 2, "lockstep"):
-        assert not records
+def test_calls_to_the_backend_lockstep_are_entered_above_our_transport(tmp_path: Path) -> None:
+    per_rank = records_of(ddp, tmp_path, 2, "lockstep")
+    for records in per_rank:
+        assert {record.group for record in records} == {"lockstep 0"}
+        assert "all_reduce float32 [243] sum" in texts(records, "lockstep 0")  # all gradients, from DDP's C++
+        assert all(record.site.startswith("tests/process/test_torch_watch.py:") for record in records)
+        assert {record.step for record in records} == {0, 1, 2, 3}
+
+
+def test_our_own_transport_is_let_through(tmp_path: Path) -> None:
     for records in records_of(past_the_calls, tmp_path, 2):
         assert texts(records) == ["all_reduce float32 [3] sum", "barrier"]
 
@@ -334,6 +341,7 @@ def stand_in_backward(rank: int, folder: str) -> str:
         if rank == 1:
             assert wait_until(said.exists, 30)
             return ""
+        assert wait_until(lambda: all(record.left_ns for record in listener.look()), 30)
         found: list[Record] = []
 
         def watch() -> None:
@@ -373,6 +381,18 @@ def forget_a_work(rank: int, folder: str) -> None:
         assert wait_until(lambda: all(record.left_ns for record in listener.look()), 30)
         assert work.is_completed()
         assert len(listener.look()) == 3  # with init_process_group
+
+
+def be_refused(rank: int, folder: str) -> None:
+    with listening(folder, rank, 2) as listener, default_group("gloo", folder, rank, 2):
+        with pytest.raises(RuntimeError, match=r"(?i)scalar type") as raised:
+            dist.all_reduce(torch.ones(2, dtype=torch.int16))
+        assert listener.seen == [raised.value]
+        assert all(record.left_ns for record in listener.look())
+
+
+def test_a_guard_sees_the_error_of_an_operation(tmp_path: Path) -> None:
+    run_processes(2, be_refused, str(tmp_path), connect=False)
 
 
 def test_what_nobody_waits_for_ends_too(tmp_path: Path) -> None:

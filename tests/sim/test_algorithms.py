@@ -329,7 +329,7 @@ def test_another_algorithm_on_another_rank_is_a_mismatch() -> None:
     """A layer that compares collectives sees one, and which algorithm carries it out."""
 
     class Steps:
-        step = 0
+        step = step_before = 0
 
     def body(comm: Communicator) -> None:
         checked = Communicator(CheckLayer(comm.transport, Steps()))

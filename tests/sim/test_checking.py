@@ -22,7 +22,7 @@ Call = Callable[[Communicator], object]
 
 
 class Counter:
-    step = 0
+    step = step_before = 0
 
 
 class Sent(TransportLayer):
@@ -82,7 +82,7 @@ def test_a_difference_is_named_on_every_rank_before_anything_is_sent(text: str) 
         lines = message.splitlines()
         assert lines[0] == f"rank {rank}: the ranks are about to call different operations at the same point:"
         assert lines[1].startswith("  ranks 0, 2: all_reduce float32 [3] sum at tests/sim/test_checking.py:")
-        assert lines[1].endswith(" equal, step 0")
+        assert lines[1].endswith(" equal, step 1")
         assert lines[2].startswith(f"  rank 1: {text} at tests/sim/test_checking.py:")
         assert "Next: " in lines[3]
 
@@ -106,8 +106,8 @@ def test_a_skipped_operation_is_seen_by_the_step() -> None:
 
     for message in run_threads(2, body):
         assert "rank 0: all_reduce float32 [3] sum at" in message
-        assert "equal, step 1\n  rank 1:" in message
-        assert "equal, step 2\n" in message
+        assert "equal, step 2\n  rank 1:" in message
+        assert "equal, step 3\n" in message
 
 
 def test_call_sites_may_differ() -> None:
@@ -155,13 +155,15 @@ def test_results_and_what_is_sent_are_the_same_as_without(world_size: int) -> No
     run_threads(world_size, body)
 
 
-def test_it_ends_after_some_steps_on_all_ranks_at_once() -> None:
+@pytest.mark.parametrize("before", [0, 100])
+def test_it_ends_after_some_steps_of_this_start_on_all_ranks_at_once(before: int) -> None:
     def body(comm: Communicator) -> list[int]:
         counter = Counter()
         group, ops = checked(comm, counter)
+        counter.step_before = before
         checks = []
         for step in range(6):
-            counter.step = step
+            counter.step = before + step
             equal(group)
             group.barrier(async_op=True).wait()
             checks.append(sum(op.label == "check" for op in ops))
@@ -227,7 +229,7 @@ def test_a_tensor_that_is_changed_before_the_wait(world_size: int, how: str) -> 
 
     for rank, message in enumerate(run_threads(world_size, body)):
         assert message.startswith("all_reduce float32 [4, 5] sum at tests/sim/test_checking.py:")
-        assert f" body, step 0, rank {rank}: its input 0, float32 [4, 5], was changed while" in message
+        assert f" body, step 1, rank {rank}: its input 0, float32 [4, 5], was changed while" in message
 
 
 def test_an_input_and_an_output_that_are_changed() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,55 +12,15 @@ import torch
 
 import comm_cases
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import CommOp, Work
+from lockstep.comm.op import CommOp
 from lockstep.comm.transport import Transport, TransportLayer
-from lockstep.errors import CollectiveTimeout, CommError, ConfigError, PeerFailed, PeerLost
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
+from lockstep.errors import CollectiveTimeout, ConfigError, PeerFailed, PeerLost
 from lockstep.observe.recording import GuardLayer
 from lockstep.testing.worlds import run_threads
+from recorded_ranks import Silent, Watcher
 
 pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
 HERE = "tests/sim/test_recording.py"
-
-
-class Watcher:
-    """A guard that only writes down what it is told."""
-
-    def __init__(self, folder: Path, rank: int, world_size: int) -> None:
-        self.recorder = FlightRecorder(folder / f"{rank}", rank, world_size)
-        self.record = FlightRecord(folder / f"{rank}")
-        self.groups: dict[str, tuple[int, ...]] = {}
-        self.ends: list[BaseException | None] = []
-        self.asked: list[CommError] = []
-        self.closed = 0
-
-    def group(self, name: str, ranks: Sequence[int]) -> None:
-        assert name not in self.groups
-        self.groups[name] = tuple(ranks)
-
-    def lost(self, error: CommError) -> CommError:
-        self.asked.append(error)
-        return PeerFailed("rank 1 failed at train.py:31", 1) if isinstance(error, PeerLost) else error
-
-    def end(self, error: BaseException | None = None) -> None:
-        self.ends.append(error)
-
-    def close(self) -> None:
-        self.closed += 1
-
-    def records(self) -> list[Record]:
-        return self.record.records()
-
-    def texts(self, group: str = "world") -> list[str]:
-        return [record.text for record in self.records() if record.group == group]
-
-    def open(self) -> list[str]:
-        """What has not ended yet."""
-        return [record.text for record in self.records() if not record.left_ns]
-
-    def give_back(self) -> None:
-        self.record.close()
-        self.recorder.close()
 
 
 Body = Callable[[Communicator, Watcher], object]
@@ -253,46 +213,6 @@ def test_what_must_not_differ_differs_in_the_words(tmp_path: Path, first: Callab
     watcher.give_back()
 
 
-class Silent(Transport):
-    """A transport that does nothing. `refuses` fails when an operation is started, `error` when it is waited for."""
-
-    def __init__(self, world_size: int) -> None:
-        self.name, self.rank, self.world_size = "silent", 0, world_size
-        self.global_ranks, self.timeout_s = tuple(range(world_size)), 1.0
-        self.device = torch.device("cpu")
-        self.works: list[Pending] = []
-        self.refuses: Exception | None = None
-        self.error: BaseException | None = None
-
-    def submit(self, op: CommOp) -> Work:
-        if self.refuses is not None:
-            raise self.refuses
-        self.works.append(Pending(self.error))
-        return self.works[-1]
-
-    def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
-        return None
-
-    def abort(self, error: CommError) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class Pending(Work):
-    def __init__(self, error: BaseException | None) -> None:
-        self.done = False
-        self.error = error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        if self.error is not None:
-            raise self.error
-
-    def is_done(self) -> bool:
-        return self.done
-
-
 @pytest.fixture
 def silent(tmp_path: Path) -> Iterator[tuple[Communicator, Watcher, Silent]]:
     watcher, transport = Watcher(tmp_path, 0, 2), Silent(2)
@@ -375,11 +295,18 @@ def test_what_is_waited_for_at_once_fails_in_the_same_way(silent: Bench) -> None
 
 def test_the_line_is_right_however_the_layer_is_reached(silent: Bench) -> None:
     comm, watcher, _ = silent
-    comm.transport.submit(CommOp(0, "barrier", async_op=False))
-    comm.send(torch.ones(1), 1)
-    comm.barrier()
+    tensor = torch.ones(1)
+    reduce = CommOp(0, "all_reduce", (tensor,), (tensor,), reduce="sum", async_op=False)
+    for _ in range(2):
+        comm.transport.submit(CommOp(0, "barrier", async_op=False))
+        comm.transport.submit(reduce)
+        comm.transport.submit(reduce)
+        comm.send(tensor, 1)
+        comm.barrier()
+        comm.all_reduce(tensor)
+        comm.all_reduce(tensor)
     lines = [int(record.site.rpartition(":")[2].split()[0]) for record in watcher.records()]
-    assert lines == [lines[0], lines[0] + 1, lines[0] + 2]
+    assert lines == 2 * list(range(lines[0], lines[0] + 7))
 
 
 def test_other_errors_stay_what_they_are(silent: Bench) -> None:
@@ -414,7 +341,7 @@ def test_the_guard_hears_how_this_rank_left_before_the_others_lose_it(tmp_path: 
         Communicator(GuardLayer(Closing(Silent(1)), watcher, owns_guard=True)),
     ):
         raise error
-    assert watcher.ends == [error]
+    assert (watcher.ends, watcher.finished) == ([error], 0)
     assert order == ["closed after 1 words, 0 closings"]
     assert watcher.closed == 1
     other = Watcher(tmp_path, 1, 2)
@@ -474,6 +401,7 @@ def test_words_are_kept_but_not_without_end(silent: Bench, monkeypatch: pytest.M
         comm.all_reduce(torch.ones(n))
         comm.all_reduce(torch.ones(3), label=f"step {n}")
         assert len(layer._known) <= 8
+        assert len(layer._of_lines) + len(layer._of_others) <= len(layer._codes) <= 8
     assert watcher.texts()[::2] == [f"all_reduce float32 [{n}] sum" for n in range(40)]
 
 

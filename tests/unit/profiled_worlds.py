@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +71,67 @@ class World:
         span = first, first + self.collectives
         ended_ns = 1000 * began_us + sum(spent)
         marks = (DATA, 1000 * began_us), (BACKWARD, 1000 * began_us + spent[DATA])
-        return Step(step, 1000 * began_us, ended_ns, tuple(spent), self.tokens, 8, span, tuple(waits), marks)
+        return Step(step, 1000 * began_us, ended_ns, self.tokens, 8, span, waits, marks)
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """Every step: a batch down a chain of ranks and its gradient back up; then an all-reduce.
+
+    A message is there at once, and who sends it does not wait.
+    """
+
+    work_us: int = 8000  # of each rank, forward and again backward
+    world_size: int = 3
+    steps: int = 12
+    messages: int = 1  # that a batch is sent in
+
+    @property
+    def step_us(self) -> int:
+        """All work of a step, one after the other."""
+        return 2 * self.world_size * self.work_us
+
+    def run(self, folder: Path) -> Run:
+        """Play it, write the records, read them."""
+        for rank in range(self.world_size):
+            clock, records = StepClock(), list[Record]()
+            writer = RunWriter(
+                folder, clock, rank=rank, world_size=self.world_size, attempt="a/0", records=reader(records)
+            )
+            for step in range(1, self.steps + 1):
+                first, began_ns = len(records), 1000 * step * self.step_us
+                waits: list[Wait] = []
+                for number, (text, since_ns, until_ns) in enumerate(self._operations(rank), first):
+                    times, place = (
+                        (began_ns + since_ns, began_ns + until_ns),
+                        ("WORLD", text, f"pipe.py:{text[:4]}", ""),
+                    )
+                    records.append(Record(number, step, step, *times, 0, text[:4] in ("send", "recv"), *place))
+                    waits.append(Wait(number, *times))
+                span, marks = (first, len(records)), [(BACKWARD, began_ns)]
+                clock.steps.append(Step(step, began_ns, began_ns + 1000 * self.step_us, 0, 0, span, waits, marks))
+            writer.close()
+        return read_run(folder)
+
+    def _operations(self, rank: int) -> Iterator[tuple[str, int, int]]:
+        """(text, from, until) of all that a rank stands in, in nanoseconds since the step began. Between, it works."""
+        down, up = rank * self.work_us, self.step_us - (rank + 1) * self.work_us  # it begins its forward, its backward
+        if rank:
+            yield from self._sent(f"recv float32 [4, 8] from rank {rank - 1} tag 0", 0, down)
+        if rank < self.world_size - 1:
+            there_us = down + self.work_us
+            yield from self._sent(f"send float32 [4, 8] to rank {rank + 1} tag 0", there_us, there_us)
+            yield from self._sent(f"recv float32 [4, 8] from rank {rank + 1} tag 0", there_us, up)
+        if rank:
+            back_us = up + self.work_us
+            yield from self._sent(f"send float32 [4, 8] to rank {rank - 1} tag 0", back_us, back_us)
+        yield "all_reduce float32 [1] sum", 1000 * (up + self.work_us), 1000 * self.step_us
+
+    def _sent(self, text: str, since_us: int, until_us: int) -> Iterator[tuple[str, int, int]]:
+        """Each of the messages is a nanosecond behind the one before."""
+        began_ns, first_ns = 1000 * since_us, 1000 * until_us - self.messages
+        for number in range(self.messages):
+            yield text, min(began_ns, first_ns) if number == 0 else first_ns + number, first_ns + number + 1
 
 
 def reader(records: list[Record]) -> Callable[[int, int], Sequence[Record]]:

@@ -22,6 +22,7 @@ from lockstep.launch.worker import (
     read_failure,
     report_failure,
 )
+from lockstep.observe.status import LastWords
 from lockstep.train.config import check
 
 
@@ -34,6 +35,10 @@ def ended(
     rank: int, exit_code: int, said: Failure | None = None, was_ended: bool = False, last: str = "", **fields: Any
 ) -> Ended:
     return Ended(rank, 100 + rank, exit_code, was_ended, said, last, **fields)
+
+
+def words(kind: str = "ValueError", message: str = "label 7", is_consequence: bool = False) -> LastWords:
+    return LastWords(kind, message, "train.py:31", is_consequence)
 
 
 @pytest.mark.parametrize(
@@ -51,6 +56,11 @@ def ended(
         ([ended(0, 1, failure(0, 2.0)), ended(1, 1, failure(1, 1.0))], 1),
         ([ended(0, -signal.SIGKILL, was_ended=True), ended(1, 1, failure(1, 5.0))], 1),
         ([ended(0, 0), ended(1, 3)], 1),
+        ([ended(0, 1, words=words(is_consequence=True)), ended(1, 1, failure(1, 9.0))], 1),
+        ([ended(0, 1, words=words(is_consequence=True), at_s=1.0), ended(1, 1, words=words(), at_s=2.0)], 1),
+        ([ended(0, 1, failure(0, is_consequence=True)), ended(1, -9, was_ended=True, words=words())], 1),
+        ([ended(0, 1, failure(0, is_consequence=True)), ended(1, -9, None, True, words=words("SystemExit"))], 0),
+        ([ended(0, 0), ended(1, -9, was_ended=True, words=words())], None),
         ([ended(0, -signal.SIGABRT, at_s=7.5), ended(1, -signal.SIGKILL, at_s=7.4)], 1),
         ([ended(0, -signal.SIGKILL, at_s=7.5), ended(1, -signal.SIGKILL, at_s=7.5)], 0),
         ([ended(0, -signal.SIGABRT, at_s=1.0), ended(1, -signal.SIGKILL, stuck="stopped", at_s=2.0)], 1),
@@ -90,10 +100,19 @@ def test_how_a_process_ended_is_said() -> None:
     assert describe(ended(1, -9)) == "was killed by SIGKILL"
     assert describe(ended(1, -11, last="oh no")) == "was killed by SIGSEGV; its last words: oh no"
     assert describe(ended(1, 3)) == "ended with exit code 3"
-    assert describe(ended(1, 1, failure(1))) == "failed: ValueError: bad"
+    raised = "ended with exit code 3, after it raised at train.py:31: ValueError: label 7"
+    assert describe(ended(1, 3, words=words(), last="giving up")) == raised
+    slow = ended(1, -9, was_ended=True, words=words())
+    assert describe(slow) == "was ended by its launcher, after it raised at train.py:31: ValueError: label 7"
+    by_hand = ended(1, 3, words=words("SystemExit", "3"))
+    assert describe(by_hand) == "ended with exit code 3, by sys.exit at train.py:31"
+    assert describe(ended(1, 3, words=LastWords("", "", "train.py:31"))) == "ended with exit code 3"
+    assert describe(ended(1, 1, failure(1), words=words())) == "failed: ValueError: bad"
     assert describe(ended(1, 1, failure(1, is_expected=True))) == "bad"
     assert describe(ended(1, 1, failure(1, where="train.py:31"))) == "failed at train.py:31: ValueError: bad"
     assert describe(ended(1, -9, out_of_memory=True)) == "was killed by the kernel: out of memory"
+    drift = failure(1, kind="ReplicaDrift", message="REPLICAS differ.\n  'weight' is ..")
+    assert describe(ended(1, 1, drift)) == "failed: ReplicaDrift: REPLICAS differ. (all of it is above)"
     stopped = ended(1, -9, was_ended=True, stuck="stopped (SIGSTOP) for 10 s")
     assert describe(stopped) == "was ended by its launcher: stopped (SIGSTOP) for 10 s"
     assert describe(ended(1, -40)) == "was killed by signal 40"

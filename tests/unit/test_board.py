@@ -14,7 +14,7 @@ import pytest
 
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder, pack_words
-from lockstep.observe.status import FINISHED, LastWords, Mark, Progress, Status, Waiting
+from lockstep.observe.status import FINISHED, LastWords, Mark, Progress, Sight, Status, Waiting
 from lockstep.testing.waiting import wait_until
 
 Make = Callable[..., tuple[FlightRecorder, Board]]
@@ -99,6 +99,43 @@ def test_a_status_comes_through_whole(make: Make) -> None:
     assert not sight.is_gone  # the process that wrote it is this one
     assert mine.records_of(1) == theirs.records_of(1)
     assert recorder.rank == 0
+
+
+def test_a_silent_rank_works_while_its_process_uses_a_core(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or would, if it got one."""
+    _, mine = make(0, [0, 1])
+    seen = []
+    for age_s, state, used_s in (
+        (0.9, "R", 0.0), (1.1, "S", 5.0), (1.9, "S", 5.5), (2.2, "S", 5.6), (3.0, "S", 5.7),
+        (3.3, "S", 5.6), (4.4, "R", 5.6), (5.5, "S", 5.61), (0.2, "S", 5.7), (1.1, "S", 6.0),
+    ):  # fmt: skip
+        monkeypatch.setattr("lockstep.observe.board.state_and_cpu_s", lambda path, said=(state, used_s): said)
+        seen.append(mine._is_working(Sight(status(1), age_s, is_gone=False), 100 + age_s))
+    assert seen == [False, False, False, True, True, False, True, False, False, False]
+
+
+def test_a_store_that_does_not_answer_makes_nobody_silent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the rank of the other machine get through to it meanwhile."""
+    now_s, store = 100.0, DictStore()
+    _, mine = make(0, [0], store=store)
+    store.set("guard/status/1", status(1, step=1).to_json().decode())
+    monkeypatch.setattr("lockstep.observe.board.time.monotonic", lambda: now_s)
+    assert mine.sights()[1].age_s == 0.0
+    answers = store.check
+
+    def check(keys: list[str]) -> bool:
+        nonlocal now_s
+        now_s += 5
+        return answers(keys)
+
+    monkeypatch.setattr(store, "check", check)
+    now_s += 0.25
+    assert mine.sights()[1].age_s == 0.25
+    monkeypatch.setattr(store, "check", answers)
+    now_s += 0.5
+    assert mine.sights()[1].age_s == 0.75
+    store.set("guard/status/1", status(1, step=2).to_json().decode())
+    assert mine.sights()[1].age_s == 0.0
 
 
 def test_the_first_finding_is_everybodys(make: Make) -> None:

@@ -13,6 +13,7 @@ from profiled_worlds import World
 
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.chrome_trace import align, merge, merge_files, moments_of
+from lockstep.observe.profile.run_record import TAIL_GROUP
 from lockstep.observe.profile.window import Window, read_window, trace_of
 
 # ph -> what an event of that kind has beside ph, pid and tid, by the format's description
@@ -113,6 +114,51 @@ def test_profilers_are_put_beside_each_other(tmp_path: Path) -> None:
     assert ops[2]["ts"] - ops[0]["ts"] == pytest.approx(200)
     named = {event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "thread_name"}
     assert {"thread 81", "PyTorch Profiler", "stands in collectives"} <= named
+
+
+def bucket_slices(at_us: int, late_us: int, names: tuple[str, ...]) -> dict[str, Any]:
+    """As kineto has collectives that C++ starts: where that happens, and until they have ended, in another thread."""
+    events: list[dict[str, Any]] = []
+    for number, name in enumerate(names):
+        here = at_us + late_us + 100 * number
+        common = {"ph": "X", "pid": 4000}
+        events.append({**common, "name": name, "cat": "cpu_op", "tid": 81, "ts": here, "dur": 9})
+        done = {"name": "gloo:all_reduce", "cat": "user_annotation", "tid": 90, "ts": here + 3}
+        events.append({**common, **done, "dur": at_us + 5000 + 100 * number - here})
+    return {"baseTimeNanoseconds": 0, "traceEvents": events}
+
+
+@pytest.mark.parametrize("is_alike", [True, False])
+def test_each_bucket_has_an_arrow_from_the_rank_that_started_it_last(tmp_path: Path, is_alike: bool) -> None:
+    run = world().run(tmp_path)
+    moments = [
+        {rank: moment._replace(op=moment.op._replace(group=TAIL_GROUP)) for rank, moment in ops.items()}
+        for ops in moments_of(run, range(3, 4))
+    ]
+    names = ("c10d::allreduce_",) * 3
+    at_us = int(moments[0][0].zero_us)
+    traces = {
+        rank: bucket_slices(at_us, late_us, names if is_alike or rank else names[:2])
+        for rank, late_us in ((0, 0), (1, 40), (2, 20))
+    }
+    trace = merge(traces, moments, dict.fromkeys(run.ranks, "a"))
+    check_trace(trace)
+    arrows = [event for event in trace["traceEvents"] if event["name"] == "last to start"]
+    assert len(arrows) == (2 * 2 * 3 if is_alike else 0)
+    assert {event["pid"] for event in arrows if event["ph"] == "s"} == ({1} if is_alike else set())
+    slices = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    for arrow in arrows:
+        inside = [e for e in slices if (e["pid"], e["tid"]) == (arrow["pid"], arrow["tid"])]
+        assert sum(e["ts"] <= arrow["ts"] < e["ts"] + e["dur"] for e in inside) >= 1
+
+
+def test_rank_that_went_on_before_the_last_came_has_no_arrow_from_it(tmp_path: Path) -> None:
+    (ops,) = moments_of(World(work_us=lambda rank, step: 1000, collectives=1, steps=3).run(tmp_path), range(3, 4))
+    early = {0: ops[0]._replace(op=ops[0].op._replace(began_us=0, waited_us=900))}
+    late = {1: ops[1]._replace(op=ops[1].op._replace(began_us=1000, waited_us=500))}
+    trace = merge({}, [{**early, **late}], {0: "a", 1: "a"})
+    check_trace(trace)
+    assert not [event for event in trace["traceEvents"] if event["ph"] in "sf"]
 
 
 def test_files_are_merged_where_there_are_some(tmp_path: Path) -> None:

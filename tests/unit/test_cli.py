@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import io
+import os
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -41,6 +46,7 @@ def test_recipe_by_name_keeps_its_other_values(name: str) -> None:
         (["--trian.steps", "3"], "did you mean --train.steps?"),
         (["--model.layer", "3"], "did you mean --model.layers?"),
         (["--process", "3"], "did you mean --processes?"),
+        (["--wacth"], "did you mean --watch?"),
         (["gpt2-tny"], "did you mean gpt2-tiny?"),
         (["gpt2-125m"], "did you mean gpt2-124m?"),
         (["gpt2-tiny", "more"], "the recipe comes first"),
@@ -64,11 +70,25 @@ def test_value_of_the_wrong_type_ends_with_code_2(words: list[str], capsys: pyte
     ("words", "answer"),
     [
         (["tran"], "unknown command 'tran'"),
+        (["--versio"], "did you mean `lockstep --version`?"),
         (["train", "-n", "0"], "at least one process"),
         (["train", "-n", "-1"], "at least one process"),
         (["train", "-n", "3", "--train.batch", "8"], "cannot be divided among 3 processes"),
         (["train", "-n", "1", "--data.path", "no/such"], "--data.path no/such does not exist"),
         (["train", "-n", "1", "--optim.lr", "inf"], "not a finite number"),
+        (["train", "-n", "9999"], "so many would only kill it"),
+        (["run"], "run what? `lockstep run -n 2 train.py`"),
+        (["watch", "--prt", "3"], "unknown option --prt: did you mean --port? `lockstep watch --help` explains"),
+        (["watch", "--no-termnal"], "did you mean --no-terminal?"),
+        (["profile", "--peak_tflop=3"], "did you mean --peak-tflops?"),
+        (["report", "runs/one", "runs/two"], "unexpected 'runs/two'"),
+        (["samples", "--fnd", "3"], "did you mean --find?"),
+        (["learn", "all_reduce", "broadcast"], "unexpected 'broadcast'"),
+        (["learn", "--source"], "lockstep learn NAME --source"),
+        (["demo", "--source"], "lockstep demo NAME --source"),
+        (["demo", "killed", "--secnds", "3"], "did you mean --seconds?"),
+        (["puzzle", "--hint"], "of which puzzle? `lockstep puzzle 1 --hint`"),
+        (["puzzle", "x"], "invalid int value: 'x'"),
     ],
 )
 def test_impossible_request_is_one_sentence_and_code_2(
@@ -96,7 +116,69 @@ def test_under_a_launcher_n_must_be_left_out_and_only_rank_0_says_so(
         assert "leave -n out" in said or rank == "1"
 
 
+@pytest.mark.parametrize(("words", "name"), [(["puzzle", "1"], "puzzles"), (["learn", "send_receive"], "runs")])
+def test_a_place_that_cannot_be_written_is_named(
+    words: list[str], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text("a file where a folder has to be")
+    assert cli.main(words) == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"lockstep: {name}")
+    assert said.count("\n") == 1
+
+
+def test_the_source_of_a_program_that_is_no_text_is_shown_as_far_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.py"
+    path.write_bytes(b"x = '\xe4'\n")
+    assert cli.main(["learn", str(path), "--source"]) == 0
+    assert capsys.readouterr().out == f"# {path}\nx = '\ufffd'\n"
+
+
+def test_two_runs_do_not_train_in_one_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    held = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        assert cli.main(["train", "--out", str(tmp_path)]) == 2
+    finally:
+        os.close(held)
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == f"lockstep: another run trains in {tmp_path}: let it end, or choose another --out\n"
+
+
+def test_a_letter_that_the_terminal_lacks_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, terminal = tmp_path / "mine.py", io.TextIOWrapper(io.BytesIO(), encoding="latin-1")
+    path.write_text("x = '\ufffd'\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert cli.main(["learn", str(path), "--source"]) == 0
+    terminal.seek(0)
+    assert terminal.read() == f"# {path}\nx = '\\ufffd'\n"
+
+
 @pytest.mark.parametrize("words", [[], ["--help"], ["-h"], ["--version"]])
 def test_help_and_version_are_no_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     assert "lockstep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("is_stdout", [True, False])
+def test_broken_pipe_is_forgiven_where_it_is_standard_output(is_stdout: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def breaks(name: str, words: Sequence[str]) -> int:
+        if is_stdout:
+            os.close(reading)
+            print("somebody", flush=True)
+        raise BrokenPipeError("of another file")
+
+    monkeypatch.setattr(cli, "_command", breaks)
+    reading, writing = os.pipe()
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        if is_stdout:
+            assert cli.main(["demo"]) == 1
+        else:
+            with pytest.raises(BrokenPipeError, match="of another file"):
+                cli.main(["demo"])
+            os.close(reading)

@@ -54,9 +54,11 @@ def test_summary(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["{}", "11"], "has no step 11: it has steps 1 to 10"),
         (["{}/nothing"], "does not exist: give the directory of a run"),
         (["{}/broken"], "line 2 of"),
+        (["{}/bytes"], "line 1 of"),
     ],
 )
 def test_wrong_words(run: Path, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
     (run / "broken").write_text('{"step": 1, "samples": []}\nno json\n')
+    (run / "bytes").write_bytes(b"\xff\xfe")
     assert main(["samples", *(word.format(run) for word in words)]) == 2
     assert said in capsys.readouterr().err

@@ -162,9 +162,10 @@ def test_the_default_group_is_used_where_no_communicator_is_given(tmp_path: Path
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         coverage = Coverage(10, world_size=2)
-        coverage.add(range(10))
-        coverage.combine()
-        assert coverage.verdict().is_exact
+        for epoch in range(2):  # the group is still there after it
+            coverage.add(range(10), epoch)
+            coverage.combine()
+            assert coverage.verdict(epoch).is_exact
     finally:
         dist.destroy_process_group()
 

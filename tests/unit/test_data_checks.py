@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 import lockstep
@@ -87,6 +87,17 @@ def test_what_the_order_follows_from() -> None:
     assert order_of(DataLoader(DATA, 8, shuffle=True), "first") == "first"
     assert order_of(DataLoader(DATA, 4, shuffle=True), "first") == ""  # few enough to come alike by chance
     assert order_of([1, 2, 3], "first") == ""
+    assert order_of(DataLoader(TensorDataset(torch.arange(7)), 8, shuffle=True), "first") == ""
+
+    class Shard(BatchSampler):  # as Accelerate's, to two ranks
+        def __init__(self, batch_size: int, split_batches: bool) -> None:
+            self.batch_sampler = BatchSampler(RandomSampler(DATA), batch_size, False)
+            self.batch_size, self.split_batches = batch_size, split_batches
+            vars(self)["num_processes"] = 2  # in Accelerate's words
+
+    sharded = {(size, split): Shard(size, split) for size in (8, 16) for split in (False, True)}
+    found = {what: order_of(DataLoader(DATA, batch_sampler=shard), "first") for what, shard in sharded.items()}
+    assert found == {(8, False): "first", (8, True): "", (16, False): "first", (16, True): "first"}
     few = TensorDataset(torch.arange(6))
     assert order_of(DataLoader(few, sampler=TorchDistributedSampler(few, 2, 0))) == ""
 
@@ -103,6 +114,12 @@ def test_lengths_that_are_not_known() -> None:
     assert batches_of(DataLoader(Stream(0, 3))) is None
     assert batches_of([1, 2]) == 2
     assert batches_of(iter([1])) is None
+
+    class Unsized(Dataset[int]):
+        def __len__(self) -> int:
+            raise NotImplementedError
+
+    assert batches_of(DataLoader(Unsized(), sampler=cast(Any, Unsized()))) is None
 
 
 # ------------------------------------------------------------------ watching

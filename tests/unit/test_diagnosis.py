@@ -189,8 +189,57 @@ def test_the_issue_asks_for_this_sentence() -> None:
     """Five equal all_reduces, of which rank 1 skips one, and nothing raises."""
     ranks = with_step(2, [FIRST])
     text = found_in(ranks).text
-    assert "step 3: rank 0 issued 2 collectives in group world, rank 1 issued 1" in text
+    assert "step 4: rank 0 issued 2 collectives in group world, rank 1 issued 1" in text
     assert f"rank 1 skipped {REDUCE} at {SECOND}" in text
+
+
+@pytest.mark.parametrize("have_ended_it", [False, True])
+@pytest.mark.parametrize("culprit", [0, 1])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_step_without_synchronisation_is_said_as_such(size: int, culprit: int, have_ended_it: bool) -> None:
+    """Seen by the collectives, while the others are in that step, or by the facts, when they have ended it."""
+    ranks = world(size)
+    for one in ranks:
+        told: dict[str, object] = {"0": [1, 0, SITE]}
+        one.status_fields["facts"] = {f"sync world/{size}": told}
+        one.calls(FIRST)
+        if one.rank == culprit:
+            told["1"] = [0, 1, SITE]
+            one.step += 1
+        one.call(REDUCE, FIRST)
+        one.step += have_ended_it
+    finding = found_in(ranks)
+    assert finding.text.startswith("lockstep: NO_SYNC on some ranks only, in step 2")
+    assert finding.culprits == (culprit,)
+    assert f"rank {culprit} ran 1 backward in no_sync()" in finding.text
+    assert "Likely fix: decide by the number of the micro-batch alone" in finding.text
+
+
+def test_micro_batches_in_no_sync_are_not_taken_for_a_missing_synchronisation() -> None:
+    ranks = with_step(2, [FIRST], steps=0)
+    for one in ranks:
+        one.status_fields["facts"] = {"sync world/2": {"0": [1, 3 + one.rank, SITE]}}
+    finding = found_in(ranks)
+    assert finding.text.startswith("lockstep: MISMATCH")
+    assert "no_sync" not in finding.text
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "what"),
+    [
+        (f"{REDUCE} by tree", f"{REDUCE} by ring", "algorithm"),
+        (REDUCE, f"{REDUCE} by ring", "algorithm"),
+        ("barrier", "barrier by dissemination", "algorithm"),
+        ("all_gather float32 2 x [4]", "all_gather float32 by ring 2 x [4]", "algorithm"),
+        (f"{REDUCE} by ring", "all_reduce float32 [4] max by ring", "reduction"),
+        ("broadcast int64 [3] root=0 by tree", "broadcast int64 [3] root=1 by tree", "root"),
+    ],
+)
+def test_another_algorithm_is_told_from_another_reduction(first: str, second: str, what: str) -> None:
+    text = found_in(both_in(first, second)).text
+    assert f"they differ in {what}\n" in text
+    advice = {"algorithm": "pass the same algorithm=", "reduction": "use one reduction", "root": "name the same root"}
+    assert f"Likely fix: {advice[what]}" in text
 
 
 def test_a_mismatch_does_not_wait_for_the_last_rank() -> None:

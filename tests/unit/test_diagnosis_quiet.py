@@ -19,6 +19,7 @@ from rank_sights import (
 )
 
 from lockstep.observe.diagnosis import diagnose
+from lockstep.observe.stacks import CHILDREN
 
 
 def at_work(activity: str, age_s: float = 55.0, unmoved_s: float = 55.0) -> list[PaperRank]:
@@ -65,6 +66,14 @@ def without_steps() -> list[PaperRank]:
     return ranks
 
 
+def in_c_code() -> list[PaperRank]:
+    """Rank 1 sorts, parses or unpickles much at once: its guard does not get the interpreter's lock."""
+    ranks = waiting_for_rank_1(3, 19)
+    ranks[1].age_s, ranks[1].is_working = 8, True
+    ranks[1].is_at("data.py:31 load_batch", unmoved_s=0.2)
+    return ranks
+
+
 def groups_of_few() -> list[PaperRank]:
     """Ranks 0 and 1 have a group that only rank 0 has begun with; 2 and 3 one of the same name, far ahead."""
     ranks = running(4)
@@ -74,6 +83,20 @@ def groups_of_few() -> list[PaperRank]:
     for rank in (2, 3):
         for _ in range(30):
             ranks[rank].call("all_gather float32", group="pair")
+    return ranks
+
+
+def teams_with_models_of_their_own() -> list[PaperRank]:
+    """Two pairs train a model each; after five steps of the one and eight of the other all ranks tell how it went."""
+    ranks = world(4)
+    for _epoch in range(3):
+        for one in ranks:
+            team = one.rank // 2
+            for _ in range(5 + 3 * team):
+                one.group(f"pair {team}", [2 * team, 2 * team + 1])
+                one.call(group=f"pair {team}")
+                one.step += 1
+            one.call("all_gather int64 [1]")
     return ranks
 
 
@@ -118,6 +141,8 @@ NO_FAULT: dict[str, Build] = {
     "a compilation": lambda: at_work("compile"),
     "a debugger": lambda: at_work("debugger"),
     "a loader that uses a core": lambda: at_work("", 19, unmoved_s=0.3),
+    "a loader whose workers use cores": lambda: at_work(CHILDREN),
+    "C code that holds Python's lock": in_c_code,
     "everybody computes": lambda: running(3),
     "one rank is ahead": only_ahead,
     "accumulation": accumulating,
@@ -125,6 +150,7 @@ NO_FAULT: dict[str, Build] = {
     "company with an activity": lambda: joined(activity="join"),
     "a rank without steps": without_steps,
     "groups of few ranks": groups_of_few,
+    "teams with models of their own": teams_with_models_of_their_own,
     "a group that one rank has made": one_has_made_the_group,
     "handles nobody waits for": dropped_handles,
     "a receive posted early": sent_before_received,
@@ -143,7 +169,13 @@ def test_no_alarm(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "open_s"),
-    [("a slow checkpoint", 61), ("a loader that uses a core", 21), ("one polls for another's work", 21)],
+    [
+        ("a slow checkpoint", 61),
+        ("a loader that uses a core", 21),
+        ("a loader whose workers use cores", 61),
+        ("C code that holds Python's lock", 21),
+        ("one polls for another's work", 21),
+    ],
 )
 def test_a_long_wait_is_mentioned(name: str, open_s: float) -> None:
     ranks = NO_FAULT[name]()
@@ -155,6 +187,16 @@ def test_a_long_wait_is_mentioned(name: str, open_s: float) -> None:
     assert "no fault" in finding.text
 
 
+def test_workers_excuse_nobody_who_stands_in_an_operation() -> None:
+    """They fetch ahead, whatever their rank waits for."""
+    ranks = waiting_for_rank_1(3)
+    for activity, kind in ((CHILDREN, "hang"), ("checkpoint", None)):
+        for one in (ranks[0], ranks[2]):
+            one.status_fields["activity"] = activity
+        finding = diagnosed(ranks)
+        assert (finding and finding.kind) == kind
+
+
 @pytest.mark.parametrize(("age_s", "looping_s", "is_told"), [(10.1, 7.1, True), (9.9, 9.9, False), (10.1, 6.9, False)])
 def test_a_loop_is_mentioned_sooner(age_s: float, looping_s: float, is_told: bool) -> None:
     ranks = at_work("", age_s, unmoved_s=0.0)
@@ -163,7 +205,7 @@ def test_a_loop_is_mentioned_sooner(age_s: float, looping_s: float, is_told: boo
     assert (finding is not None) == is_told
     if finding is not None:
         assert (finding.kind, finding.is_certain) == ("waiting", False)
-        assert "waiting for rank 1 for 10.1 s in step 3; is that a loop without an end?" in finding.text
+        assert "waiting for rank 1 for 10.1 s in step 4; is that a loop without an end?" in finding.text
         assert f"rank 1 is at work (in one loop for {looping_s} s): at save.py:3 write" in finding.text
     ranks[1].status_fields["activity"] = "evaluate"
     assert diagnosed(ranks) is None

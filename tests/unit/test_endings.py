@@ -16,6 +16,7 @@ from lockstep.observe.board import Board, flight_path, tell_end
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
+from lockstep.observe.post_mortem import words_in
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import FINISHED, LastWords, Status
 
@@ -28,6 +29,7 @@ def kill(one: PaperRank, how: str = "was killed by SIGKILL") -> None:
     one.is_gone, one.how, one.age_s = True, how, 1.3
 
 
+CLOSED = "Connection reset by peer"
 BROUGHT = """Caught ValueError in DataLoader worker process 0.
 Original Traceback (most recent call last):
   File "/lib/torch/fetch.py", line 54, in fetch
@@ -39,6 +41,22 @@ ValueError: sample 40
 class Mute(ValueError):
     def __str__(self) -> str:
         raise RuntimeError("no words")
+
+
+def raised_from(*causes: BaseException, is_hidden: bool = False) -> KeyError:
+    """An error that came up while that was handled, which came up while the next one was."""
+    error = last = KeyError(1)
+    for cause in causes:
+        last.__context__, last.__suppress_context__ = cause, is_hidden
+        last = cause
+    return error
+
+
+def undo(one: PaperRank) -> None:
+    """It has not come to the operation that it waits in."""
+    one.open.clear()
+    one.records.pop()
+    one.folds["world"].count -= 1
 
 
 def fail(one: PaperRank) -> None:
@@ -54,15 +72,16 @@ def fail_blindly(one: PaperRank) -> None:
 
 
 ORDER = (  # the first that is there is named
-    (fail, "in step 3 rank {} raised at data.py:31: ValueError: label 7"),
-    (kill, "in step 3 rank {} (pid {}) was killed by SIGKILL"),
-    (PaperRank.finishes, "in step 3 rank {} finished normally after 6 collectives"),
+    (fail, "in step 4 rank {} raised at data.py:31: ValueError: label 7"),
+    (kill, "in step 4 rank {} (pid {}) was killed by SIGKILL"),
+    (PaperRank.finishes, "in step 4 rank {} finished normally after 6 collectives"),
 )
 
 
 @pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_a_cause_is_named_before_an_effect(order: tuple[int, ...]) -> None:
     ranks = running(4)
+    ranks[0].call()
     for place, rank in enumerate(order, 1):
         ORDER[rank][0](ranks[place])
     for rank, (_, words) in enumerate(ORDER):
@@ -80,7 +99,7 @@ def test_whoever_has_lost_another_names_it_and_is_not_named() -> None:
     assert first_of(ranks, is_final=False) == (3, "in step 3 rank 3 (pid 4713) was killed")
     assert first_of(ranks, me=3) is None  # which knows better
     kill(ranks[2])
-    assert first_of(ranks) == (2, "in step 3 rank 2 (pid 4712) was killed by SIGKILL")  # it is seen
+    assert first_of(ranks) == (2, "in step 4 rank 2 (pid 4712) was killed by SIGKILL")  # it is seen
 
 
 def test_who_was_ended_because_of_another_is_not_named() -> None:
@@ -114,8 +133,53 @@ def test_a_stack_from_before_the_operation_is_not_shown() -> None:
 def test_an_end_in_peace_waits_for_news_of_others() -> None:
     ranks = running(3)
     ranks[2].finishes()
+    ranks[0].call()
     assert first_of(ranks, is_final=False) is None
     assert first_of(ranks) is not None
+
+
+def test_who_did_its_part_and_finished_is_not_the_cause() -> None:
+    """Rank 0 has lost rank 1, of which nothing is heard yet; rank 2 came to its end after all that it had to do."""
+    ranks = running(3)
+    ranks[2].finishes()
+    assert first_of(ranks) is None
+    ranks[0].group("pair", [0, 1])
+    ranks[0].call(group="pair")
+    assert first_of(ranks) is None
+    ranks[0].call()
+    assert first_of(ranks) is not None
+    sights = {one.rank: one.sight() for one in ranks}
+    assert left_first(0, sights, is_final=True, lost=1) is None
+
+
+def test_of_two_that_are_gone_the_first_is_the_cause() -> None:
+    """Rank 2 was killed; who had started them then ended rank 1 too, and rank 0 takes longer."""
+    ranks = waiting_for_rank_1(4, 5)
+    undo(ranks[2])
+    for rank, age_s in ((1, 1.9), (2, 2.4)):
+        kill(ranks[rank], "")
+        ranks[rank].age_s = age_s
+    assert found_in(ranks).culprits == (2,)
+    assert first_of(ranks) == (2, "in step 4 rank 2 (pid 4712) was killed without a word")
+
+
+def test_who_blames_a_third_is_not_blamed() -> None:
+    """Rank 1 lost rank 2, which had lost rank 3; nobody sees that one."""
+    ranks = waiting_for_rank_1(4, 3.1)[:3]
+    ranks[1].raises("PeerFailed", "rank 2 is lost", "train.py:40", True, 2)
+    blame_rank_3(ranks[2])
+    assert found_in(ranks).culprits == (3,)
+    assert first_of(ranks) == (3, "in step 3 rank 3 (pid 4713) was killed")
+
+
+def test_two_that_fail_at_once_are_both_named() -> None:
+    ranks = waiting_for_rank_1(4, 0.4)
+    undo(ranks[2])
+    for one in ranks[1:3]:
+        fail(one)
+    finding = found_in(ranks)
+    assert finding.culprits == (1, 2)
+    assert "Culprits: ranks 1,2" in finding.text
 
 
 @pytest.mark.parametrize("is_caught", [False, True])
@@ -140,6 +204,7 @@ def test_who_ended_because_of_another_is_not_the_culprit(is_caught: bool) -> Non
         ("was killed by the kernel: out of memory", "use less memory"),
         ("was killed by SIGKILL", "find who sent it: out of memory (dmesg"),
         ("was killed by SIGSEGV; its last words: Fatal Python error", "a crash in native code"),
+        ("was killed by SIGABRT", "did the ranks make other calls?"),
         ("ended with exit code 7", "look for os._exit"),
         ("", "killed: look for out of memory"),
     ],
@@ -182,7 +247,7 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
         guard.close()
 
 
-KILLED = "in step 7 rank 2 (pid 4712) was killed by SIGKILL"
+KILLED = "in step 8 rank 2 (pid 4712) was killed by SIGKILL"
 
 
 def test_a_rank_that_caught_the_loss_of_another_and_ended_is_not_blamed(ranks: Ranks) -> None:
@@ -197,6 +262,19 @@ def test_a_rank_that_caught_the_loss_of_another_and_ended_is_not_blamed(ranks: R
         assert error.rank == 2
         assert str(error).startswith(f"{KILLED}. On this rank, {rank}: ")
         assert str(error).count("On this rank") == 1
+
+
+@pytest.mark.parametrize(
+    "words", [LastWords("PeerFailed", KILLED, "", True, 2), LastWords("SystemExit", "1", "")], ids=["saw", "did not"]
+)
+def test_exit_after_a_loss_that_was_caught_is_that_loss(ranks: Ranks, words: LastWords) -> None:
+    """sys.exit(1) in an `except` of the outermost function, say."""
+    ranks.kill_rank_2()
+    if words.of is not None:
+        ranks.guards[0].lost(PeerLost("closed", 2))
+    ranks.guards[0].end(SystemExit(1))
+    status = ranks.guards[1]._sights()[0].status
+    assert (status.state, status.words) == ("raised", words)
 
 
 def test_a_rank_that_ends_for_itself_is_named_after_a_while(ranks: Ranks) -> None:
@@ -222,6 +300,12 @@ def test_a_rank_that_ends_for_itself_is_named_after_a_while(ranks: Ranks) -> Non
             LastWords("PeerFailed", "rank 1 left", "", True, 1),
         ),
         (ValueError(), "raised", LastWords("ValueError", "ValueError", "")),
+        (raised_from(PeerFailed("rank 1 left", 1)), "raised", LastWords("KeyError", "1", "", True, 1)),
+        (raised_from(ValueError(), PeerLost("closed", 2)), "raised", LastWords("KeyError", "1", "", True, 2)),
+        (ConnectionError(CLOSED), "raised", LastWords("ConnectionError", CLOSED, "")),
+        (RuntimeError(CLOSED), "raised", LastWords("RuntimeError", CLOSED, "", True)),
+        (raised_from(ValueError()), "raised", LastWords("KeyError", "1", "")),
+        (raised_from(PeerLost("closed", 2), is_hidden=True), "raised", LastWords("KeyError", "1", "")),
         (ValueError("\n\nx" * 2), "raised", LastWords("ValueError", "x", "")),
         (Mute(), "raised", LastWords("Mute", "<exception str() failed>", "")),
         (
@@ -232,10 +316,12 @@ def test_a_rank_that_ends_for_itself_is_named_after_a_while(ranks: Ranks) -> Non
         (CommError("broken\nin two"), "raised", LastWords("CommError", "broken", "", True)),
     ],
 )
-def test_last_words(ranks: Ranks, error: BaseException, state: str, words: LastWords) -> None:
+def test_last_words(ranks: Ranks, tmp_path: Path, error: BaseException, state: str, words: LastWords) -> None:
+    """The other ranks have them, and a launcher afterwards."""
     ranks.guards[0].end(error)
     status = ranks.guards[1]._sights()[0].status
     assert (status.state, status.words) == (state, words)
+    assert words_in(tmp_path / "a") == {0: words}
 
 
 def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> None:

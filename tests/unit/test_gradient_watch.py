@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from lockstep.observe.gradients import (
-    FIRST_STEPS,
     SHARE,
     GradientWatch,
     faults_in_words,
     nonfinite_gradients,
     scaler_is_active,
 )
+from lockstep.observe.settings import FIRST_STEPS
 
 NAN, INF = float("nan"), float("inf")
 

@@ -31,6 +31,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     for name in ("train.py", "tool"):
         (tmp_path / name).write_text("import torch\n")
+    (tmp_path / "pack").mkdir()
     return tmp_path
 
 
@@ -101,6 +102,12 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("--start-method=fork", "train.py"), "--start-method fork"),
         (("--no-python", "-m", "tool"), "leave one out"),
         (("--nnodes=2", "--max-restarts=1", "train.py"), "use --rdzv-backend c10d"),
+        (("--nnodes=2", "--node-rank=5", "train.py"), "--node-rank 5, but --nnodes 2: machines are 0 to 1"),
+        (("--nnodes=2", "--node-rank=-1", "train.py"), "--node-rank -1, but --nnodes 2"),
+        (("--nnodes=2", "--master-port=0", "train.py"), "ports are 1 to 65535"),
+        (("--master-port=99999", "train.py"), "ports are 1 to 65535"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "train.py"), "needs --rdzv-endpoint HOST:PORT"),
+        (("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint=h:99999", "train.py"), "--rdzv-endpoint h:99999"),
         (("--nproc-per-node=3:2", "train.py"), "--nproc-per-node 3:2"),
         (("--nproc-per-node=0:2", "train.py"), "--nproc-per-node 0:2"),
         (("--nproc-per-node=auto:2", "train.py"), "--nproc-per-node auto:2"),
@@ -115,6 +122,13 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("--signals-to-handle=SIGWHAT", "train.py"), "SIGWHAT"),
         (("--monitor-interval=0", "train.py"), "--monitor-interval"),
         (("--logs-specs=none_such", "train.py"), "none_such"),
+        (("--event-log-handler=none_such", "train.py"), "--event-log-handler none_such"),
+        (("--numa-binding=node", "train.py"), "there is none here"),
+        (("--nproc-per-node=9999", "train.py"), "so many would only kill it"),
+        (("--nproc-per-node=2",), "arguments are required: training_script"),
+        (("--wacth", "train.py"), "unknown option --wacth: did you mean --watch?"),
+        (("--guard=onn", "train.py"), "invalid choice: 'onn'"),
+        (("pack",), "pack is a folder: name the script in it"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(words: tuple[str, ...], answer: str, folder: Path) -> None:
@@ -124,7 +138,8 @@ def test_what_cannot_be_is_refused_by_name(words: tuple[str, ...], answer: str, 
 
 
 def test_a_range_starts_with_the_most_and_may_shrink(folder: Path) -> None:
-    job = read(folder, "--nproc-per-node=2:4", "train.py")
+    job = read(folder, "-n", "2:4", "train.py", "-n", "9")
+    assert job.program.arguments == ("-n", "9")
     assert job.config.nproc_per_node == 4
     assert job.supervision.policy.min_processes == 2
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,6 +18,11 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.observe.loggers import Loggers, logger_names, open_loggers
+from lockstep.observe.profile.run_record import read_run
+from lockstep.observe.profile.session import Profile
+from lockstep.observe.profile.step_clock import StepClock
+from lockstep.observe.profile.window import Window
+from lockstep.observe.profile.writer import RunWriter
 from lockstep.recipes import gpt2
 from lockstep.train.config import check
 from lockstep.train.metrics import Logs, StepLog, StepMetrics
@@ -26,18 +34,21 @@ HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None
 class FakeRun:
     """What wandb.init and trackio.init give back."""
 
+    fails_at = -1  # at that step; -2: at its end
+
     def __init__(self, **about: Any) -> None:
+        self.fails_at = about.pop("fails_at", self.fails_at)
         self.about = about
         self.logged: list[tuple[int, dict[str, float]]] = []
         self.is_finished = False
-        self.fails_at = -1
 
     def log(self, values: dict[str, float], step: int) -> None:
         if step == self.fails_at:
             raise ConnectionError("the network is gone")
         self.logged.append((step, values))
 
-    def finish(self) -> None:
+    def finish(self, exit_code: int | None = None) -> None:
+        self.exit_code = exit_code
         if self.fails_at == -2:
             raise OSError("No space left on device")
         self.is_finished = True
@@ -133,10 +144,11 @@ def test_the_environment_says_whether_wandb_uploads(
 
 
 def test_one_that_fails_is_said_once_and_left_out(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(FakeRun, "fails_at", 2)
+    monkeypatch.setattr(sys.modules["trackio"], "init", partial(_begin, runs["trackio"], fails_at=-1))
     loggers = open_loggers(("wandb", "trackio"), tmp_path, CONFIG)
-    runs["wandb"][0].fails_at = 2
     for step in range(1, 5):
         loggers.log(step, {"loss": 1.0})
     loggers.close()
@@ -149,27 +161,103 @@ def test_one_that_fails_is_said_once_and_left_out(
 
 
 def test_one_that_cannot_end_does_not_fail_the_run(
-    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    loggers = open_loggers(("wandb", "trackio"), tmp_path, CONFIG)
-    runs["trackio"][0].fails_at = -2
-    loggers.close()
+    monkeypatch.setattr(sys.modules["trackio"], "init", partial(_begin, runs["trackio"], fails_at=-2))
+    open_loggers(("wandb", "trackio"), tmp_path, CONFIG).close()
 
     assert runs["wandb"][0].is_finished
     assert "may be missing in trackio: OSError: No space left on device" in capsys.readouterr().err
 
 
-def test_one_that_cannot_begin_is_an_error_and_ends_the_others(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_one_that_cannot_begin_is_said_and_the_others_go_on(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tries: list[int] = []
+
     def init(**about: Any) -> FakeRun:
+        tries.append(1)
         raise RuntimeError("no API key")
 
     monkeypatch.setattr(sys.modules["trackio"], "init", init)
+    writer = RunWriter(tmp_path, StepClock(), rank=0, world_size=1, attempt="a/0")
+    profile = Profile(writer, Window(range(0), tmp_path, 0), None)
+    profile.open_loggers = partial(open_loggers, ("trackio", "wandb"), tmp_path, CONFIG)
+    for step in (1, 2):
+        profile.log(step, {"loss": 0.5})
+    profile.close()
 
-    with pytest.raises(ConfigError, match=r"trackio cannot log: RuntimeError: no API key"):
-        open_loggers(("wandb", "trackio"), tmp_path, CONFIG)
+    assert len(tries) == 1
+    assert capsys.readouterr().err == "lockstep: nothing is logged to trackio: RuntimeError: no API key\n"
+    assert runs["wandb"][0].logged == [(1, {"loss": 0.5}), (2, {"loss": 0.5})]
     assert runs["wandb"][0].is_finished
+    values = [note.fields for note in read_run(tmp_path).ranks[0].notes if note.kind == "values"]
+    assert values == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.5}]
+
+
+def test_one_that_does_not_answer_holds_up_neither_the_steps_nor_the_end(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = threading.Event()
+    monkeypatch.setattr("lockstep.observe.loggers._PATIENCE_S", 0.05)
+    monkeypatch.setattr(sys.modules["wandb"], "init", lambda **about: answers.wait() and FakeRun(**about))
+    loggers = open_loggers(("wandb",), tmp_path, CONFIG)
+    try:
+        loggers.log(1, {"loss": 0.5})
+        loggers.close()
+        loggers.close()
+        said = "lockstep: wandb does not end: what was logged last may be missing there\n"
+        assert capsys.readouterr().err == said
+    finally:
+        answers.set()
+
+
+def test_a_number_on_a_device_is_given_on_once_it_is_there(runs: Runs, tmp_path: Path) -> None:
+    known = iter([None, None, {"loss": 0.25}])
+    loggers = open_loggers(("wandb",), tmp_path, CONFIG)
+    loggers.log(1, {"lr": 0.1}, lambda: next(known))
+    loggers.close()
+
+    assert runs["wandb"][0].logged == [(1, {"lr": 0.1, "loss": 0.25})]
+
+
+@pytest.mark.parametrize(("end", "code"), [("", None), ("raise ValueError('no')\n", 1)])
+def test_logging_is_ended_before_what_the_libraries_do_at_the_end_of_the_process(
+    tmp_path: Path, end: str, code: int | None
+) -> None:
+    (tmp_path / "wandb.py").write_text(
+        "import atexit\n"
+        "class Run:\n"
+        "    def log(self, values, step): print('logged', step)\n"
+        "    def finish(self, exit_code): print('finished', exit_code)\n"
+        "def init(**about):\n"
+        "    atexit.register(print, 'connection lost')\n"
+        "    return Run()\n"
+    )
+    program = (
+        "from pathlib import Path\n"
+        "from lockstep.observe.loggers import open_loggers\n"
+        f"loggers = open_loggers(('wandb',), Path({str(tmp_path)!r}), {{}})\n"
+        "loggers.log(7, {'loss': 1.0})\n"
+        "while not loggers._logged.empty(): pass\n"
+    )
+    environ = {**os.environ, "PYTHONPATH": str(tmp_path), "WANDB_MODE": ""}
+    ran = subprocess.run([sys.executable, "-c", program + end], env=environ, capture_output=True, text=True, timeout=60)
+
+    assert ran.stdout == f"logged 7\nfinished {code}\nconnection lost\n"
+    assert "lockstep:" not in ran.stderr
+
+
+def test_nobody_is_asked_for_a_key_on_the_terminal_of_the_program(
+    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "online")
+    monkeypatch.setattr(sys, "stdin", types.SimpleNamespace(isatty=lambda: True))
+    vars(sys.modules["wandb"])["login"] = lambda *, prompt: prompt
+    open_loggers(("wandb",), tmp_path, CONFIG).close()
+
+    assert not runs["wandb"]
+    assert "nothing is logged to wandb: ConfigError: no API key is configured" in capsys.readouterr().err
 
 
 def test_training_hands_its_numbers_on(tmp_path: Path) -> None:
@@ -180,11 +268,13 @@ def test_training_hands_its_numbers_on(tmp_path: Path) -> None:
         def log(self, step: int, values: Mapping[str, float]) -> None:
             self.logged.append((step, values))
 
-        def close(self) -> None:
+        def close(self, has_failed: bool) -> None:
             pass
 
     kept = Kept()
-    logs = Logs(StepLog(tmp_path / "metrics.jsonl"), StepLog(tmp_path / "samples.jsonl"), Loggers({"kept": kept}))
+    logs = Logs(
+        StepLog(tmp_path / "metrics.jsonl"), StepLog(tmp_path / "samples.jsonl"), Loggers({"kept": lambda: kept})
+    )
     logs.write(StepMetrics(1, 2.5, 0.1, 0.7, 480, 100.0, 9.0))
     logs.write({"step": 2, "epoch": 0, "coverage": "exact"})
     logs.close()

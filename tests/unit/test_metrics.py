@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.errors import TrainingError
 from lockstep.train import console as console_module
 from lockstep.train.console import Console
 from lockstep.train.metrics import Meter, StepLog, StepMetrics, duration
@@ -64,6 +65,17 @@ def test_a_log_that_cannot_be_cut_off_stays_as_it_was(tmp_path: Path, monkeypatc
     with pytest.raises(KeyboardInterrupt):
         StepLog(path, resumed_step=1)
     assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+
+
+def test_a_full_disk_is_an_error_that_names_the_file_and_does_not_come_again_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = StepLog(path)
+    log.close()
+    log._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115 - closed by the log
+    with pytest.raises(TrainingError, match=r"^cannot write /dev/full: No space left on device$"):
+        log.write({"step": 1, "val_loss": 1.5})
+    assert not log.validated
+    log.close()
 
 
 @pytest.mark.parametrize(("seconds", "text"), [(0, "0:00"), (59.7, "1:00"), (75, "1:15"), (3675, "1:01:15")])

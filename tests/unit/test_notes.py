@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 import json
 import threading
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from torch.utils.data import DistributedSampler
 
 import lockstep
 from lockstep.errors import ConfigError
-from lockstep.observe.dealt_samples import DEALT, Dealt, dealing
-from lockstep.observe.patches import Patches
 from lockstep.observe.profile.notes import Later, log_values, note, take_notes, takes_notes
 from lockstep.observe.profile.run_facts import ORIGINS, commit_of, run_facts, variables_of, without_secrets
 from lockstep.observe.profile.run_record import file_of, read_rank, read_run, steps_per_line
-from lockstep.observe.profile.step_clock import PHASES, Step, StepClock
+from lockstep.observe.profile.step_clock import OTHER, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter
-from lockstep.observe.tally import BINS, Tally, tally_from, whole_tally
 
 KINDS: Mapping[str, dict[str, Any]] = {
     "facts": {"command": ["train.py"], "variables": {"RANK": ["0", "launcher"]}},
@@ -40,7 +34,7 @@ def writer_in(folder: Path, attempt: str = "a/0") -> RunWriter:
 
 
 def end_step(writer: RunWriter, step: int) -> None:
-    writer.clock.steps.append(Step(step, 10**18, 10**18 + 6, (1,) * len(PHASES), 0, 0, (0, 0), ()))
+    writer.clock.steps.append(Step(step, 10**18, 10**18 + 6, 0, 0, (0, 0), [], [(OTHER, 10**18)]))
 
 
 def test_every_kind_is_read_as_it_was_noted_wherever_the_file_is_cut(tmp_path: Path) -> None:
@@ -269,46 +263,3 @@ def test_commit_is_found_as_git_keeps_it(tmp_path: Path) -> None:
     assert commit_of(work) == "c1"
     (git / "HEAD").write_text("c4\n")
     assert commit_of(inside) == "c4"
-
-
-# ------------------------------------------------------------------ samples
-
-
-@pytest.mark.parametrize("length", [1, 2, 5, 63, 64, 203])
-@pytest.mark.parametrize("is_shuffled", [False, True])
-@pytest.mark.parametrize("drops_last", [False, True])
-@pytest.mark.parametrize("kind", ["stock", "torch", "keyed"])
-@pytest.mark.filterwarnings("ignore")
-def test_what_the_ranks_were_dealt_adds_up_to_the_epoch(
-    length: int, is_shuffled: bool, drops_last: bool, kind: str
-) -> None:
-    patches, end = Patches(), take_notes(Taken())
-    patches.replace(DistributedSampler, "__iter__", dealing)
-    try:
-        for world_size in [n for n in (1, 2, 3, 7) if kind == "stock" or not drops_last or n <= length]:
-            fields = []
-            for rank in range(world_size):
-                made: Any = (
-                    DistributedSampler
-                    if kind == "stock"
-                    else partial(lockstep.DistributedSampler, order=cast(Any, kind))
-                )
-                sampler = made(range(length), world_size, rank, is_shuffled, 5, drops_last)
-                sampler.set_epoch(3)
-                ids = list(sampler)
-                dealt: Dealt = vars(sampler)[DEALT]
-                assert (dealt.epoch, list(dealt.first(len(ids)))) == (3, ids)
-                fields.append(dealt.fields(len(ids)))
-                assert fields[-1]["samples"] == len(ids) == sum(fields[-1]["bins"])
-                assert len(fields[-1]["bins"]) == min(BINS, length)
-                assert dealt.fields(len(ids) // 2)["samples"] == len(ids) // 2
-                assert vars(copy.deepcopy(sampler))[DEALT] is None
-            used = sum((tally_from(bytes.fromhex(one["digest"])) for one in fields), Tally())
-            again, left = (tally_from(bytes.fromhex(fields[0].get(name, "00" * 24))) for name in ("again", "left"))
-            assert used == whole_tally(length) + again - left
-            assert (again.count, left.count) == (fields[0].get("repeated", 0), fields[0].get("dropped", 0))
-            assert tally_from(bytes.fromhex(fields[0]["whole"])) == whole_tally(length)
-    finally:
-        patches.undo()
-        end()
-    assert DistributedSampler.__iter__.__module__ == "torch.utils.data.distributed"

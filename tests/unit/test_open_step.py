@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 from profiled_worlds import World
 from reported_runs import add_launch, add_notes, began_ns
 
-from lockstep.observe.board import flight_path, waits_of
+from lockstep.observe.board import flight_path, from_record, status_of, waits_of
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.profile.run_record import Run
+from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, FORWARD, OPTIMIZER, OTHER, StepClock
 from lockstep.observe.report.document import document_of
 from lockstep.observe.report.lanes import lanes_of
 from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
@@ -54,6 +57,10 @@ def rank_in(
             {"state": RAISED, "words": LastWords("PeerFailed", "rank 1", "t.py:2", is_consequence=True)},
             f"waited for rank 1: {_TEXT} at t.py:2 f; then PeerFailed",
         ),
+        (
+            {"state": RAISED, "words": LastWords("SystemExit", "1", "")},
+            f"waited for rank 1: {_TEXT} at t.py:2 f; then SystemExit",
+        ),
         ({"state": RAISED, "words": LastWords("ValueError", "no", "t.py:2")}, "raised at t.py:2: ValueError: no"),
     ],
 )
@@ -84,6 +91,49 @@ def test_moment_has_the_operations_of_the_step_and_who_was_absent(
     assert [moment_of(each) for each in json.loads(json.dumps(moments))] == moments
 
 
+def test_moment_has_the_phases_of_that_step_to_the_wait_that_has_not_ended(tmp_path: Path) -> None:
+    phases = ((DATA, 5), (FORWARD, 7))
+    recorders = [
+        rank_in(tmp_path, 0, 2, is_open=True, age_s=9.0, unmoved_s=9.0, phases=phases),
+        rank_in(tmp_path, 1, 1, is_open=False, phases=phases),
+    ]
+    waiting, absent = moments_in([tmp_path])
+    assert waiting.phases == [*phases, (EXPOSED, waiting.ops[1].entered_ns)]
+    assert absent.phases == [*phases]
+    assert [moment_of(each) for each in json.loads(json.dumps([waiting, absent]))] == [waiting, absent]
+    assert moment_of(json.loads(json.dumps(absent[:-1]))).phases == [], "of a launcher that did not write them"
+    record = FlightRecord(recorders[1].path)
+    said = status_of(record.status())
+    assert said is not None
+    assert from_record(record, said).phases == phases
+    recorders[1].set_step(3)
+    assert from_record(record, said).phases == (), "they are of the step before"
+    record.close()
+    for recorder in recorders:
+        recorder.close()
+
+
+def test_another_thread_sees_the_phases_of_the_step_so_far() -> None:
+    clock = StepClock()
+    clock.close_reader = lambda: None
+    clock.switch(BACKWARD)
+    clock.step_done(1, 0)
+    began_ns = time.monotonic_ns()
+    while time.monotonic_ns() == began_ns:
+        pass
+    clock.switch(FORWARD)
+    since_ns = time.monotonic_ns()
+    while (until_ns := time.monotonic_ns()) == since_ns:
+        pass
+    clock.waited(7, since_ns, until_ns)
+    with ThreadPoolExecutor(1) as pool:
+        seen = pool.submit(clock.so_far, 8).result()
+    assert [phase for phase, _ in seen] == [OTHER, FORWARD, EXPOSED, FORWARD]
+    assert [at for _, at in seen] == sorted(at for _, at in seen)
+    assert seen[2:] == [(EXPOSED, since_ns), (FORWARD, until_ns)]
+    assert clock.so_far(1) == seen[:1]
+
+
 def moments_of(run: Run, *, ended: int) -> list[Moment]:
     """Of the step after `ended` steps: rank 1 stays in it after a collective, rank 0 waits for it in the next one."""
     zero = run.ranks[0].starts[-1].clock_ns
@@ -104,6 +154,7 @@ def test_open_step_is_drawn_to_its_end_with_who_is_to_blame(tmp_path: Path) -> N
     lanes = lanes_of(run, run.ranks[0].starts[0].time_ns / 1e3, moments=moments_of(run, ended=6), culprits=[1])
     *others, lane = lanes["steps"]
     assert (lane["step"], lane["why"]) == (7, "open")
+    assert others
     assert all(other["why"] != "open" and other["step"] <= 6 for other in others)
     waiting, late = lane["ranks"]
     assert [waiting["culprit"], late["culprit"]] == [False, True]
@@ -117,6 +168,39 @@ def test_open_step_is_drawn_to_its_end_with_who_is_to_blame(tmp_path: Path) -> N
     shared, missed = lane["joins"]
     assert shared[:2] == [waiting["ops"][0][1], 1]
     assert missed == [key, 1, 0, 0, None]
+
+
+def test_phases_are_drawn_as_far_as_they_are_known(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    zero_ns = run.ranks[0].starts[-1].clock_ns + 1000 * 1000 * 1000
+    phases = [(DATA, zero_ns + 2 * 10**6), (EXPOSED, zero_ns + 10 * 10**6)]
+    first, second = moments_of(run, ended=6)
+    first = first._replace(phases=phases)
+    second = second._replace(phases=[(BACKWARD, 0), (OPTIMIZER, zero_ns)])
+    lane = lanes_of(run, 0.0, moments=[first, second])["steps"][-1]
+    assert not lane["estimated"]
+    first_us, second_us = (row["began_us"] for row in lane["ranks"])
+    (unknown, data, exposed), (backward, optimizer) = (row["spans"] for row in lane["ranks"])
+    assert [unknown[0], data[0], exposed[0], backward[0], optimizer[0]] == [
+        *("open", "data", "exposed"),
+        *("backward", "optimizer"),
+    ]
+    assert (unknown[1], exposed[2]) == (first_us, lane["ranks"][0]["ended_us"])
+    assert (unknown[2], data[2]) == (data[1], exposed[1]) == (data[1], data[1] + 8000)
+    assert (backward[1], optimizer[2]) == (second_us, lane["ranks"][1]["ended_us"])
+    lost = [each._replace(steps=9) for each in (first, second)]
+    late = lanes_of(run, 0.0, moments=lost)["steps"][-1]
+    assert [row["spans"][0][0] for row in late["ranks"]] == ["data", "backward"], "they are older than the operations"
+
+
+def test_thread_stood_in_the_first_of_several_that_were_missed(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    first, second = moments_of(run, ended=6)
+    later = first.ops[1]._replace(seq=92, entered_ns=first.ops[1].entered_ns + 10**6)
+    lane = lanes_of(run, 0.0, moments=[first._replace(ops=[*first.ops, later]), second])["steps"][-1]
+    row = lane["ranks"][0]
+    assert [op[3] == row["ended_us"] for op in row["ops"]] == [False, True, True], "both were under way to the end"
+    assert [op[5] > 0 for op in row["ops"]] == [False, True, False]
 
 
 def test_step_of_a_killed_rank_begins_with_what_it_did_where_its_last_lines_are_missing(tmp_path: Path) -> None:

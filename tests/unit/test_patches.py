@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from lockstep.observe.patches import Patches
@@ -60,6 +61,20 @@ def test_a_static_method_stays_one() -> None:
     patches.undo()
 
     assert vars(Parent)["plain"] is before
+
+
+def test_who_has_taken_it_gets_the_new_one_and_the_old_one_back() -> None:
+    home, early, late = (SimpleNamespace() for _ in range(3))
+    home.said = early.said = before = lambda self: "module"
+    patches = Patches()
+    patches.replace(home, "said", louder, early, late)
+    assert early.said is home.said
+    assert home.said(None) == "module!"
+    assert vars(late) == {}
+
+    patches.undo()
+
+    assert home.said is early.said is before
 
 
 def test_what_somebody_has_replaced_since_is_theirs() -> None:

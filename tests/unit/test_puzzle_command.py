@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import lockstep.cli.puzzle as command
+from lockstep.errors import ConfigError
 from lockstep.learn.events import Event
 from lockstep.learn.program import Played
 from lockstep.puzzles import PUZZLES
@@ -52,6 +53,8 @@ def test_a_wrong_file_is_run_until_it_fails(worlds: list[int], capsys: pytest.Ca
     assert "not yet. `lockstep puzzle 4 --hint` has 2" in said
     assert command.puzzle(["4", "--hint", "9"]) == 0
     assert capsys.readouterr().out.splitlines() == list(PUZZLES[3].hints)
+    with pytest.raises(ConfigError, match="--hint 0: they are numbered 1 to 2"):
+        command.puzzle(["4", "--hint", "0"])
     assert command.puzzle(["4", "--again"]) == 0
     assert path.with_suffix(".py.before").read_text() == "wrong"
     assert "# your turn" in path.read_text()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,16 @@ def cards(folder: Path, status: Status = "finished") -> list[dict[str, Any]]:
     return document_of(RunReader(folder).read(), status, 0)["cards"]
 
 
-def say(folder: Path, rank: int, at_us: int, kind: Kind = "hang", key: str = "k", is_certain: bool = True) -> None:
-    finding = Finding(kind, (1,), _HANG, is_certain, key)
+def say(
+    folder: Path,
+    rank: int,
+    at_us: int,
+    kind: Kind = "hang",
+    key: str = "k",
+    is_certain: bool = True,
+    done: int | None = None,
+) -> None:
+    finding = Finding(kind, (1,), _HANG, is_certain, key, done)
     add_notes(folder, rank, ("finding", at_us, json.loads(finding.to_json())))
 
 
@@ -37,6 +46,11 @@ def test_even_run_has_nothing_to_say(tmp_path: Path) -> None:
     only = cards(tmp_path)
     assert [(card["severity"], card["title"]) for card in only] == [("good", "Nothing stands out")]
     assert only[0]["text"].startswith("15.3 ms per step")
+
+
+def test_nothing_is_said_of_a_run_of_which_too_little_is_known(tmp_path: Path) -> None:
+    replace(_EVEN, steps=3).run(tmp_path)
+    assert cards(tmp_path, "running") == []
 
 
 def test_finding_is_said_once_with_its_step_and_its_fix(tmp_path: Path) -> None:
@@ -50,7 +64,15 @@ def test_finding_is_said_once_with_its_step_and_its_fix(tmp_path: Path) -> None:
     assert card["text"] == "  Culprit: rank 1 (host h, pid 3)\n  rank 0 waits in barrier #3\nEvidence: runs/x"
     assert sum("HANG" in each["title"] for each in cards(tmp_path)) == 1
     lanes = document_of(RunReader(tmp_path).read(), "running", 0)["lanes"]["steps"]
-    assert [lane["step"] for lane in lanes if lane["why"] == "finding"] == [4]
+    assert [lane["step"] for lane in lanes if lane["why"] == "finding"] == [5]
+
+
+def test_finding_about_an_earlier_step_leads_there(tmp_path: Path) -> None:
+    _EVEN.run(tmp_path)
+    say(tmp_path, 0, 9 * 15_300 + 100, "mismatch", done=2)
+    assert cards(tmp_path)[0]["step"] == 3
+    lanes = document_of(RunReader(tmp_path).read(), "running", 0)["lanes"]["steps"]
+    assert [lane["step"] for lane in lanes if lane["why"] == "finding"] == [3]
 
 
 @pytest.mark.parametrize(

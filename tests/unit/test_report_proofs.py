@@ -82,6 +82,48 @@ def test_what_the_ranks_have_put_together_holds() -> None:
     assert wrong["examples"].startswith("2 samples missing")
 
 
+def total(samples: int, length: int) -> dict[str, Any]:
+    """As the ranks have it when they put together what they know."""
+    verdict = "exact" if samples == length else f"{samples} of {length} samples so far"
+    return {"total": {"samples": samples, "digest": "ab", "verdict": verdict, "words": ""}, "repeated": 0, "dropped": 0}
+
+
+def starts_of(*starts: list[list[tuple[str, int, dict[str, Any]]]]) -> Source:
+    """Start by start what each rank has said."""
+    ranks = {}
+    for rank in range(max(map(len, starts))):
+        own = [(f"a/{n}", start[rank]) for n, start in enumerate(starts) if rank < len(start)]
+        begun = tuple(Start(rank, 2, name, 1, "h", 10**18, 0) for name, _ in own)
+        notes = tuple(Note(kind, at_us, name, fields) for name, said in own for kind, at_us, fields in said)
+        ranks[rank] = RankRecord(rank, begun, (), (), notes)
+    return Source(Path("run"), Run(Path("run"), ranks), None, ())
+
+
+def test_grid_has_what_the_starts_before_had_used_when_the_last_one_went_on() -> None:
+    """Of 100 samples two ranks use 40, save, use 20 more and die; from there two go on to 80, and one to the end."""
+    first = [
+        [coverage_note(0, range(20), 100, **total(40, 100)), coverage_note(0, range(30), 100, **total(60, 100))],
+        [
+            coverage_note(0, range(30, 50), 100, **total(40, 100)),
+            coverage_note(0, range(30, 60), 100, **total(60, 100)),
+        ],
+    ]
+    second = [[coverage_note(0, ids, 100, **total(80, 100))] for ids in (range(20, 30), range(50, 80))]
+    third = [[coverage_note(0, range(80, 100), 100, **total(100, 100))]]
+    found = coverage_of(starts_of(first, second, third))
+    assert found is not None
+    (epoch,) = found["epochs"]
+    assert (epoch["sealed"], epoch["earlier"], epoch["missing"]) == (True, 0, 0)
+    uses = [[0.0] * 100, [0.0] * 100]
+    for rank, begin, last, times in epoch["cells"]:
+        uses[rank][begin : last + 1] = [times] * (last + 1 - begin)
+    assert [sum(each) for each in uses] == pytest.approx([50, 50], abs=0.01)
+    assert [sum(each) for each in zip(*uses, strict=True)] == pytest.approx([1.0] * 100)
+    half = coverage_of(starts_of(first[:1], second))
+    assert half is not None
+    assert half["epochs"][0]["earlier"] == 20, "what rank 1 has used is not known"
+
+
 def test_epoch_that_goes_on_is_no_fault() -> None:
     source = source_of([coverage_note(3, list(range(40)), 100)])
     found = coverage_of(source)
@@ -93,6 +135,20 @@ def test_epoch_that_goes_on_is_no_fault() -> None:
     assert [card["title"] for card in later["cards"] if "Epoch" in card["title"]] == [
         "Epoch 3 did not use each sample once"
     ]
+
+
+def test_pass_that_was_left_early_or_went_on_is_no_fault() -> None:
+    both = {"earlier": 0, "left_early": False}
+    rank_0, rank_1 = list(range(20)), list(range(50, 70))
+    for about, is_off in (({"left_early": True}, False), ({"earlier": 60}, False), ({"earlier": 59}, True)):
+        notes = [[coverage_note(0, ids, 100, **(both | about)), coverage_note(1, [], 100)] for ids in (rank_0, rank_1)]
+        document = document_of(source_of(*notes), "finished", 0)
+        epoch = document["coverage"]["epochs"][0]
+        assert (epoch["sealed"], epoch["earlier"]) == (False, about.get("earlier", 0))
+        assert any("Epoch 0" in card["title"] for card in document["cards"]) == is_off
+    left = {"left_early": True, "earlier": 0}
+    assert epoch_of([1, 2, 2], [2], length=4, **left)["twice"] > 0  # and this stays one
+    assert epoch_of([0, 1], [2, 3], length=4, **left)["sealed"]
 
 
 def test_last_start_that_did_an_epoch_counts(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,17 @@ def test_watched_command_that_is_refused_says_why(tmp_path: Path, capfd: pytest.
     assert "nowhere holds no record of a run" in capfd.readouterr().out
     assert main(["run", "--nproc-per-node", "1", "--watch", __file__]) == 2
     assert "--watch comes first" in capfd.readouterr().err
+    assert main(["run", "--watch", "--record=off", __file__]) == 2
+    assert "leave out --record off" in capfd.readouterr().err
+
+
+def test_record_of_the_script_is_its_own_affair(monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(words: Sequence[str], folder: Path) -> int:
+        raise EOFError(words)
+
+    monkeypatch.setattr("lockstep.cli.watched.watched", begun)
+    with pytest.raises(EOFError):
+        main(["run", "--watch", __file__, "--record", "off"])
 
 
 def test_nothing_else_is_there(client: Client) -> None:
@@ -216,6 +227,12 @@ def test_end_of_a_run_says_where_its_report_lies(tmp_path: Path, capsys: pytest.
     for environ in ({}, {RUN: ""}, {RUN: str(tmp_path / "not made")}):
         tell_record(environ, is_quiet=False)
     assert capsys.readouterr().err == ""
+
+
+def test_window_that_no_step_has_reached_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    full_run(tmp_path, steps=5)
+    tell_record({RUN: str(tmp_path), PROFILE: "steps=70:75"}, is_quiet=False)
+    assert "lockstep: no trace: no rank has come to step 70\n" in capsys.readouterr().err
 
 
 def test_broken_record_is_said_and_harms_nothing(

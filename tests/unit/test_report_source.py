@@ -16,7 +16,7 @@ from reported_runs import add_launch, began_ns
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.run_record import Start, start_line
 from lockstep.observe.report.run_rows import is_alive, status_of
-from lockstep.observe.report.source import Launch, RunReader, find_run, ranks_in, record_in
+from lockstep.observe.report.source import Launch, RunReader, find_run, places_of, record_in
 from lockstep.testing.waiting import wait_until
 
 _WORLD = World(work_us=lambda rank, step: 1000, steps=10)
@@ -105,7 +105,7 @@ def test_record_that_lies_elsewhere_is_followed_unless_it_is_of_another_run(tmp_
     source = RunReader(launched).read()
     assert [len(record.lines) for record in source.run.ranks.values()] == [10, 10]
     assert (source.folder, source.run.folder) == (launched, run)
-    assert (ranks_in(launched), ranks_in(run)) == (run, run)
+    assert (places_of(launched)[0], places_of(run)[0]) == (run, run)
     assert source.launch is not None
     assert [attempt.name for attempt in source.launch.attempts] == ["a/0"]
     add_launch(launched, {"over": "a", "code": 0, "time_ns": before + 1})

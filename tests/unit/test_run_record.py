@@ -22,7 +22,7 @@ from lockstep.observe.profile.run_record import (
     read_run,
     steps_per_line,
 )
-from lockstep.observe.profile.step_clock import PHASES, Step, StepClock, Wait
+from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter, covered_ns, merged
 from lockstep.observe.torch_groups import FROM_CPP
 
@@ -146,7 +146,7 @@ def test_many_operations_are_thinned_alike_and_messages_left_out(tmp_path: Path)
     records = [
         Record(n, n, 1, 1000 * n, 0, 0, n == 0, "world", texts.get(n, "barrier"), "a.py:1", "") for n in range(300)
     ]
-    clock.steps.append(Step(1, 0, 400_000, (400_000,) + (0,) * 5, 0, 0, (0, 300), (Wait(8, 8000, 9000),) * 2))
+    clock.steps.append(Step(1, 0, 400_000, 0, 0, (0, 300), [(8, 8000, 9000), (8, 9500, 10_500)], [(OTHER, 0)]))
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="", records=reader(records))
     writer.close()
     (line,) = read_run(tmp_path).ranks[0].lines
@@ -156,7 +156,18 @@ def test_many_operations_are_thinned_alike_and_messages_left_out(tmp_path: Path)
     assert len(line.ops) <= OPERATIONS_MAX
     assert (line.ops[0].began_us, line.ops[0].waited_us, line.ops[0].left_us) == (8, 2, 400)
     assert line.ops[1].began_us == -1
-    assert line.hidden_us == 399
+    assert line.hidden_us == 398
+
+
+def test_what_is_not_told_of_a_step_is_not_made_up(tmp_path: Path) -> None:
+    clock = StepClock()
+    sent = Record(0, 0, 1, 4_000_000, 9_000_000, 0, False, "WORLD", FROM_CPP, "", "")  # times at which it was seen
+    marks = [(FORWARD, 0), (BACKWARD, 2_000_000), (OTHER, 3_000_000), (BACKWARD, 6_000_000)]  # two microbatches
+    clock.steps.append(Step(1, 0, 10_000_000, 0, 0, (0, 1), [], marks))
+    RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="", records=reader([sent])).close()
+    (line,) = read_run(tmp_path).ranks[0].lines
+    assert line.hidden_us == 0
+    assert line.phases_us == (0, 5000, 5000, 0, 0, 0)
 
 
 def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
@@ -166,7 +177,7 @@ def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
     clock = StepClock()
     writer = RunWriter(tmp_path / "file", clock, rank=3, world_size=4, attempt="")
     for step in (1, 2):
-        clock.steps.append(Step(step, 0, 6, (1,) * len(PHASES), 0, 0, (0, 0), ()))
+        clock.steps.append(Step(step, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)]))
         writer.look()
     writer.close()
     assert capsys.readouterr().err.count("rank 3 is not recorded any more") == 1
@@ -175,7 +186,7 @@ def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
 def test_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StepClock()
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="")
-    clock.steps.append(Step(1, 0, 6, (1,) * len(PHASES), 0, 0, (0, 0), ()))
+    clock.steps.append(Step(1, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)]))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     writer.close()
     assert not list(tmp_path.iterdir())

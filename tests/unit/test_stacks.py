@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import pdb
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +19,8 @@ import torch
 
 from lockstep.observe import stacks
 from lockstep.observe.stacks import Loop, Motion, activity_of, is_traced, stack_of, transferred_bytes
+
+TASK = str(threading.get_native_id())
 
 
 def here() -> tuple[str, ...]:
@@ -117,6 +121,54 @@ def test_a_thread_that_stands_still_is_told_from_one_that_works(monkeypatch: pyt
     assert motion.look(now_s).unmoved_s == 1.0  # next to nothing is nothing
 
 
+def test_a_thread_that_waits_for_a_disk_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in fsync(): nothing is counted until it returns."""
+    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: 0.0)
+    monkeypatch.setattr(stacks, "transferred_bytes", lambda: 0)
+    for state, unmoved_s in (("D", [0.0, 0.0, 0.0]), ("S", [0.0, 1.0, 2.0])):
+        monkeypatch.setattr(stacks, "state_and_cpu_s", lambda path, state=state: (state, 0.0))
+        motion = Motion(threading.get_ident())
+        assert [motion.look(now_s).unmoved_s for now_s in (1.0, 2.0, 3.0)] == unmoved_s
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_who_waits_for_processes_of_its_own_that_work_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
+    used_s = {"task": 0.0}
+    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: 0.0)
+    monkeypatch.setattr(stacks, "transferred_bytes", lambda: 0)
+    monkeypatch.setattr(stacks, "frame_of", lambda thread: frame_of("/x/load.py"))
+    child = subprocess.Popen(["sleep", "60"])
+    try:
+        used_s[str(child.pid)] = 3.0
+
+        def state_and_cpu_s(path: str) -> tuple[str, float]:
+            return "S", used_s.get(path.split("/")[-2].replace(TASK, "task"), 0.0)  # this process may have others
+
+        monkeypatch.setattr(stacks, "state_and_cpu_s", state_and_cpu_s)
+        motion = Motion(threading.get_ident())
+        activities = []
+        for look in range(60):
+            used_s[str(child.pid)] += 0.025 if 8 <= look < 24 else 0.001
+            activities.append(motion.look(100 + look / 4).activity)
+    finally:
+        child.kill()
+        child.wait()
+    assert activities == [*[""] * 17, *[stacks.CHILDREN] * 20, *[""] * 23]
+
+
+def test_a_thread_that_moves_much_does_not_wait_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu_s, moved = 0.0, 0
+    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(stacks, "transferred_bytes", lambda: moved)
+    monkeypatch.setattr(stacks, "_waiting_loop", lambda frame: ("a loop",))
+    motion = Motion(threading.get_ident())
+    looping = []
+    for look in range(24):
+        cpu_s, moved = cpu_s + 1, moved + (look == 12) * (1 << 20)
+        looping.append(motion.look(100.0 + look).looping_s)
+    assert looping == [*[0] * 7, 7, 8, 9, 10, 11, *[0] * 8, 7, 8, 9, 10]
+
+
 def test_a_busy_thread_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_s = 0.0
     asked: list[int] = []
@@ -129,62 +181,127 @@ def test_a_busy_thread_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) ->
     assert len(asked) == 5  # a second apart
 
 
-BUSY_PROGRAM = """
-import sys, posixpath
-def see():
-    seen.append(loop.see(sys._getframe({depth}), next(clock)))
-def user():
-    see()
-def spin():
-    for _ in range(12):
-        see()
-        see()
-def spin_beneath():
-    for _ in range(6):
-        user(); see()
-        user(); user()
-def change():
-    spin()
-    see()
-def evaluate():
-    for _ in range(24):
-        library(see)
-def start(what):
-    what()
+WAITING = f"""
+def user():                             # {(USER := "/x/train.py")}
+    for step in range(2):
+        while waits(): pass
+def several_lines():                    # {USER}
+    while True:
+        if not waits():
+            break
+def by_a_helper():                      # {USER}
+    def has_come():
+        return not waits()
+    while not has_come(): pass
+def of_all():                           # {USER}
+    while not all(not waits() for _ in range(3)): pass
+def asks_python():                      # {USER}
+    while is_set(): pass
+def in_a_library():                     # {os.path.dirname(torch.__file__)}/x.py
+    while is_set(): pass
+def counts_on():                        # {USER}
+    for _ in itertools.count(1):
+        if not waits(): break
+def until_something_comes():            # {USER}
+    for _ in iter(waits, False): pass
+def again_and_again():                  # {USER}
+    for pause in cycle([1, 2, 4]):
+        if not is_set(): return
+"""
+WORKING = f"""
+def counts():                           # {USER}
+    while True:
+        for _ in range(50):
+            if not waits(): return
+def over_data():                        # {USER}
+    for part in sorted(iter(range(50))):
+        if not waits(): return
+def with_a_long_body():                 # {USER}
+    for part in range(50):
+        if not waits(): return
+        {"part += part ** 2 % 7; " * 60}
+def after_counting():                   # {USER}
+    numbers = itertools.count()
+    for part in [next(numbers) for _ in range(50)]:
+        if not waits(): return
+def of_a_generator():                   # {USER}
+    def batches():
+        while True: yield waits()
+    for batch in batches():
+        if not batch: return
+def one_long_call():                    # {USER}
+    long_call()
+def evaluates():                        # {USER}
+    while forward(): pass
+def reads():                            # {USER}
+    while parse(): pass
+"""
+LIBRARIES = f"""
+def is_set():                           # {threading.__file__}
+    return waits()
+def exists():                           # <frozen genericpath>
+    return waits()
+def forward():                          # {os.path.dirname(torch.__file__)}/nn/modules/linear.py
+    return waits()
+def parse():                            # {os.path.dirname(os.__file__)}/json/decoder.py
+    return waits()
 """
 
 
-@pytest.mark.parametrize(
-    ("call", "seen_s"),
-    [
-        ("spin", list(range(7, 24))),
-        ("spin_beneath", list(range(7, 24))),
-        ("evaluate", []),
-        ("change", list(range(7, 25))),  # all of it is within one call of `change`: it could be its loop
-    ],
-)
-def test_a_loop_is_told_from_work(call: str, seen_s: list[int]) -> None:
-    """At one time a second. An evaluation is seen in a library's code."""
-    loop, seen = Loop(), []
-    library: dict[str, object] = {}
-    exec(compile("def run(call): call()", os.__file__, "exec"), library)
-    names: dict[str, Any] = {
-        "loop": loop,
-        "seen": seen,
-        "clock": itertools.count(),
-        "library": library["run"],
-    }
-    exec(compile(BUSY_PROGRAM.format(depth=1), "/x/train.py", "exec"), names)
-    names["start"](names[call])
-    assert [when for when in seen if when] == seen_s
+def programs(text: str, names: dict[str, Any]) -> list[str]:
+    """Defines each function of `text` in `names` as if it came from the file that its first line tells."""
+    found = re.findall(r"^def (\w+)\(\): +# (.*)\n((?: .*\n)+)", text, re.MULTILINE)
+    for name, file, body in found:
+        exec(compile(f"def {name}():\n{body}", file, "exec"), names)
+    return [name for name, *_ in found]
 
 
-def test_another_call_is_another_loop() -> None:
-    loop = Loop()
-    frames = [frame_of(f"/x/{name}.py") for name in ("first", "second")]
-    assert [loop.see(frames[second // 10], second) for second in range(20)] == [*[0] * 7, 7, 8, 9, *[0] * 7, 7, 8, 9]
-    loop = Loop()
-    assert {loop.see(frame_of(os.__file__), second) for second in range(20)} == {0}
+def seen_in(call: str, looks: int = 20) -> list[float]:
+    """What a loop is said to have lasted, for a thread that is in `call`, looked at once a second."""
+    loop, seen = Loop(), list[float]()
+    names: dict[str, Any] = {}
+
+    def waits() -> bool:
+        seen.append(loop.see(sys._getframe(1), len(seen)))
+        return len(seen) < looks
+
+    names.update(waits=waits, itertools=itertools, cycle=itertools.cycle)
+    names["long_call"] = lambda: [waits() for _ in range(looks)]
+    for text in (LIBRARIES, WAITING, WORKING):
+        programs(text, names)
+    names[call]()
+    return seen[:looks]
+
+
+@pytest.mark.parametrize("call", programs(WAITING, {}))
+def test_waiting_in_a_loop_is_seen(call: str) -> None:
+    """Where the first question stands before the loop, as the compiler puts it, one look later."""
+    seen = seen_in(call)
+    first = seen.index(7)
+    assert first in (7, 8)
+    assert seen == [*[0] * first, *range(7, 27 - first)]
+
+
+@pytest.mark.parametrize("call", programs(WORKING, {}))
+def test_work_is_not_taken_for_waiting(call: str) -> None:
+    assert set(seen_in(call)) == {0}
+
+
+def test_a_loop_begins_anew_after_work_and_elsewhere() -> None:
+    """There is work at look 9, and the 20th is the last that one call makes."""
+    loop, seen = Loop(), list[float]()
+    names: dict[str, Any] = {}
+
+    def waits() -> bool:
+        frame = sys._getframe(1) if len(seen) != 9 else frame_of(f"{os.path.dirname(os.__file__)}/json/decoder.py")
+        seen.append(loop.see(frame, len(seen)))
+        return len(seen) % 20 != 0
+
+    names["waits"] = waits
+    programs(WAITING, names)
+    names["several_lines"]()
+    names["several_lines"]()
+    assert seen == [*[0] * 7, 7, 8, *[0] * 8, 7, 8, 9, *[0] * 7, *range(7, 20)]
 
 
 def test_the_clock_is_that_of_the_thread() -> None:
@@ -232,3 +349,18 @@ def test_a_debugger_is_seen() -> None:
     assert not is_traced()
     said = subprocess.run([sys.executable, "-c", _TRACED], capture_output=True, text=True, check=True).stdout
     assert said == "11\n"
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_garbage_is_collected_while_threads_are_asked_where_they_are(
+    is_on: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python before 3.11.9 would hold two locks in two orders: the whole process would stand still."""
+    seen: list[bool] = []
+    monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
+    try:
+        gc.enable() if is_on else gc.disable()
+        assert stacks.frame_of(threading.get_ident()) is None
+        assert (seen, gc.isenabled()) == ([False], is_on)
+    finally:
+        gc.enable()

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.observe.flight import Mark, Record
-from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, Progress, Status, Waiting
+from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, Progress, Stalled, Status, Waiting
 
 NUMBERS = st.integers(0, (1 << 62) - 1)
 SECONDS = st.floats(0, 1e6)
@@ -34,6 +34,7 @@ STATUSES = st.builds(
     unmoved_s=SECONDS,
     activity=st.sampled_from(["", "checkpoint"]),
     words=st.none() | st.builds(LastWords, *[st.text(max_size=9)] * 3, st.booleans()),
+    stalled=st.none() | st.builds(Stalled, st.text(max_size=9), *[st.lists(NUMBERS).map(tuple)] * 2, st.text()),
 )
 
 
@@ -58,7 +59,7 @@ def test_a_status_cut_short_is_refused(status: Status, data: st.DataObject) -> N
         Status.from_json(text[: data.draw(st.integers(0, len(text) - 1))])
 
 
-@pytest.mark.parametrize("field", ["groups", "waiting", "last", "stack", "words"])
+@pytest.mark.parametrize("field", ["groups", "waiting", "last", "stack", "words", "stalled"])
 @pytest.mark.parametrize("value", [3, "x", [3], {"a": 3}, [[1, 2], 3]])
 def test_fields_of_another_kind_are_refused_or_kept(field: str, value: object) -> None:
     """Never an error that the reader does not expect."""

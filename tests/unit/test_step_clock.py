@@ -17,9 +17,11 @@ from lockstep.observe.profile.step_clock import (
     FORWARD,
     OTHER,
     PHASES,
+    WAITS,
     Step,
     StepClock,
     Wait,
+    outermost,
     spans_in,
 )
 
@@ -53,31 +55,33 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
         patch.setattr(step_clock, "monotonic_ns", Time())
         clock = StepClock()
         clock.close_reader = lambda: None
-        open_waits: list[int] = []
+        open_waits: list[int] = []  # since when
         done = 0
         for number, act in enumerate(acts):
             if act in PHASES:
                 clock.switch(PHASES.index(act))
             elif act in ("wait", "within"):
-                open_waits.append(clock.wait_begins())
+                open_waits.append(step_clock.monotonic_ns())
             elif act == "end" and open_waits:
-                clock.wait_ends(open_waits.pop(), number)
+                clock.waited(number, open_waits.pop(), step_clock.monotonic_ns())
             elif act == "step":
                 done += 1
                 clock.step_done(done, number)
         steps = list(clock.steps)
     assert [step.step for step in steps] == list(range(1, done + 1))
     for step in steps:
-        assert sum(step.spent_ns) == step.ended_ns - step.began_ns
-        assert min(step.spent_ns) >= 0
-        ends = [time for wait in step.waits for time in (wait.began_ns, wait.ended_ns)]
+        spent_ns = step.spent_ns()
+        assert sum(spent_ns) == step.ended_ns - step.began_ns
+        assert min(spent_ns) >= 0
+        waits = outermost(step.waits, step.began_ns)
+        ends = [time for wait in waits for time in (wait.began_ns, wait.ended_ns)]
         assert ends == sorted(ends)
-        assert sum(wait.ended_ns - wait.began_ns for wait in step.waits) <= step.spent_ns[EXPOSED]
+        assert sum(wait.ended_ns - wait.began_ns for wait in waits) == spent_ns[EXPOSED]
         spans = spans_in(step, 1000)
         spent = [0] * len(PHASES)
         for (phase, at), (_, until) in itertools.pairwise([*spans, (OTHER, step.ended_ns)]):
             spent[phase] += until - at
-        assert tuple(spent) == step.spent_ns, "spans are the phases, with their times"
+        assert tuple(spent) == spent_ns, "spans are the phases, with their times"
         assert all(before != after for (before, _), (after, _) in itertools.pairwise(spans))
         for most in (1, 3):
             few = spans_in(step, most)
@@ -91,7 +95,7 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
 def test_span_lasts_until_the_next_and_the_shortest_are_left_out_where_there_are_many() -> None:
     marks = (DATA, 0), (FORWARD, 10), (BACKWARD, 400), (OTHER, 1000), (FORWARD, 1005), (BACKWARD, 1300)
     waits = Wait(0, 600, 900), Wait(1, 900, 901), Wait(2, 1600, 2000)
-    step = Step(1, 0, 2000, (0,) * len(PHASES), 0, 0, (0, 3), waits, marks)
+    step = Step(1, 0, 2000, 0, 0, (0, 3), waits, marks)
     every = spans_in(step, 100)
     assert every == [
         (DATA, 0),
@@ -110,15 +114,13 @@ def test_span_lasts_until_the_next_and_the_shortest_are_left_out_where_there_are
 
 def test_wait_inside_a_wait_counts_once(read: StepClock) -> None:
     read.switch(BACKWARD)
-    outer = read.wait_begins()
-    inner = read.wait_begins()
-    read.wait_ends(inner, 7)
-    read.wait_ends(outer, 8)
+    read.waited(7, 4, 5)
+    read.waited(8, 3, 6)
     assert read.switch(OTHER) == BACKWARD
     read.step_done(1, 9)
     (step,) = read.steps
-    assert [wait.number for wait in step.waits] == [8]
-    assert step.waits[0].ended_ns - step.waits[0].began_ns == step.spent_ns[EXPOSED]
+    assert outermost(step.waits, step.began_ns) == [Wait(8, 3, 6)]
+    assert step.spent_ns()[EXPOSED] == 3
 
 
 def test_other_threads_change_nothing(read: StepClock) -> None:
@@ -126,7 +128,7 @@ def test_other_threads_change_nothing(read: StepClock) -> None:
 
     def elsewhere() -> None:
         assert read.switch(DATA) == -1
-        read.wait_ends(read.wait_begins(), 3)
+        read.waited(3, 1, 2)
         read.count(5)
         read.step_done(4, 4)
         read.restart()
@@ -138,13 +140,31 @@ def test_other_threads_change_nothing(read: StepClock) -> None:
     assert read.switch(-1) == -1
     assert read.switch(OTHER) == FORWARD
     read.step_done(1, 0)
-    assert (read.steps[0].samples, read.steps[0].waits) == (0, ())
+    assert (read.steps[0].samples, read.steps[0].waits) == (0, [])
 
 
 def test_nothing_is_kept_for_nobody(read: StepClock) -> None:
     read.close_reader = None
-    read.wait_ends(read.wait_begins(), 1)
+    read.waited(1, 1, 2)
     read.step_done(1, 1)
     read.close_reader = lambda: None
     read.step_done(2, 5)
-    assert [(step.step, step.operations, step.waits) for step in read.steps] == [(2, (1, 5), ())]
+    assert [(step.step, step.operations, step.waits) for step in read.steps] == [(2, (1, 5), [])]
+
+
+def test_of_a_step_without_end_only_the_sums_and_the_first_waits_are_kept(read: StepClock) -> None:
+    for number in range(10 * WAITS):
+        read.switch(FORWARD)
+        read.waited(number, step_clock.monotonic_ns(), step_clock.monotonic_ns())
+        read.switch(BACKWARD)
+    assert len(read.waits) < WAITS
+    read.step_done(1, 0)
+    read.switch(DATA)
+    read.step_done(2, 0)
+    long, short = read.steps
+    assert sum(long.spent_ns()) == long.ended_ns - long.began_ns
+    assert [wait[0] for wait in long.waits] == list(range(len(long.waits)))
+    assert 0 < len(long.waits) <= WAITS
+    assert spans_in(long, 100) == []
+    assert sum(short.spent_ns()) == short.ended_ns - short.began_ns
+    assert [phase for phase, _ in spans_in(short, 100)] == [OTHER, DATA]

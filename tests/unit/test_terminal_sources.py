@@ -16,7 +16,7 @@ from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.profile.run_record import Start, Steps, file_of, start_line, steps_line
 from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Tail
-from lockstep.observe.report.source import flights_of
+from lockstep.observe.report.source import places_of
 from lockstep.observe.report.terminal import TerminalView
 from lockstep.observe.status import Status
 from lockstep.observe.wording import Finding
@@ -115,10 +115,10 @@ def test_another_run_takes_the_place_of_the_first(tmp_path: Path, count: int) ->
     ],
 )
 def test_the_newest_start_says_where_its_flight_records_lie(tmp_path: Path, lines: list[str], found: list[str]) -> None:
-    assert flights_of(tmp_path) == ()
+    assert places_of(tmp_path)[1] == ()
     append(tmp_path / "launch.jsonl", *(line + "\n" for line in [LAUNCHED, *lines]), '{"attempt": "c", "flig')
 
-    assert flights_of(tmp_path) == tuple(map(Path, found))
+    assert places_of(tmp_path)[1] == tuple(map(Path, found))
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_an_onlooker_sees_ranks_after_their_files_are_gone(flights: tuple[Path, 
     folder, recorders = flights
     recorders[1].enter(0, pack_words("world", "barrier", "t.py:1 f"))
     onlooker = Onlooker()
-    onlooker.follow(flights_of(folder))
+    onlooker.follow(places_of(folder)[1])
     assert list(onlooker.sights()) == [0, 1]
 
     for rank in range(2):
@@ -174,7 +174,7 @@ def test_what_the_ranks_have_found_is_a_card_until_the_document_has_it(
     cards: list[dict[str, Any]] = []
     view = TerminalView(folder, lambda: {"run": run(), "cards": list(cards)})
     onlooker = Onlooker()
-    onlooker.follow(flights_of(folder))
+    onlooker.follow(places_of(folder)[1])
     onlooker.sights()
     found = Finding("gone", (1,), "lockstep: GONE in step 5.\n  rank 1 was last seen", True, "gone:1")
     next(iter(onlooker._records.values())).put_up(found.to_json().encode())

@@ -292,7 +292,7 @@ from pathlib import Path
 from lockstep.observe.report.terminal import TerminalView
 assert "torch" not in sys.modules
 run = {"id": "tiny", "status": "running", "world_size": 3}
-TerminalView(Path(sys.argv[1]), lambda: {"run": run, "cards": []}).show()
+TerminalView(Path(sys.argv[1]), lambda: {"run": run, "cards": []}, about="http://here:1/").show()
 """
 
 
@@ -327,6 +327,8 @@ def test_the_terminal_is_left_as_it_was(tmp_path: Path, number: signal.Signals) 
     before, left, after = said.rpartition(b"\x1b[?1049l")
     assert before.count(b"\x1b[?1049h") == 1
     assert left
+    assert b"http://here:1/" in before, "it stays in sight"
+    assert b"http://here:1/" not in after
     assert b"\x1b[?25h" in said
     assert b"\x1b[?25l" not in after  # the cursor is there
     assert b"tiny" in after  # the last picture stays

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 
@@ -25,6 +28,7 @@ class Torch:
             self.numbered_by: self.started,
             "profiling_name": "gloo:all_reduce",
             "input_sizes": [[4, self.started]],
+            "time_created_ns": 5000 + self.started,
         }
         self.entries.append(entry | {"retired": False, "state": "scheduled"})
 
@@ -40,7 +44,9 @@ class Torch:
         return json.dumps(answer | ({"entries": self.entries} if with_entries else {})).encode()
 
 
-def test_counts_and_names() -> None:
+def test_counts_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = SimpleNamespace(time_ns=lambda: 6000, monotonic_ns=lambda: 4000)
+    monkeypatch.setattr("lockstep.observe.torch_flight_recorder.time", clocks)
     for name, numbered_by in (("_dump_fr_trace_json", "op_id"), ("_dump_nccl_trace_json", "collective_seq_id")):
         torch = Torch(numbered_by)
         recorder = TorchFlightRecorder({name: torch.dump, "_another": torch.dump})
@@ -52,8 +58,10 @@ def test_counts_and_names() -> None:
         recorder.look()
         assert recorder.ended("7") == 1
         assert recorder.ended("8") is None
-        assert recorder.describe("7", 2) == "all_reduce[4,2]"
-        assert recorder.describe("7", 9) == recorder.describe("8", 2) == ""
+        known = recorder.since("7", 2)
+        assert {number: one.text for number, one in known.items()} == {2: "all_reduce[4,2]", 3: "all_reduce[4,3]"}
+        assert (known[2].began_ns, known[3].began_ns) == (3002, 3003), "by the clock of the record"
+        assert recorder.since("7", 9) == recorder.since("8", 2) == {}
         torch.end(2)
         torch.end(3)
         recorder.look()

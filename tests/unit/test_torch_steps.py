@@ -43,6 +43,7 @@ def counted(story: str, operations: int = 1) -> list[int]:
         (" x x x", [0, 2, 1]),  # gradients averaged by the program's own calls
         (" xy xy xy", [0, 0, 2, 0, 1, 0]),
         (" A A B B B", [1, 1, 0, 1, 1]),  # a second phase of training
+        (" A A BBBB", [1, 1, 0, 0, 0, 0]),  # one rank goes on with its copy of the model, alone
         ("xxxx", [0, 0, 0, 0]),
     ],
 )
@@ -64,4 +65,11 @@ def test_the_next_optimizer_takes_over_at_once_when_the_leader_is_gone() -> None
     assert counter.stepped(first, 1) == 1
     del first
     gc.collect()
+    assert counter.stepped(second, 1) == 0  # one rank goes on with its copy of the model, alone
     assert counter.stepped(second, 2) == 1
+
+
+def test_without_other_ranks_nothing_is_waited_for() -> None:
+    counter = StepCounter(lambda optimizer: True, is_alone=True)
+    first, second = Optimizer(), Optimizer()
+    assert [counter.stepped(one, 0) for one in (first, first, second, second)] == [1, 1, 0, 1]

@@ -108,7 +108,7 @@ def test_a_parameter_frozen_on_one_rank() -> None:
     finding = found(tell)
     assert finding.culprits == (2,)
     assert "rank 2 froze head.bias after wrapping" in finding.text
-    assert "FROZEN on some ranks only, in step 4" in finding.text
+    assert "FROZEN on some ranks only, in step 5" in finding.text
     assert is_quiet(lambda facts, rank: facts.tell("trained world/3", 4, [["head.bias"], True, SITE]))
 
 
@@ -156,7 +156,7 @@ def test_what_a_rank_told_of_an_earlier_step_holds_until_it_tells_another() -> N
         if rank == 1:
             facts.tell("sync world/3", 4, [0, 4, SITE])
 
-    assert "in step 4" in found(tell, steps={0: 9, 1: 9, 2: 9}).text
+    assert "in step 5" in found(tell, steps={0: 9, 1: 9, 2: 9}).text
     assert is_quiet(tell, steps={0: 4, 1: 9, 2: 4})  # they have not ended step 4 yet
 
 
@@ -169,7 +169,7 @@ def test_a_rank_without_steps_of_the_optimizer() -> None:
     finding = found(tell, steps={0: 2, 1: 9, 2: 9})
     assert (finding.kind, finding.culprits) == ("replica", (0,))
     assert "rank 0 ran 8 synchronised backwards there, at train.py:9 main" in finding.text
-    assert "ranks 1,2 went on to 9" in finding.text
+    assert "ranks 1,2 went on to step 10" in finding.text
 
 
 # ------------------------------------------------------------------ replicas
@@ -205,6 +205,16 @@ def test_a_replica_that_drifts_is_named_with_its_parameter_and_steps() -> None:
     assert "rank 1: load_state_dict() at train.py:30 main, in step 2\n  ranks 0-2: step at train.py:9" in finding.text
 
 
+def test_of_pieces_only_those_who_hold_them_are_named() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        pieces = [Entry("parameter 'weight'", "ab"[rank == 3], (rank % 2, rank % 2 + 2))]
+        facts.tell("replica hand 0/4/0", 1, [fold(pieces), "ddp", "", []], lambda: pieces)
+
+    finding = found(tell, size=4)
+    assert finding.culprits == (1, 3)
+    assert "parameter 'weight' is a on rank 1, b on rank 3" in finding.text
+
+
 def test_what_all_ranks_loaded_explains_nothing() -> None:
     def tell(facts: Facts, rank: int) -> None:
         replicas({0: "aaa", 1: "aab", 2: "aaa"})(facts, rank)
@@ -232,6 +242,62 @@ def test_replicas_that_differ_from_the_start_name_both_of_two() -> None:
 
 def test_equal_replicas_are_quiet() -> None:
     assert is_quiet(replicas({0: "abc", 1: "abc", 2: "abc"}))
+
+
+def ends(
+    counts: Sequence[int],
+    backwards: Sequence[Mapping[int, int]],
+    values: Sequence[str] = "ab",
+    *,
+    kind: str = "ddp",
+    told: int = 2,
+) -> Tell:
+    """Of each rank: how many steps it took, how many synchronised backwards there were from which step on, its model.
+
+    told: how many ranks have come to their end.
+    """
+
+    def tell(facts: Facts, rank: int) -> None:
+        for step, number in backwards[rank].items():
+            facts.tell("sync world/2/0", step, [number, 0, ""])
+        entry = Entry("parameter 'weight'", values[rank])
+        facts.tell("replica world/2/0", counts[rank], [fold([entry]), kind, "", []], lambda: [entry])
+        facts.tell("lines world/2/0", "now", {"step": f"optimizer.step() at {SITE}"})
+        if rank < told:
+            facts.tell("end", "end", counts[rank])
+
+    return tell
+
+
+ONCE_LESS = ({0: 1}, {0: 1, 3: 2, 4: 1})  # rank 1 runs two backwards in its fourth step: one step was left out
+EACH_TWICE = ({0: 2}, {0: 2, 3: 4, 4: 2})
+
+
+@pytest.mark.parametrize(("backwards", "number"), [(ONCE_LESS, 9), (EACH_TWICE, 18)])
+def test_a_step_that_was_left_out_is_certain_at_the_end(backwards: Sequence[Mapping[int, int]], number: int) -> None:
+    finding = found(ends((9, 8), backwards), size=2)
+
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("replica", (1,), True)
+    text = " ".join(finding.text.split())
+    assert f"each rank ran {number} synchronised backwards" in text
+    assert "optimizer.step() 9 times on rank 0, 8 times on rank 1" in text
+    assert f"ranks 0,1: optimizer.step() at {SITE}" in text
+
+
+QUIET_ENDS = {
+    "one has not come to its end": ends((9, 8), ONCE_LESS, told=1),
+    "the models are equal": ends((9, 8), ONCE_LESS, "aa"),
+    "the ranks do not average": ends((9, 8), ONCE_LESS, kind="hook"),
+    "one went on alone": ends((9, 8), ({0: 1}, {0: 1})),
+    "one went on without synchronising": ends((9, 8), ({0: 1, 8: 0}, {0: 1})),
+    "within join() nothing is told": ends((9, 8), ({}, {})),
+    "what was told first is forgotten": ends((9, 8), ({3: 1}, {3: 2, 4: 1})),
+}
+
+
+@pytest.mark.parametrize("name", QUIET_ENDS)
+def test_other_numbers_of_steps_at_the_end_are_no_fault_as_such(name: str) -> None:
+    assert is_quiet(QUIET_ENDS[name], size=2)
 
 
 @pytest.mark.parametrize(("gradients", "is_meant"), [("", False), ("d1", True)])
@@ -333,7 +399,7 @@ def test_one_file_that_two_ranks_write_in_one_step() -> None:
         facts.tell("save", "model.pt" if rank < 2 else "model-2.pt", [7, f"save.py:{rank}"])
 
     [note] = noted(tell)
-    assert "SAVE: ranks 0,1 wrote one file in step 7, at save.py:0, save.py:1." in note.text
+    assert "SAVE: ranks 0,1 wrote one file after step 7, at save.py:0, save.py:1." in note.text
     assert is_quiet(lambda facts, rank: facts.tell("save", "model.pt", [7 + rank, SITE]))  # one after the other
 
 

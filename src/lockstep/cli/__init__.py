@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import io
 import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import lockstep
-from lockstep.cli.words import nearest
 from lockstep.errors import ConfigError
+from lockstep.launch.words import nearest
 
+WATCHER_PID = "LOCKSTEP_WATCHER_PID"  # of who shows this command, and takes it along when it ends
 _COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -24,7 +28,7 @@ commands:
   run         start and supervise your own script, with torchrun's flags: `lockstep run --nproc-per-node 2 train.py`
   checkpoint  look at checkpoints: `lockstep checkpoint ls|verify|show|export|import`
   samples     which samples a step was trained on: `lockstep samples runs/gpt2-tiny 10`
-  profile     where the time of a run went, and what would make it faster: `lockstep profile runs/gpt2-tiny`
+  profile     where the time of a run went, and what would make it faster: `lockstep profile`
   report      a run as one HTML file: `lockstep report`, `lockstep report runs/gpt2-tiny`
   watch       the same page while the run goes on, and a line per rank here: `lockstep watch`
   doctor      is this machine, are these machines fit for a run: `lockstep doctor`, `lockstep doctor --nproc-per-node 4`
@@ -42,12 +46,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 stopped before anything could be committed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no run ends for a letter that Latin 1 lacks
     if words and words[0] == "--version":
         print(f"lockstep {lockstep.__version__}")
         return 0
     if not words or words[0] in ("-h", "--help"):
         print(HELP)
         return 0
+    if WATCHER_PID in os.environ:
+        from lockstep.launch.worker import hear_of_end
+
+        hear_of_end(int(os.environ.pop(WATCHER_PID)), signal.SIGTERM)
     try:
         code = _command(words[0], words[1:])
         sys.stdout.flush()
@@ -56,16 +66,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":  # every rank reads the same words: one answer is enough
             print(f"lockstep: {error}", file=sys.stderr)
         return _USER_ERROR
-    except BrokenPipeError:  # `lockstep learn | head`: what is still buffered has nowhere to go
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:
+        if not _has_lost_its_reader(sys.stdout.fileno()):
+            raise
+        with open(os.devnull, "w") as nowhere:  # `lockstep learn | head`: there what is still buffered goes
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 1
+    except (ConnectionError, TimeoutError):  # of a network: where it came from is of use
+        raise
+    except OSError as error:  # no rights, no room, no file
+        print(f"lockstep: {error.filename or words[0]}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
         return _INTERRUPTED
 
 
+def _has_lost_its_reader(descriptor: int) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    return any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
 def _command(name: str, words: Sequence[str]) -> int:
     if name not in _COMMANDS:
-        near = nearest(name, _COMMANDS)
+        near = nearest(name, ("--help", "--version") if name.startswith("-") else _COMMANDS)
         raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
     command = getattr(import_module(f"lockstep.cli.{name}"), name)
     return command(words)

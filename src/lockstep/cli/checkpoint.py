@@ -10,10 +10,9 @@ import re
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, final
 
-from lockstep.cli.words import nearest
 from lockstep.errors import CheckpointMissing, ConfigError, LockstepError
+from lockstep.launch.words import Words, nearest
 
 _USER_ERROR = 2
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -47,35 +46,15 @@ def checkpoint(words: Sequence[str]) -> int:
             "`lockstep checkpoint --help` lists all"
         )
     declare, act = _COMMANDS[words[0]]
-    parser = _Parser(prog=f"lockstep checkpoint {words[0]}", allow_abbrev=False)
+    parser = Words(prog=f"lockstep checkpoint {words[0]}", allow_abbrev=False)
     declare(parser)
     try:
-        return act(parser.parse(words[1:]))
+        return act(parser.read(words[1:]))
     except (ConfigError, BrokenPipeError):  # as for all commands
         raise
     except (LockstepError, OSError) as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return _USER_ERROR if isinstance(error, CheckpointMissing) else 1
-
-
-@final
-class _Parser(argparse.ArgumentParser):
-    """argparse, whose errors are ours and name what was meant."""
-
-    def parse(self, words: Sequence[str]) -> argparse.Namespace:
-        options, unknown = self.parse_known_intermixed_args(words)  # a pattern may follow the options
-        wrong = next((word for word in unknown if word.startswith("-")), None)
-        if wrong is not None:
-            names = [name for action in self._actions for name in action.option_strings]
-            self.error(f"unknown option {wrong}: did you mean {nearest(wrong, names)}?")
-        if unknown:
-            self.error(f"unexpected {unknown[0]!r}")
-        return options
-
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            f"{message.rstrip('?.')}{'?' if message.endswith('?') else '.'} `{self.prog} --help` explains"
-        )
 
 
 # ------------------------------------------------------------------ which words

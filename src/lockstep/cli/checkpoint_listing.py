@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
@@ -89,7 +90,7 @@ def list_checkpoints(directory: Path, *, verify: bool, as_json: bool) -> int:
         if not _unfinished_in(directory):
             raise
     lines = [line for path in found if (line := _line(path, verify)) is not None]
-    lines += [_unfinished(path) for path in _unfinished_in(directory)]
+    lines += [_described(path, "unfinished") for path in _unfinished_in(directory)]
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
@@ -110,8 +111,6 @@ def list_checkpoints(directory: Path, *, verify: bool, as_json: bool) -> int:
 
 def _line(path: Path, verify: bool) -> Line | None:
     """What is known of one checkpoint; None where its run has deleted it since it was listed."""
-    name = Name.parse(path.absolute().name) or Name(0, 0)
-    written, size = _written_and_size(path)
     state, why, ranks = "good" if verify else "complete", "", None
     try:
         with open_checkpoint(path) as reader:
@@ -123,7 +122,7 @@ def _line(path: Path, verify: bool) -> Line | None:
         return None
     except CheckpointError as error:
         state, why = "damaged", str(error)
-    return Line(name.step, written, size, ranks, name.generation, state, str(path), why)
+    return _described(path, state, ranks, why)
 
 
 def _check_sizes(reader: CheckpointReader) -> None:
@@ -133,20 +132,15 @@ def _check_sizes(reader: CheckpointReader) -> None:
             raise CheckpointDamaged(f"{reader.folder / name} has {size} bytes, {record.bytes} were written")
 
 
-def _unfinished(path: Path) -> Line:
+def _described(path: Path, state: str, ranks: int | None = None, why: str = "") -> Line:
     name = Name.parse(path.absolute().name) or Name(0, 0)
-    written, size = _written_and_size(path)
-    return Line(name.step, written, size, None, name.generation, "unfinished", str(path))
-
-
-def _written_and_size(path: Path) -> tuple[str, int]:
-    try:
-        found = [(path / name).lstat() for name in os.listdir(path)]
+    written, size = "", 0
+    with suppress(FileNotFoundError):  # deleted by its run since it was listed
+        found = [(path / file).lstat() for file in os.listdir(path)]
         latest = max([entry.st_mtime for entry in found] or [path.stat().st_mtime])
-    except FileNotFoundError:  # deleted by its run since it was listed
-        return "", 0
-    written = datetime.fromtimestamp(latest).astimezone().isoformat(timespec="seconds")
-    return written, sum(entry.st_size for entry in found)
+        written = datetime.fromtimestamp(latest).astimezone().isoformat(timespec="seconds")
+        size = sum(entry.st_size for entry in found)
+    return Line(name.step, written, size, ranks, name.generation, state, str(path), why)
 
 
 # ------------------------------------------------------------------ verify

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import re
 import tempfile
-from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.cli.demo_side import Line, Side, Who
-from lockstep.cli.words import nearest
 from lockstep.demos.catalog import DEMOS, Demo
 from lockstep.errors import ConfigError
+from lockstep.launch.words import Words, nearest
+from lockstep.observe.report.terminal import ending_by_exception
 
 _SHOWN = 30  # lines of one side
 _WIDTH = 150
@@ -33,11 +33,13 @@ class Word(NamedTuple):
 
 def demo(words: Sequence[str]) -> int:
     """`lockstep demo [NAME]`; 0 where it could be shown. Raises: ConfigError for a name that there is not."""
-    parser = ArgumentParser(prog="lockstep demo", description=__doc__)
+    parser = Words(prog="lockstep demo", description=__doc__)
     parser.add_argument("name", nargs="?", help="which one; without a name, all are listed")
     parser.add_argument("--seconds", type=float, default=6.0, help="how long stock torch is waited for (default: 6)")
     parser.add_argument("--source", action="store_true", help="show the program, run nothing")
-    args = parser.parse_args(list(words))
+    args = parser.read(words)
+    if args.name is None and args.source:
+        raise ConfigError("--source shows the program of one demo: `lockstep demo NAME --source`")
     if args.name is None:
         _list()
         return 0
@@ -52,14 +54,15 @@ def demo(words: Sequence[str]) -> int:
     if args.source:
         print(f"# {one.script}\n{one.script.read_text()}", end="")
         return 0
-    _show(one, args.seconds)
+    with ending_by_exception():  # what was started is ended first
+        _show(one, args.seconds)
     return 0
 
 
 def _list() -> None:
     width = max(map(len, DEMOS))
     for one in DEMOS.values():
-        print(f"{one.name:{width}}  {one.title}\n{'':{width}}  stock torch {one.stock}")
+        print(f"{one.name:{width}}  {one.title}\n{'':{width}}  stock torch: {one.stock}")
     print(f"\n`lockstep demo {next(iter(DEMOS))}` runs one with stock torch, then with lockstep; --source shows it.")
 
 
@@ -96,11 +99,10 @@ def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
             found = pattern.match(line.text)
             if first is None and found is not None:
                 first = Word(line.at_s, next(filter(None, found.groups()), ""))
-            if who == "lockstep" and one.says and says_all(one, "\n".join(lines)):
-                for more in _without_frames(side.lines(line.at_s + _AFTERMATH_S)):
-                    lines.append(more.text)
-                    _print(more, len(lines))
-                break
+            elif first is not None and first.text.endswith(":"):  # a heading: what helps is below it
+                first = first._replace(text=line.text.strip())
+            if who == "lockstep" and side.limit_s == limit_s and one.says and says_all(one, "\n".join(lines)):
+                side.limit_s = line.at_s + _AFTERMATH_S
         code = side.exit_code
     if len(lines) > _SHOWN:
         print(f"         ... {len(lines) - _SHOWN} more lines", flush=True)
@@ -115,12 +117,13 @@ def says_all(one: Demo, output: str) -> bool:
 
 
 def _without_frames(lines: Iterable[Line]) -> Iterator[Line]:
-    """Of tracebacks only the first line and the error."""
+    """Of tracebacks only the first line and the error; not where the report lies, which goes with its folder."""
     within: dict[str, bool] = {}  # by the prefix of a rank
     for line in lines:
         found = _PREFIXED.fullmatch(line.text)
         prefix, rest = found.groups() if found is not None else ("", line.text)
-        if not (within.get(prefix) and (not rest or rest.startswith("  "))):
+        is_frame = within.get(prefix) and (not rest or rest.startswith("  "))
+        if not (is_frame or rest.startswith("lockstep: report: ")):
             within[prefix] = rest.startswith("Traceback (most recent call last)")
             yield line
 

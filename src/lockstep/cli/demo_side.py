@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -42,6 +42,7 @@ class Side:
         self._folder, self._variables = folder, dict(variables or {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
+        self.limit_s = float("inf")  # how long it is listened to after the ranks have begun; may be changed meanwhile
         self._begun_s = 0.0
         self._output = -1
 
@@ -71,25 +72,23 @@ class Side:
         return None if None in codes else next((code for code in codes if code), 0)
 
     def lines(self, seconds: float) -> Iterator[Line]:
-        """What is said until `seconds` after the ranks have begun, or until all have ended."""
-        rest = b""
-        until_s = float("inf")
-        while time.time() < until_s:
+        """What is said until `seconds` (then `limit_s`) after the ranks have begun, or until all have ended."""
+        self.limit_s, rest = seconds, b""
+        while not self._begun_s or time.time() < self._begun_s + self.limit_s:
             if not select.select([self._output], [], [], 0.05)[0]:
                 continue
             data = os.read(self._output, 1 << 16)
-            if not data:
-                break
+            if not data:  # all have closed it
+                for process in self._processes:
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(_END_S)
+                return
             *whole, rest = (rest + data).split(b"\n")
             for text in (one.decode(errors="replace").rstrip() for one in whole):
                 if _MARK in text:
                     self._begun_s = self._begun_s or float(text.rpartition(" ")[2])
-                    until_s = self._begun_s + seconds
                 else:
                     yield Line(max(0.0, time.time() - self._begun_s) if self._begun_s else 0.0, text)
-        for process in self._processes if time.time() < until_s else ():  # all have closed their output
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(_END_S)
 
     # ------------------------------------------------------------------ what is started
 
@@ -128,7 +127,11 @@ class Side:
             process.kill()
             process.wait()
         while left := set(children()) - self._own:  # ranks whose launcher has ended are children of this process
-            _kill(sorted(left))
+            for pid in sorted(left):
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                with suppress(ChildProcessError):
+                    os.waitpid(pid, 0)
 
 
 def environment(place: Place, ports: Mapping[str, str]) -> dict[str, str]:
@@ -141,11 +144,3 @@ def environment(place: Place, ports: Mapping[str, str]) -> dict[str, str]:
         "MASTER_PORT": ports[place.port],
     }
     return {name: value for name, value in said.items() if value is not None}
-
-
-def _kill(pids: Sequence[int]) -> None:
-    for pid in pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(pid, 0)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 import lockstep.lessons
 from lockstep.cli.pager import show_screens
-from lockstep.cli.words import nearest
 from lockstep.errors import ConfigError
+from lockstep.launch.words import Words, nearest
 from lockstep.learn.events import screens
 from lockstep.learn.program import play, title_of
 from lockstep.learn.replay import replay
@@ -21,18 +20,20 @@ _FOLDER = Path("runs")
 
 def learn(words: Sequence[str]) -> int:
     """`lockstep learn [NAME]`; the exit code of the lesson. Raises: ConfigError for one that there is not."""
-    parser = ArgumentParser(prog="lockstep learn", description=__doc__)
+    parser = Words(prog="lockstep learn", description=__doc__)
     parser.add_argument("name", nargs="?", help="which one, or a file of your own; without a name, all are listed")
     parser.add_argument("-n", "--ranks", type=int, default=3, help=f"processes, 2 to {_RANKS_MAX} (default: 3)")
     parser.add_argument("--auto", action="store_true", help="all screens one after the other, no keys")
     parser.add_argument("--source", action="store_true", help="show the program, run nothing")
-    args = parser.parse_args(list(words))
+    args = parser.read(words)
+    if args.name is None and args.source:
+        raise ConfigError("--source shows the program of one lesson: `lockstep learn NAME --source`")
     if args.name is None:
         _list()
         return 0
     path = _path_of(args.name)
     if args.source:
-        print(f"# {path}\n{path.read_text(encoding='utf-8')}", end="")
+        print(f"# {path}\n{path.read_text(encoding='utf-8', errors='replace')}", end="")
         return 0
     if not 2 <= args.ranks <= _RANKS_MAX:
         raise ConfigError(f"-n {args.ranks}: a lesson runs on 2 to {_RANKS_MAX} processes")

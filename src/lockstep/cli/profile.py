@@ -1,4 +1,4 @@
-"""`lockstep profile RUN`: where the time of a run went, per rank, and what would make it faster."""
+"""`lockstep profile [RUN]`: where the time of a run went, per rank, and what would make it faster."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from lockstep.cli.typed import RunFolder, read_command
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.run_record import Run, read_run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.verdict import Verdict, judge
+from lockstep.observe.report.source import find_run
+from lockstep.observe.report.writing import shown
 
 _MATMUL, _MATMUL_S = 1024, 0.3
 _PAIRS_MAX = 5
@@ -24,8 +24,8 @@ _PAIRS_MAX = 5
 class ProfileCommand:
     """Say where the time of a run went, and what would make it faster."""
 
-    run: Annotated[Path, tyro.conf.Positional]
-    """The folder that `lockstep run` or `lockstep train` has named."""
+    run: RunFolder = None
+    """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/."""
     flops_per_token: float = 0.0
     """Arithmetic of forward and backward; by default as the run has it, which `lockstep train` knows."""
     peak_tflops: float = 0.0
@@ -34,26 +34,27 @@ class ProfileCommand:
 
 def profile(words: Sequence[str]) -> int:
     """`lockstep profile ...`; the exit code. Raises: ConfigError for a folder without a record."""
-    command = tyro.cli(ProfileCommand, args=list(words), prog="lockstep profile", use_underscores=True)
+    command = read_command(ProfileCommand, "profile", words)
     sys.stdout.write("".join(line + "\n" for line in describe(command)))
     return 0
 
 
 def describe(command: ProfileCommand) -> Iterator[str]:
     """What is printed, line by line."""
-    run = read_run(command.run)
+    run = read_run(command.run or find_run(None, Path("runs")))
     per_token = command.flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
     peak, how = _peak(command, run) if per_token else (0.0, "")
     verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
     if not verdict.shares:
-        raise ConfigError(f"{command.run} has no step that has ended")
+        raise ConfigError(f"{shown(run.folder)} has no step that has ended")
     yield from _summary(run, verdict, how)
     yield ""
     yield from _table(verdict)
     yield from _waiting(verdict)
     yield from _what_if(verdict)
-    if (run.folder / "trace.json").is_file():
-        yield f"\ntrace    {run.folder / 'trace.json'}: open it in chrome://tracing or ui.perfetto.dev"
+    trace = run.folder / "trace.json"
+    if trace.is_file():
+        yield f"\ntrace    {shown(trace)}: open it in chrome://tracing or ui.perfetto.dev"
 
 
 def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
@@ -63,7 +64,8 @@ def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
     samples = sum(each.samples_per_s for each in verdict.shares)
     rates += [f"{samples:,.0f} samples/s"] if samples else []
     rates += [f"MFU {verdict.mfu:.1%} ({how})"] if verdict.mfu is not None else []
-    yield f"run      {run.folder}: {len(run.ranks)} of {run.world_size} ranks, {share.steps} steps, {', '.join(rates)}"
+    ranks = f"{len(run.ranks)} of {run.world_size} ranks"
+    yield f"run      {shown(run.folder)}: {ranks}, {share.steps} steps, {', '.join(rates)}"
     overlap = "" if verdict.overlap is None else f", {verdict.overlap:.0%} of communication is hidden"
     yield f"balance  the slowest rank works {verdict.imbalance:.2f} x the mean{overlap}"
     for advice in verdict.advice:
@@ -104,7 +106,8 @@ def _what_if(verdict: Verdict) -> Iterator[str]:
     if verdict.what_ifs:
         yield "\nwhat if (estimates: recorded steps, played again)"
     for answer in verdict.what_ifs:
-        yield f"  {answer.name:<32} {answer.step_ms:8.2f} ms  {answer.speed_up:5.2f} x"
+        least = " at least: nothing is known of what torch's C++ hides" if answer.is_least else ""
+        yield f"  {answer.name:<32} {answer.step_ms:8.2f} ms  {answer.speed_up:5.2f} x{least}"
 
 
 def _peak(command: ProfileCommand, run: Run) -> tuple[float, str]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from argparse import ArgumentParser
 from collections.abc import Sequence
 from pathlib import Path
 
 import lockstep.puzzles
 from lockstep.errors import ConfigError
+from lockstep.launch.words import Words
 from lockstep.learn.program import play, title_of
 from lockstep.learn.puzzle import Puzzle, keep_solved, problems, solved_in, with_hole
 from lockstep.puzzles import PUZZLES
@@ -18,12 +18,14 @@ _LIMIT_S = 60.0
 
 def puzzle(words: Sequence[str]) -> int:
     """`lockstep puzzle [N]`; 0 where it is solved, or something was only shown. Raises: ConfigError for a wrong N."""
-    parser = ArgumentParser(prog="lockstep puzzle", description=__doc__)
+    parser = Words(prog="lockstep puzzle", description=__doc__)
     parser.add_argument("number", nargs="?", type=int, help="which one; without a number, all are listed")
     parser.add_argument("--hint", type=int, nargs="?", const=1, metavar="K", help="show the first K hints (1)")
     parser.add_argument("--solution", action="store_true", help="show a solution")
     parser.add_argument("--again", action="store_true", help="begin anew: your file is kept as FILE.before")
-    args = parser.parse_args(list(words))
+    args = parser.read(words)
+    if args.number is None and words:
+        raise ConfigError(f"of which puzzle? `lockstep puzzle 1 {' '.join(words)}`")
     if args.number is None:
         _list()
         return 0
@@ -34,7 +36,9 @@ def puzzle(words: Sequence[str]) -> int:
         print(_solution(one).read_text(encoding="utf-8"), end="")
         return 0
     if args.hint is not None:
-        print(*one.hints[: max(1, args.hint)], sep="\n")
+        if args.hint < 1:
+            raise ConfigError(f"--hint {args.hint}: they are numbered 1 to {len(one.hints)}")
+        print(*one.hints[: args.hint], sep="\n")
         return 0
     path = _FOLDER / f"{one.name}.py"
     if args.again and path.exists():

@@ -10,10 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
+from lockstep.cli.typed import RunFolder, read_command
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.chrome_trace import merge_files
 from lockstep.observe.profile.run_record import read_run
@@ -28,7 +27,7 @@ _LIMIT_S = 30  # a run that is over ends within this time, however large its rec
 class ReportCommand:
     """Write the report of a run as one HTML file, and say what matters most of it."""
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: RunFolder = None
     """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/. The run may
     still go on."""
     out: Path | None = None
@@ -37,16 +36,12 @@ class ReportCommand:
 
 def report(words: Sequence[str]) -> int:
     """`lockstep report ...`; the exit code. Raises: ConfigError for a folder without a record."""
-    command = tyro.cli(ReportCommand, args=list(words), prog="lockstep report")
+    command = read_command(ReportCommand, "report", words)
     folder, document = document_in(command.run)
     path = command.out or folder / PAGE
     write_page(document, path)
-    try:
-        sys.stdout.write("".join(line + "\n" for line in describe(document)))
-        sys.stdout.write(f"\nreport   {shown(path)}\n")
-        sys.stdout.flush()
-    except BrokenPipeError:  # `lockstep report ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.stdout.write("".join(line + "\n" for line in describe(document)))
+    sys.stdout.write(f"\nreport   {shown(path)}\n")
     return 0
 
 
@@ -92,13 +87,13 @@ def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
 
 
 def _merged(place: Path, window: str) -> str:
-    """Where the merged trace lies; "" where there was no window."""
+    """Where the merged trace lies, or why there is none; "" where there was no window."""
     steps = read_window(window)
     found = merge_files(read_run(place), steps) if steps else None
     if found is None:
-        return ""
+        return f"lockstep: no trace: no rank has come to step {steps.start}\n" if steps else ""
     path, ranks, residual_us = found
-    return f"lockstep: trace of {ranks} ranks in {path}, collectives end within {residual_us:.0f} us\n"
+    return f"lockstep: trace of {ranks} ranks in {shown(path)}, collectives end within {residual_us:.0f} us\n"
 
 
 @contextmanager

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import time
 from argparse import ArgumentParser
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from lockstep.launch.guess import guess_program, guess_threads
+from lockstep.errors import ConfigError
+from lockstep.launch.guess import guess_program, guess_threads, new_record
 from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.private_folder import private_folder
 from lockstep.launch.starter import loading_ahead
@@ -19,6 +19,8 @@ from lockstep.observe.profile.window import RUN
 
 def run(words: Sequence[str]) -> int:
     """`lockstep run [torchrun's flags] script.py ...`; return the exit code. Raises: ConfigError before the start."""
+    if not words:
+        raise ConfigError("run what? `lockstep run -n 2 train.py`; `lockstep run --help` lists the flags")
     if words[:1] == ["--watch"]:
         return _watched(words[1:])
     with leaving_at_once() as settle, ExitStack() as stack:
@@ -39,12 +41,15 @@ def run(words: Sequence[str]) -> int:
 
 
 def _watched(words: Sequence[str]) -> int:
+    """Raises: ConfigError where the run would leave no record to show."""
     from lockstep.cli.watched import watched
 
+    program = guess_program(words)
+    own = words if program is None else words[: words.index(program.name)]  # the script may have a --record too
     options = ArgumentParser(add_help=False, allow_abbrev=False)
     options.add_argument("--record", default=os.environ.get(RUN, ""))
-    given = options.parse_known_args(words)[0].record  # also one that the script takes: then ours comes first
-    program = guess_program(words)
-    name = program.name if program is not None else "run"
-    folder = given or f"runs/{Path(name).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    given = options.parse_known_args(own)[0].record
+    if given == "off":
+        raise ConfigError("--watch shows the record of the run while it is written: leave out --record off")
+    folder = given or new_record("run" if program is None else program.name)
     return watched(["run", "--record", folder, *words], Path(folder))

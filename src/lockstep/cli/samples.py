@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from lockstep.cli.typed import read_command
 from lockstep.errors import ConfigError, DataError
 
 _LOG = "samples.jsonl"
@@ -30,7 +31,7 @@ class SamplesCommand:
 
 def samples(words: Sequence[str]) -> int:
     """`lockstep samples ...`; the exit code. Raises: ConfigError for a run or step that is not there."""
-    command = tyro.cli(SamplesCommand, args=list(words), prog="lockstep samples")
+    command = read_command(SamplesCommand, "samples", words)
     path = command.run / _LOG if command.run.is_dir() else command.run
     if not path.is_file():
         raise ConfigError(
@@ -74,7 +75,7 @@ def _answers(command: SamplesCommand, path: Path) -> Iterator[str]:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8", errors="replace") as file:
         for number, line in enumerate(file, 1):
             try:
                 record = json.loads(line)

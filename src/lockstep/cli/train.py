@@ -8,26 +8,30 @@ run it again; with them it is one of the ranks.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import tyro
 
-from lockstep.cli.words import nearest
 from lockstep.comm.place import Place, find_place
 from lockstep.comm.pulse import NONE
 from lockstep.errors import CheckpointError, CommError, ConfigError, DataError, LockstepError, PeerFailed
+from lockstep.launch.doctor.asked import refuse_crowd
 from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.private_folder import private_folder
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
 from lockstep.launch.starter import default_processes, loading_ahead, may_have_accelerator
 from lockstep.launch.stop_signals import leaving_at_once
+from lockstep.launch.words import nearest
 from lockstep.launch.worker import (
     AGENT_PID,
     INTERRUPTED,
@@ -43,7 +47,6 @@ from lockstep.train.config import RunConfig, check, flatten
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {"gpt2-tiny": gpt2.tiny, "gpt2-124m": gpt2.gpt2_124m}
 _USER_ERROR = 2
-_PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
 
 
 # what a rank loads, so that the ranks of a restart find it there
@@ -96,9 +99,10 @@ def train(words: Sequence[str]) -> int:
     if not (command.restarts >= 0 and 0 <= command.grace_s < 1e9):
         raise ConfigError(f"--restarts {command.restarts} --grace_s {command.grace_s}: neither can be below 0")
     processes = choose_processes(command.run, smallest, largest)
-    print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
     is_alone = processes == 1 and not command.restarts
-    code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
+    with _held(command.run.out):
+        print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
+        code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
     from lockstep.cli.report import tell_record
 
     tell_record({RUN: str(command.run.out / "profile"), PROFILE: command.profile}, is_quiet=code != 0)
@@ -118,8 +122,7 @@ def read_range(text: str | None) -> tuple[int, int]:
         raise ConfigError(f"-n {text}: at least one process has to train")
     if largest < smallest:
         raise ConfigError(f"-n {text}: the smaller number comes first")
-    if largest > _PROCESSES_PER_CORE * (os.cpu_count() or 1):
-        raise ConfigError(f"-n {text}: this machine has {os.cpu_count()} cores, so many would only kill it")
+    refuse_crowd(f"-n {text}", largest)
     return smallest, largest
 
 
@@ -137,6 +140,27 @@ def choose_processes(run: RunConfig, smallest: int, largest: int) -> int:
     if not numbers:
         check(run, largest)  # says why
     return numbers[0]
+
+
+@contextmanager
+def _held(out: Path) -> Iterator[None]:
+    """Within, no other run of this machine trains in `out`, however this process ends. Raises: ConfigError."""
+    with ExitStack() as stack:
+        with suppress(OSError):  # no folder, or one that cannot be locked: where it matters, the ranks say so
+            if not out.exists():
+                stack.callback(_remove_empty, out)
+            out.mkdir(parents=True, exist_ok=True)
+            stack.callback(os.close, handle := os.open(out, os.O_RDONLY))
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ConfigError(f"another run trains in {out}: let it end, or choose another --out") from error
+        yield
+
+
+def _remove_empty(folder: Path) -> None:
+    with suppress(OSError):  # what has come to be in it stays
+        folder.rmdir()
 
 
 def _fits(run: RunConfig, processes: int) -> bool:
@@ -268,7 +292,7 @@ def refuse(word: str, command: TrainCommand) -> NoReturn:
     if not word.startswith("-"):
         raise ConfigError(f"unexpected {word!r}: the recipe comes first, every value after its --option")
     names = [field.name for field in fields(command) if field.name != "run"]
-    options = ["-n", "--nproc", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]
+    options = ["-n", "--nproc", "--watch", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]
     raise ConfigError(
         f"unknown option {word}: did you mean {nearest(word, options)}? `lockstep train --help` lists all"
     )

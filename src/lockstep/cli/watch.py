@@ -8,10 +8,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
-import tyro
-
+from lockstep.cli.typed import RunFolder, read_command
 from lockstep.observe.report.document import Document
 from lockstep.observe.report.run_rows import Status
 from lockstep.observe.report.server import LOOPBACK, PageServer
@@ -34,7 +32,7 @@ _ENDS = {
 class WatchCommand:
     """Show a run while it goes on: its report as a live page, a line per rank here. Ends with the run, or by Ctrl-C."""
 
-    run: Annotated[Path | None, tyro.conf.Positional] = None
+    run: RunFolder = None
     """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/."""
     port: int = 0
     """Of the page; 0 for a free one."""
@@ -49,7 +47,7 @@ DEFAULTS = WatchCommand()
 
 def watch(words: Sequence[str]) -> int:
     """`lockstep watch ...`; the exit code. Raises: ConfigError for a folder without a record, a port that is taken."""
-    command = tyro.cli(WatchCommand, args=list(words), prog="lockstep watch")
+    command = read_command(WatchCommand, "watch", words)
     folder = find_run(command.run, Path("runs"))
     status = show(folder, "Ctrl-C ends this, not the run", command)
     page = folder / PAGE
@@ -71,9 +69,10 @@ def show(folder: Path, hint: str, options: WatchCommand = DEFAULTS) -> Status:
 
     server = PageServer(document, options.host, options.port)
     with server.serving(), suppress(KeyboardInterrupt):
-        print(f"lockstep: watch {shown(folder)} at {server.address} ({hint})", flush=True)
+        about = f"{server.address} ({hint})"
+        print(f"lockstep: watch {shown(folder)} at {about}", flush=True)
         if options.terminal:
-            TerminalView(record_in(folder), document, sys.stdout).show(is_over)
+            TerminalView(record_in(folder), document, sys.stdout, about).show(is_over)
         while not is_over.wait(_PERIOD_S):
             document()
         if server.has_page.is_set():

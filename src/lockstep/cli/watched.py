@@ -6,19 +6,22 @@ once the run is over.
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import FrameType
 
+from lockstep.cli import WATCHER_PID
 from lockstep.cli.watch import show
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.window import LAUNCH
-from lockstep.observe.report.source import record_in
+from lockstep.launch.private_folder import private_folder
+from lockstep.observe.report.source import files_in, record_in
 from lockstep.observe.report.terminal import ending_by_exception
 from lockstep.observe.report.writing import shown
 
@@ -30,32 +33,50 @@ _LINES = 24  # of the output that are shown in the end
 def watched(command: Sequence[str], folder: Path) -> int:
     """Do `lockstep COMMAND`, whose run is recorded in `folder`, and show it; its exit code.
 
-    Ctrl-C and signals that end a process are for the run: this waits until it is over.
+    Ctrl-C and signals that end a process are for the run: this waits until it is over. Where this one is killed, the
+    run is asked to stop.
     """
-    with tempfile.NamedTemporaryFile("w+", errors="replace", prefix="lockstep-output-") as output:
+    with private_folder() as private, (private / OUTPUT).open("w") as output:
         since_s, words = time.time(), [sys.executable, "-m", "lockstep", *command]
-        child = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            with ending_by_exception():
-                if _has_begun(child, folder, since_s):
-                    show(folder, "Ctrl-C stops the run")
-        except SystemExit:
-            child.terminate()
-        except KeyboardInterrupt:  # it has got this too
-            pass
-        except ConfigError as error:  # nothing to show: the run goes on
-            print(f"lockstep: {error}", file=sys.stderr)
-        code = _end_of(child)
-        _tell(Path(output.name), folder)
+        environ = {**os.environ, WATCHER_PID: str(os.getpid())}
+        child = subprocess.Popen(
+            words, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            start_new_session=True,  # or a Ctrl-C at the terminal would come twice, and end it at once
+        )  # fmt: skip
+        with _passing_on_interrupts(child):
+            try:
+                with ending_by_exception(), suppress(KeyboardInterrupt):
+                    if _has_begun(child, folder, since_s):
+                        show(folder, "Ctrl-C stops the run")
+            except SystemExit:
+                child.terminate()
+            except (ConfigError, OSError) as error:  # it cannot be shown here: the run goes on
+                print(f"lockstep: {error}", file=sys.stderr)
+            code = _end_of(child)
+        _tell(private / OUTPUT, folder)
     return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _passing_on_interrupts(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Within, each SIGINT goes to `child` too, and raises KeyboardInterrupt as ever."""
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        child.send_signal(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, pass_on)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _has_begun(child: subprocess.Popen[bytes], folder: Path, since_s: float) -> bool:
     """Wait for its record, not one of an older run; False where it ends before."""
     while child.poll() is None:
-        place = record_in(folder)
         with suppress(FileNotFoundError):  # an older run is moved away
-            if any(path.stat().st_mtime >= since_s for path in (*place.glob("rank-*.jsonl"), *place.glob(LAUNCH))):
+            if any(path.stat().st_mtime >= since_s for path in files_in(record_in(folder))):
                 return True
         time.sleep(_PERIOD_S)
     return False
@@ -73,9 +94,13 @@ def _tell(output: Path, folder: Path) -> None:
     """Keep what was printed, and show its end."""
     lines = output.read_text(errors="replace").splitlines(True)
     if folder.is_dir():
-        shutil.copyfile(output, folder / OUTPUT)
-        if len(lines) > _LINES:
-            print(f"lockstep: all that was printed: {shown(folder / OUTPUT)}; its end:", flush=True)
-            lines = lines[-_LINES:]
+        try:
+            shutil.copyfile(output, folder / OUTPUT)
+        except OSError as error:
+            print(f"lockstep: what was printed is not kept in {shown(folder)}: {error.strerror}", file=sys.stderr)
+        else:
+            if len(lines) > _LINES:
+                print(f"lockstep: all that was printed: {shown(folder / OUTPUT)}; its end:", flush=True)
+                lines = lines[-_LINES:]
     sys.stdout.writelines(lines)
     sys.stdout.flush()

@@ -45,6 +45,7 @@ class Communicator:
         self._collectives = 0
         self._messages = 0
         self._closed = False
+        self.forget: Callable[[Communicator], object] = lambda _: None  # told of the end, by whoever lists this one
 
     # ------------------------------------------------------------------ what it is
 
@@ -104,6 +105,7 @@ class Communicator:
             end_what_others_wait_for()
             self._closed = True
             self.transport.close()
+            self.forget(self)
 
     # ------------------------------------------------------------------ messages between two ranks
 

@@ -21,7 +21,7 @@ from lockstep.comm.hosts.links import Links
 from lockstep.comm.hosts.moving import halves
 from lockstep.comm.op import AllWork, CommOp, Work, describe
 from lockstep.comm.operands import check_on_cpu
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import Transport, without_traceback
 from lockstep.errors import CollectiveTimeout, CommError, SharedMemoryUnavailable, TransportClosed
 
 T = TypeVar("T")
@@ -150,7 +150,7 @@ class HierarchicalTransport(Transport):
     def abort(self, error: CommError) -> None:
         if self._closed or self._engine.patience.aborted is not None:
             return
-        self._engine.patience.aborted = error
+        self._engine.patience.aborted = without_traceback(error)
         for whole in (*self._children, self.beneath):
             whole.abort(error)
         for part in (self._links.local, self._links.leaders):

@@ -74,6 +74,7 @@ def init(layer: Layer, caller: str, **options: Unpack[Options]) -> Communicator:
         group = dist.group.WORLD
         assert group is not None
         _sessions[:] = [_Session(comm, weakref.ref(group), caller)]
+        comm.forget = _forget
     if settings.verbose and comm.rank == 0:
         _say(_headline(comm))
     return comm
@@ -385,6 +386,11 @@ def _refuse_second(caller: str) -> None:
     _sessions.clear()
 
 
+def _forget(comm: Communicator) -> None:
+    """`comm` was closed: listed here it would keep its shared memory until the process ends."""
+    _sessions[:] = [session for session in _sessions if session.comm is not comm]
+
+
 # ---------------------------------------------------------------------- coming and going
 
 
@@ -416,9 +422,8 @@ def _enable_faulthandler() -> None:
 @atexit.register
 def _leave() -> None:
     """Close what the user did not, then let the process that holds the store go last."""
-    for session in _sessions:
+    for session in tuple(_sessions):
         session.comm.close()
-    _sessions.clear()
     for meeting in _meetings.values():
         if meeting.address and meeting.records and not meeting.place.agent_store:
             _farewell(meeting)

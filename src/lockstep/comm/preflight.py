@@ -154,8 +154,13 @@ def knock(addresses: Sequence[str], port: int, limit_s: float = _CONNECT_S) -> K
     return worst
 
 
-def await_listener(place: Place, addresses: Sequence[str], limit_s: float, say: Callable[[str], None]) -> Knock:
-    """Knock until somebody listens, for at most `limit_s`: rank 0 may still be starting. Gives up early on silence."""
+def await_listener(
+    place: Place, addresses: Sequence[str], limit_s: float, say: Callable[[str], None], part: str = "rank"
+) -> Knock:
+    """Knock until somebody listens, for at most `limit_s`: rank 0 may still be starting. Gives up early on silence.
+
+    part: what has the number `place.rank`, a "rank" or a "machine".
+    """
     start = time.monotonic()
     answered = start  # when a packet last came back
     said = False
@@ -172,18 +177,20 @@ def await_listener(place: Place, addresses: Sequence[str], limit_s: float, say: 
             return found
         if now - start > NOTICE_S and not said:
             said = True
-            say(f"rank {place.rank} waits for rank 0 at {place.meeting_point} (up to {limit_s:g} s): {_reason(found)}")
+            awaited = f"{part} 0 at {place.meeting_point} (up to {limit_s:g} s)"
+            say(f"{part} {place.rank} waits for {awaited}: {_reason(found)}")
         time.sleep(min(pause_s, max(limit_s - (now - start), 0.0)))
         pause_s = min(pause_s * 1.5, 0.5)
 
 
-def unmet(place: Place, found: Knock, waited_s: float) -> str:
+def unmet(place: Place, found: Knock, waited_s: float, part: str = "rank") -> str:
     """The sentence for a meeting point at which this job's rank 0 is not."""
     if found.result == "stranger":
         return f"port {place.port} of {place.address} ({found.address}) answers, but is not this job: {found.detail}"
-    text = f"rank 0 is not at {place.meeting_point}: {_reason(found)} for {waited_s:.0f} s"
+    text = f"{part} 0 is not at {place.meeting_point}: {_reason(found)} for {waited_s:.0f} s"
     if found.result == "refused":
-        return f"{text}. Rank 0 opens this port: it was not started, ended, or was given another address or port"
+        opens = f"{part.capitalize()} 0 opens this port"
+        return f"{text}. {opens}: it was not started, ended, or was given another address or port"
     return f"{text}. The address is wrong, the machine is down, or a firewall drops the packets"
 
 
@@ -206,12 +213,18 @@ def machine_id() -> str:
 
 
 def process_state(pid: int) -> str:
-    """One letter, as /proc has it (R, S, D, T, t, Z); "" where the process has gone, or there is no /proc."""
+    """One letter, as /proc has it (R, S, D, T, t, Z); "" where the process has gone, or /proc does not say."""
+    return state_and_cpu_s(f"/proc/{pid}/stat")[0]
+
+
+def state_and_cpu_s(path: str) -> tuple[str, float]:
+    """That letter of a thread or process, and its time on cores; "" and 0 where that is not told."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-    return stat.rpartition(")")[2].split()[0]  # a process may call itself anything, also "x) T"
+        with open(path, "rb") as file:
+            words = file.read().rpartition(b")")[2].split()  # it may call itself anything, also "x) T"
+    except OSError:  # also of another user's process, where those are hidden
+        return "", 0.0
+    return words[0].decode(), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def is_running(pid: int) -> bool:

@@ -10,12 +10,23 @@ this file must be cheap to import, and must import torch only when it is called:
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lockstep.comm.transport import Transport
 
 NAME = "lockstep"
+
+# laid over a transport of ours when one is made for a torch group, whose name is the second argument
+layers: list[Callable[[Transport, str], Transport]] = []
+
+
+def layered(transport: Transport, group: str) -> Transport:
+    """`transport` under all `layers`."""
+    for layer in layers:
+        transport = layer(transport, group)
+    return transport
 
 
 def register_backend() -> None:

@@ -17,6 +17,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.lent_transport import LentTransport
 from lockstep.comm.op import AllWork, Reduction, ThenWork, Work
+from lockstep.comm.process_group import layered
 from lockstep.comm.process_group_meeting import Member, connect, nccl_group, numbered
 from lockstep.comm.process_group_work import FutureTeller, GroupWork
 from lockstep.errors import CommError, ConfigError
@@ -89,7 +90,7 @@ class LockstepGroup(ProcessGroup):
         self._others: dict[str, ProcessGroup] = {}  # kind of device -> the group for its tensors
         self._teller = FutureTeller(f"lockstep-futures-{member.name}")
         self._batch: list[Work] | None = None  # what was started since _start_coalescing
-        self.transport = LentTransport(self._transport, self)
+        self.transport = LentTransport(layered(self._transport, member.name), self)
         self.comm = Communicator(self.transport, member.name)
         backend: Any = self._gloo._get_backend(_CPU)
         self._options = backend.options  # of both groups: where torch's ways to change a timeout leave it

@@ -30,7 +30,7 @@ from lockstep.comm.shm.post import Post
 from lockstep.comm.shm.segment import SegmentFile, default_directory
 from lockstep.comm.shm.staging import SLOT_BYTES, Staging
 from lockstep.comm.shm.waiting import Parking, best_parking
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import Transport, without_traceback
 from lockstep.errors import CollectiveMismatch, CommError, SharedMemoryUnavailable, TransportClosed
 
 Exchange = Callable[[Any], list[Any]]  # gives every rank's JSON value in rank order; collective
@@ -202,7 +202,7 @@ class ShmTransport(Transport):
         if self._leaving.acquire(blocking=False):  # else it is being closed, which ends everything too
             try:
                 if self._end.alive and self._engine.patience.aborted is None:
-                    self._engine.patience.aborted = error
+                    self._engine.patience.aborted = without_traceback(error)
                     control = self._control
                     control.fail(CommError(f"aborted: {error}"))
                     control.wake_own_threads()

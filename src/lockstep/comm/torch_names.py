@@ -15,7 +15,7 @@ from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistri
 
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.process_group import transport_of
+from lockstep.comm.process_group import layered, transport_of
 from lockstep.comm.torch_transport import TorchTransport, has_gpus
 from lockstep.comm.transport import Transport
 
@@ -71,7 +71,8 @@ def _over(process_group: Any) -> Transport:
         return own
     chosen = _chosen.get(process_group)
     if chosen is None:
-        chosen = _chosen[process_group] = fastest(TorchTransport.over(process_group))
+        plain = fastest(TorchTransport.over(process_group))
+        chosen = _chosen[process_group] = layered(plain, process_group.group_name)
     return chosen
 
 
@@ -142,11 +143,9 @@ def bf16_all_reduce_is_refused() -> bool:
 
 def builtin_hook_name(comm_hook_type: Any) -> str:
     """'ALLREDUCE' or 'FP16_COMPRESS' for a member of torch's BuiltinCommHookType."""
-    if comm_hook_type == dist.BuiltinCommHookType.ALLREDUCE:
-        return "ALLREDUCE"
-    if comm_hook_type == dist.BuiltinCommHookType.FP16_COMPRESS:
-        return "FP16_COMPRESS"
-    raise TypeError(f"{comm_hook_type!r} is not a torch.distributed.BuiltinCommHookType")
+    if not isinstance(comm_hook_type, dist.BuiltinCommHookType):
+        raise TypeError(f"{comm_hook_type!r} is not a torch.distributed.BuiltinCommHookType")
+    return comm_hook_type.name
 
 
 def as_overlapped_optimizer(optim: type, params: Any, *args: Any, **kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ has checked. Where a backend lacks a form (uneven lists, a mean, a dtype) it is 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -28,7 +29,7 @@ from lockstep.comm.op import AllWork, CommOp, Reduction, Work, describe
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_by_blocks
 from lockstep.comm.torch_work import GlooMessage, GlooWork, NcclWork, Refused, failure
-from lockstep.comm.transport import Transport, blamed_on
+from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CommError, ConfigError, TransportClosed
 
 # What both backends move and reduce. Everything else is moved as bytes, and refused where it would have to be reduced.
@@ -174,7 +175,7 @@ class TorchTransport(Transport):
     def abort(self, error: CommError) -> None:
         if self._closed or self.aborted is not None:
             return
-        self.aborted = error
+        self.aborted = without_traceback(error)
         with contextlib.suppress(TransportClosed):  # the group was destroyed
             self._disconnect()
         for child in tuple(self._children):
@@ -429,12 +430,21 @@ def destroy_default_group() -> None:
     dist.destroy_process_group()
 
 
+def import_optimizers() -> None:
+    """Before there is a group: in a default of an argument torch's optimizers keep that of the moment, for ever."""
+    importlib.import_module("torch.distributed.optim")
+
+
 def forget_meshes() -> None:
     """Make torch find out about DTensors anew: what it keeps holds meshes, also those whose groups have ended."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+        from torch.distributed.tensor import _collective_utils, _redistribute, _sharding_prop, debug
 
-        _clear_sharding_prop_cache()
+        debug._clear_sharding_prop_cache()
+        _sharding_prop.ShardingPropagator._propagate_tensor_meta_cached.cache_clear()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+        _redistribute._gen_transform_infos.cache_clear()
+        _redistribute.clear_redistribute_planner_cache()
 
 
 _START: dict[str, Callable[[TorchTransport, CommOp], Work]] = {

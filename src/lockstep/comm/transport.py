@@ -115,6 +115,14 @@ def blamed_on(abort: CommError | None, error: CommError) -> CommError:
     """What to raise where an operation failed with `error`: once there was an abort, its error, from this one."""
     if abort is None:
         return error
-    told = copy.copy(abort)  # a traceback belongs to one raise
+    told = without_traceback(abort)
     told.__cause__ = error
     return told
+
+
+def without_traceback(error: CommError) -> CommError:
+    """`error` to be kept, or raised again: a traceback belongs to one raise, and holds what its frames hold.
+
+    That is the model, and the transport itself, which would never be let go where it keeps the error.
+    """
+    return copy.copy(error)

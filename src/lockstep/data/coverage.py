@@ -120,18 +120,14 @@ class Coverage:
     def combine(self, comm: Communicator | None = None) -> None:
         """Put together what every rank has added since the last meeting; the record of the run has it then.
 
-        comm: the ranks; None makes one of torch's default group for this call.
+        comm: the ranks; None is those of torch's default group.
         Collective: every rank; blocks.
         """
         self._hash()
         if self.world_size == 1:
             self._note()
-            return
-        if comm is not None:
-            self._meet(comm)
-            return
-        with communicator_over() as default:
-            self._meet(default)
+        else:
+            self._meet(communicator_over() if comm is None else comm)
 
     def _meet(self, comm: Communicator) -> None:
         own = [[epoch, tally.count, f"{tally.total:x}"] for epoch, tally in self._own.items()]

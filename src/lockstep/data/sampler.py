@@ -20,8 +20,7 @@ from lockstep.comm.torch_names import default_rank_and_world
 from lockstep.data.cursor import STATE_VERSION, EpochCursor, Pass, check_state
 from lockstep.data.order import Order, Tail, deal, sample_chunks
 from lockstep.errors import ConfigError, DataError, UnsizedDataset
-from lockstep.observe.dealt_samples import DEALT, Dealt
-from lockstep.observe.profile.notes import takes_notes
+from lockstep.observe.dealt_samples import Deal
 
 Pad = Literal["repeat", "none"]
 
@@ -110,18 +109,18 @@ class DistributedSampler(TorchDistributedSampler[int]):
             raise DataError(f"the dataset had {self._length} samples and has {length} now: make a new sampler for it")
         epoch, start = self._cursor.next(length)
         new = Pass(epoch, start, self._deal(start), self.num_replicas, length, self._cursor.seeks)
-        if takes_notes():
-            order = partial(self._samples, range(length), epoch)
-            vars(self)[DEALT] = Dealt(epoch, length, self.total_size, partial(self._first, new), order)
         # No Python runs per sample: chain draws from a chunk's list, and the pass asks its iterator what is left.
         return itertools.chain.from_iterable(self._chunks(new))
 
-    def _samples(self, positions: range, epoch: int) -> list[int]:
-        chunks = sample_chunks(positions, self._length, self.used_order, self.seed, epoch)
-        return list(itertools.chain.from_iterable(chunks))
+    def upcoming_deal(self) -> Deal:
+        """What a pass that would be made now hands out, over all ranks."""
+        epoch, start = self._cursor.next(self._length)
+        total = self._length if self.pad == "none" else start + len(self._deal(start)) * self.num_replicas
+        return Deal(epoch, self._length, total, partial(self._ordered, epoch), self.num_replicas, start)
 
-    def _first(self, new: Pass, count: int) -> list[int]:
-        return self._samples(new.positions[:count], new.epoch)
+    def _ordered(self, epoch: int) -> list[int]:
+        chunks = sample_chunks(range(self._length), self._length, self.used_order, self.seed, epoch)
+        return list(itertools.chain.from_iterable(chunks))
 
     def _chunks(self, new: Pass) -> Iterator[Iterator[int]]:
         left = self._cursor.begin(new)

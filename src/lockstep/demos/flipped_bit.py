@@ -9,7 +9,7 @@ torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
 ddp = torch.nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-for step in range(300):
+for step in range(1, 301):
     ddp(torch.randn(8, 4)).square().sum().backward()
     optimizer.step()
     optimizer.zero_grad()

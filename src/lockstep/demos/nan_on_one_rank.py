@@ -7,7 +7,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-for step in range(10):
+for step in range(1, 11):
     x = torch.randn(8, 4)
     if rank == 1 and step == 3:
         x[0, 0] = float("nan")

@@ -10,7 +10,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-for step in range(60):
+for step in range(1, 61):
     with ddp.no_sync() if rank == 1 and step == 20 else contextlib.nullcontext():
         ddp(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()

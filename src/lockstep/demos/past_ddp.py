@@ -10,7 +10,7 @@ rank = dist.get_rank()
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 torch.manual_seed(rank)
-for step in range(120):
+for step in range(1, 121):
     model = ddp if step < 20 else ddp.module
     model(torch.randn(8, 4)).square().mean().backward()
     optimizer.step()

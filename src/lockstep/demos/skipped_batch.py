@@ -9,7 +9,7 @@ dist.init_process_group("gloo")
 rank = dist.get_rank()
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-for step in range(60):
+for step in range(1, 61):
     try:
         if rank == 1 and step == 20:
             raise ValueError("broken sample")

@@ -11,7 +11,7 @@ torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
-for step in range(40):
+for step in range(1, 41):
     loss = model(torch.randn(8, 4)).square().mean()
     loss.backward()
     if rank == 0 or step != 20:

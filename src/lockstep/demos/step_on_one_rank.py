@@ -8,7 +8,7 @@ rank = dist.get_rank()
 torch.manual_seed(0)
 ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-for step in range(300):
+for step in range(1, 301):
     ddp(torch.randn(8, 4)).square().sum().backward()
     if rank == 0 or step != 20:
         optimizer.step()

@@ -20,7 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple, final
 
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import DistError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     SimpleElasticAgent,
@@ -30,13 +30,16 @@ from torch.distributed.elastic.agent.server.api import (
 )
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, RendezvousTimeoutError
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as maybe_bind
 
 from lockstep.comm.pulse import NONE, PULSE, Beat, create_pulses, read_pulses
+from lockstep.errors import LaunchError
 from lockstep.launch.ended import Ended, describe, first_failure, signal_name
 from lockstep.launch.fork_server import Start
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
+from lockstep.launch.meeting import Meeting
 from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.processes import WorkerProcess, reap_strangers
 from lockstep.launch.recovery import Cause, Decision, Fault, decide, exit_code_of, fault_of, report_of
@@ -47,7 +50,7 @@ from lockstep.launch.worker import ERROR_FILE, REQUEUE
 from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.board import tell_end
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
-from lockstep.observe.post_mortem import post_mortem
+from lockstep.observe.post_mortem import post_mortem, words_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
@@ -95,17 +98,17 @@ class Agent(SimpleElasticAgent):
         spec: WorkerSpec,
         starter: Starter,
         signals: StopSignals,
-        meeting: Any,
+        meeting: Meeting | None,
     ) -> None:
-        """meeting: the store in which machines find each other, None where that is not known."""
+        """meeting: of the machines; None where there is one, or it is not known how they meet."""
         super().__init__(spec, shutdown_timeout=0)
         self._job, self._supervision, self._starter, self._signals = job, job.supervision, starter, signals
-        self._least, most = job.config.min_nodes, job.config.max_nodes
-        self._is_alone = most == 1
+        self._least, self._most = job.config.min_nodes, job.config.max_nodes
+        self._is_alone = self._most == 1
         self._machines: Machines | None = None  # of the last start, or before it those that wait; where several may be
-        self._meeting = meeting if self._least == most > 1 else None
-        if self._meeting is not None:
-            self._machines = Machines(self._meeting, signals, 0, 1)
+        self._meeting = meeting
+        if meeting is not None and not self._is_alone:
+            self._machines = Machines(meeting.store, signals, 0, 1, can_spare_one=self._least < self._most)
         self._generation = -1
         self._life: _Life | None = None
         self._history: list[Fault] = []
@@ -181,7 +184,7 @@ class Agent(SimpleElasticAgent):
             return _Request(self._signals.arrived[0], "stopping; once more ends all processes at once")
         told = None if self._machines is None else self._machines.told_stop()
         if told is not None:
-            return _Request(told.number, f"{told.host} was asked to stop by {signal_name(told.number)}: stopping")
+            return _Request(told.number, told.words)
         if life.are_asked_to_end:
             return None
         for beat in beats:
@@ -235,7 +238,7 @@ class Agent(SimpleElasticAgent):
         """Let the guards know how processes ended: they see at most that they did, and on this machine only."""
         if len(life.workers.running()) + len(life.told) == len(life.workers.processes):
             return
-        for ended in life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills):
+        for ended in self._ended(life):
             if ended.rank not in life.told:
                 life.told.add(ended.rank)
                 how = BECAUSE_OF_ANOTHER if ended.was_ended else describe(ended).partition("\n")[0]
@@ -244,6 +247,11 @@ class Agent(SimpleElasticAgent):
                 if self._machines is not None:
                     self._machines.ask(partial(tell, life.guards), None)
 
+    def _ended(self, life: _Life) -> list[Ended]:
+        words = words_in(life.flights)
+        ended = life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills)
+        return [replace(one, words=words.get(one.rank)) for one in ended]
+
     def _look_back(self, life: _Life) -> tuple[list[Ended], list[Beat]]:
         beats = read_pulses(life.pulses)
         life.pulses.unlink()
@@ -251,7 +259,7 @@ class Agent(SimpleElasticAgent):
         if found:
             sys.stderr.write(found + "\n")
         self._committed = max([self._committed, *(beat.committed for beat in beats)])
-        ended = life.workers.ended(self._ranks(), out_of_memory_kills() > life.oom_kills)
+        ended = self._ended(life)
         self._supervision.log.ended(life.attempt, ended, found, life.flights)
         shutil.rmtree(life.flights)
         self._hear(life, beats)
@@ -265,7 +273,7 @@ class Agent(SimpleElasticAgent):
         fault, first = fault_of(ended, beats, self._worker_group.spec.local_world_size, lived_s), first_failure(ended)
         if fault is None or first is None:
             return None
-        if first.failure is not None and first.failure.is_consequence:
+        if first.is_consequence:
             if life.shall_stop:
                 return None
             if not self._is_alone:
@@ -336,23 +344,43 @@ class Agent(SimpleElasticAgent):
 
         def meet() -> list[bytes]:
             join(worker_group)  # pyright: ignore[reportCallIssue]
+            if self._meeting is not None:
+                self._meeting.begins()
             store: Any = worker_group.store
             store.set(f"lockstep/generation/{worker_group.group_rank}", str(self._generation + 1))
             return store.multi_get([f"lockstep/generation/{n}" for n in range(worker_group.group_world_size or 1)])
 
-        numbers = self._signals.wait_aside(meet, self._stop_with_others)  # other machines may never come
+        try:
+            numbers = self._signals.wait_aside(meet, self._look_around)  # other machines may never come
+        except (RendezvousTimeoutError, RendezvousConnectionError, DistError) as error:
+            if self._meeting is None or self._machines is None:
+                raise
+            late = self._machines.ask(self._meeting.late, "")
+            if not late and isinstance(error, RendezvousTimeoutError):
+                raise
+            raise LaunchError(late or self._meeting.ended) from error
         self._generation = max(int(number) for number in numbers)
         if not self._is_alone:
             here, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
             store, can_spare_one = worker_group.store, count > self._least
-            self._machines = Machines(store, self._signals, here, count, can_spare_one=can_spare_one, run=self._meeting)
+            run = self._meeting.store if self._meeting is not None and self._least == self._most else None
+            self._machines = Machines(store, self._signals, here, count, can_spare_one=can_spare_one, run=run)
 
-    def _stop_with_others(self) -> None:
-        """Raises: StoppedEarly where another machine has asked all to stop."""
+    def _look_around(self) -> None:
+        """What other machines say while they are awaited.
+
+        Raises: StoppedEarly where one has asked all to stop, LaunchError where they cannot be one run.
+        """
         told = None if self._machines is None else self._machines.told_stop()
         if told is not None:
+            say(told.words)
             self._signals.arrived.append(told.number)
             raise StoppedEarly
+        if self._machines is not None and self._meeting is not None:
+            problem = self._machines.ask(self._meeting.problem, "")
+            if problem:
+                self._machines.linger()
+                raise LaunchError(problem)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         spec, generation = worker_group.spec, self._generation

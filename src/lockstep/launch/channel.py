@@ -15,6 +15,7 @@ from lockstep.comm import preflight
 from lockstep.errors import LaunchError
 
 T = TypeVar("T")
+Slow = Callable[[], None]
 
 _GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
 _ANSWER_S = 60.0
@@ -42,27 +43,39 @@ class Channel:
         return cls(store, "doctor", "127.0.0.1", port, is_holder=True)
 
     @classmethod
-    def host(cls, address: str, port: int, prefix: str) -> Channel:
-        """One at the meeting point, in the store that torch's rendezvous will then use too. Raises: LaunchError."""
+    def host(cls, address: str, port: int, prefix: str, sign: Any = 1, slow: Slow = lambda: None) -> Channel | None:
+        """One at the meeting point, in the store that torch's rendezvous will then use too; None: the port is taken.
+
+        sign: whose it is, for those that join. slow: called where nothing comes back from `address`.
+        Raises: LaunchError.
+        """
         limit = timedelta(seconds=_ANSWER_S)
         try:
-            store = TCPStore(address, port, None, True, limit, False, multi_tenant=True)
+            store = preflight.within(
+                _GREETING_S, lambda: TCPStore(address, port, None, True, limit, False, multi_tenant=True), slow
+            )
+        except preflight.Deadline as error:
+            raise LaunchError(f"nothing comes back from {address}:{port} in {_GREETING_S:g} s") from error
         except DistError as error:
+            if "EADDRINUSE" in str(error):
+                return None
             raise LaunchError(f"port {port} cannot be opened: {str(error).splitlines()[0]}") from error
         made = cls(store, prefix, address, port, is_holder=True)
-        made.put(_SIGN, 1)
+        made.put(_SIGN, sign)
         return made
 
     @classmethod
-    def join(cls, address: str, port: int, prefix: str, limit_s: float, is_ours: bool = False) -> Channel:
-        """One that another process holds. is_ours: no need to see whose it is.
+    def join(
+        cls, address: str, port: int, prefix: str, limit_s: float, is_ours: bool = False, slow: Slow = lambda: None
+    ) -> Channel:
+        """One that another process holds. is_ours: no need to see whose it is. slow: called where no store replies.
 
         Raises: LaunchError, where it is none after `limit_s` or somewhat later.
         """
         limit_s = min(limit_s, _GREETING_S)
         limit = timedelta(seconds=_ANSWER_S)
         try:
-            store = preflight.within(limit_s, lambda: TCPStore(address, port, None, False, limit, False))
+            store = preflight.within(limit_s, lambda: TCPStore(address, port, None, False, limit, False), slow)
         except preflight.Deadline as error:
             raise LaunchError(f"no torch store replied in {limit_s:g} s") from error
         except DistError as error:
@@ -71,6 +84,19 @@ class Channel:
         if not is_ours and made.missing([_SIGN], limit_s):
             raise LaunchError("a torch store of another program, without a `lockstep doctor`")
         return made
+
+    @property
+    def store(self) -> Any:
+        """Torch's own, in which this is a corner."""
+        return self._store.underlying_store
+
+    def corner(self, prefix: str) -> Any:
+        """Of that store, another one."""
+        return PrefixStore(prefix, self.store)
+
+    def sign(self, limit_s: float) -> Any:
+        """Whose it is; None where nobody has said so after `limit_s`."""
+        return None if self.missing([_SIGN], limit_s) else self.read(_SIGN)
 
     def put(self, key: str, value: Any) -> None:
         """Write."""

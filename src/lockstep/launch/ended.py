@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lockstep.launch.worker import ASKING, INTERRUPTED, REQUEUE, Failure
+from lockstep.observe.status import LastWords
 
 STOPPED = frozenset((REQUEUE, INTERRUPTED, *(-number for number in ASKING)))  # exit codes of who was asked to stop
 
@@ -25,6 +26,13 @@ class Ended:
     out_of_memory: bool = False  # the kernel killed it for its memory
     at_s: float = 0.0  # when its launcher saw that it had ended, on any clock that all have in common
     told: int = 0  # number of the signal that its launcher has passed on to it
+    words: LastWords | None = None  # how it left, as its guard has written down
+
+    @property
+    def is_consequence(self) -> bool:
+        """True where it says itself that it only saw another one fail."""
+        said = self.failure or self.words
+        return said is not None and said.is_consequence
 
     @property
     def was_stopped(self) -> bool:
@@ -41,6 +49,11 @@ class Ended:
         return self.exit_code != 0 and not self._ended_as_asked
 
     @property
+    def has_raised(self) -> bool:
+        """True where it left by an exception, and not because somebody wanted it to end."""
+        return self.words is not None and self.words.kind not in ("", "KeyboardInterrupt", "SystemExit")
+
+    @property
     def _ended_as_asked(self) -> bool:
         answers = self.told > 0 and (self.exit_code == -self.told or (self.exit_code > 0 and self.failure is None))
         return self.exit_code in STOPPED or answers
@@ -54,7 +67,9 @@ def first_failure(ended: Sequence[Ended]) -> Ended | None:
     rank speaks for all.
     """
     failed = [e for e in ended if e.failed]
-    culprits = [e for e in failed if e.failure is None or not e.failure.is_consequence] or failed
+    culprits = [e for e in failed if not e.is_consequence]
+    if failed and not culprits:  # the cause may have been slow to leave, and was ended too
+        culprits = [e for e in ended if e.has_raised and not e.is_consequence] or failed
 
     def order(e: Ended) -> tuple[bool, bool, bool, float, int]:
         said = e.failure
@@ -81,12 +96,23 @@ def describe(ended: Ended) -> str:
     if said is not None:
         at = f" at {said.where}" if said.where else ""
         first, _, more = said.message.partition("\n")
-        message = f"{first} (all of it is above)" if said.is_consequence and more else said.message
+        is_finding = said.kind in ("ModelMismatch", "ReplicaDrift")  # said by the guard that came upon it
+        message = f"{first} (all of it is above)" if more and (said.is_consequence or is_finding) else said.message
         return message if said.is_expected else f"failed{at}: {said.kind}: {message}"
+    if ended.was_ended and ended.words is not None and ended.words.kind:
+        return f"was ended by its launcher, {_left(ended.words)}"
     if ended.out_of_memory:
         return "was killed by the kernel: out of memory"
     if ended.exit_code < 0:
         text = f"was killed by {signal_name(-ended.exit_code)}"
     else:
         text = f"ended with exit code {ended.exit_code}"
+        if ended.words is not None and ended.words.kind:
+            return f"{text}, {_left(ended.words)}"
     return f"{text}; its last words: {ended.last_line}" if ended.last_line else text
+
+
+def _left(words: LastWords) -> str:
+    at = f" at {words.where}" if words.where else ""
+    is_exit = words.kind == "SystemExit" and words.message.isdecimal()  # the exit code, which has been said
+    return f"by sys.exit{at}" if is_exit else f"after it raised{at}: {words.kind}: {words.message}"

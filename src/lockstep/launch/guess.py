@@ -6,11 +6,13 @@ A wrong guess costs a fork server that is thrown away.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from lockstep.launch.program import Program
 
-_PROCESSES = ("--nproc-per-node", "--nproc_per_node")
+_PROCESSES = ("-n", "--nproc-per-node", "--nproc_per_node")
 
 
 def guess_program(words: Sequence[str]) -> Program | None:
@@ -37,3 +39,8 @@ def guess_threads(words: Sequence[str], environ: Mapping[str, str]) -> dict[str,
         elif before in _PROCESSES:
             number = word
     return {} if number == "1" or "OMP_NUM_THREADS" in environ else {"OMP_NUM_THREADS": "1"}
+
+
+def new_record(program: str) -> str:
+    """The folder for the record of a run of `program`, where none is given."""
+    return os.path.join("runs", f"{Path(program).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}")

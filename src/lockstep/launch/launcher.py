@@ -6,18 +6,20 @@ import gc
 import logging
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from torch.distributed import DistError, Store
+from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousParameters
 from torch.distributed.elastic.rendezvous import registry as rendezvous
 from torch.distributed.elastic.rendezvous.api import RendezvousError
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import DEFAULT_PORT, C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 
 from lockstep.comm.preflight import Deadline, within
@@ -26,6 +28,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.agent import Agent, say
 from lockstep.launch.job import Launch
 from lockstep.launch.loopback import LoopbackRendezvous
+from lockstep.launch.meeting import Machine, Meeting, find_channel
 from lockstep.launch.processes import adopting_orphans
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StoppedEarly, StopSignals
@@ -76,7 +79,10 @@ def launch(job: Launch, settle: Callable[[], None] = lambda: None) -> int:
         )
         try:
             code = _supervise(job, starter, signals)
-        except (RendezvousError, DistError, LaunchError) as error:
+        except LaunchError as error:  # its message says all
+            say(str(error))
+            code = 1
+        except (RendezvousError, DistError) as error:
             say(f"{type(error).__name__}: {error}")
             code = 1
         finally:
@@ -97,9 +103,10 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         config.local_addr,
         **config.rdzv_configs,
     )
-    agent, handler = None, None
+    agent, handler, meeting = None, None, None
     try:
-        handler, meeting = signals.wait_aside(lambda: _rendezvous(job, parameters))
+        meeting = signals.wait_aside(lambda: _meeting(job, parameters))
+        handler = signals.wait_aside(lambda: _rendezvous(job, parameters, meeting))
         agent = Agent(job, _spec(job, parameters, handler), starter, signals, meeting)
         result = agent.run()
         return agent.exit_code if result is not None else 0  # None: this machine was one too many
@@ -138,14 +145,42 @@ def _spec(job: Launch, parameters: RendezvousParameters, handler: RendezvousHand
     )
 
 
-def _rendezvous(job: Launch, parameters: RendezvousParameters) -> tuple[RendezvousHandler, Store | None]:
-    """How the machines meet, and the store in which they do, where it is known before they have."""
+def _meeting(job: Launch, parameters: RendezvousParameters) -> Meeting | None:
+    """Where the machines meet; None where there is one, or torch's rendezvous alone knows. Raises: LaunchError."""
+    config, settings = job.config, parameters.config
+    is_tcp = config.rdzv_backend == "static" or parameters.get("store_type", "tcp").strip().lower() == "tcp"
+    if config.rdzv_backend not in ("static", "c10d") or not is_tcp:
+        return None
+    host, port = parse_rendezvous_endpoint(parameters.endpoint, DEFAULT_PORT)
+    if port == 0:  # whichever is free: for one machine
+        return None
+    is_static, least, most = config.rdzv_backend == "static", config.min_nodes, config.max_nodes
+    number = int(settings["rank"]) if is_static else None
+    mine = Machine(
+        run=parameters.run_id,
+        nnodes=f"{most}" if is_static or least == most else f"{least}:{most}",
+        node_rank=number,
+        processes=config.nproc_per_node,
+        host=socket.gethostname(),
+        pid=os.getpid(),
+    )
+    limit_s = float(parameters.get_as_int("timeout" if is_static else "join_timeout", 600) or 600)
+    channel = find_channel(
+        host, port, mine, number == 0 if is_static else parameters.get_as_bool("is_host"), limit_s, say
+    )
+    return Meeting(channel, mine, least, most, limit_s, say)
+
+
+def _rendezvous(job: Launch, parameters: RendezvousParameters, meeting: Meeting | None) -> RendezvousHandler:
     if job.config.rdzv_backend == LOOPBACK:
-        return LoopbackRendezvous(job.config.run_id, job.port), None
-    if job.config.rdzv_backend == "c10d":
-        backend, store = create_backend(parameters)
-        return create_handler(store, backend, parameters), store
-    return rendezvous.get_rendezvous_handler(parameters), None
+        return LoopbackRendezvous(job.config.run_id, job.port)
+    if job.config.rdzv_backend == "c10d" and meeting is not None:
+        store = meeting.channel.store
+        return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+    try:
+        return rendezvous.get_rendezvous_handler(parameters)
+    except (ImportError, ValueError) as error:
+        raise LaunchError(f"--rdzv-backend {job.config.rdzv_backend}: {error}") from error
 
 
 def silence_torch() -> None:

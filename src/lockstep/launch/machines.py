@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, TypeVar, final
 from lockstep.comm.preflight import Aside
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
+from lockstep.launch.ended import signal_name
 from lockstep.launch.stop_signals import StopSignals
 
 T = TypeVar("T")
@@ -24,6 +25,11 @@ class Told(NamedTuple):
 
     number: int  # of the signal that it got
     host: str
+
+    @property
+    def words(self) -> str:
+        """For the user of this machine."""
+        return f"{self.host} was asked to stop by {signal_name(self.number)}: stopping"
 
 
 @final

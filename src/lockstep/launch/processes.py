@@ -106,9 +106,9 @@ def reap_strangers(known: Sequence[int]) -> None:
 def children(pid: int | str = "self") -> list[int]:
     """Of process `pid`, adopted ones too; none are seen where it has ended, or there is no /proc."""
     pids: list[int] = []
-    with suppress(OSError):  # it, or one of its threads, has just ended
+    with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{task}/children") as file:
+            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:  # this thread may have ended
                 pids += [int(child) for child in file.read().split()]
     return pids
 

@@ -89,6 +89,8 @@ def cause_of(ended: Ended) -> Cause:
             return Cause(OUT_OF_MEMORY)
         kind = "CUDA out of memory" if "CUDA out of memory" in said.message else said.kind
         return Cause(kind, said.where, is_exception=True)
+    if ended.was_ended and ended.words is not None:  # it was about to leave
+        return Cause(ended.words.kind, ended.words.where)
     if ended.exit_code < 0:
         return Cause(signal_name(-ended.exit_code))
     return Cause(f"exit code {ended.exit_code}")

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-import time
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+from torch.distributed.elastic.events import get_logging_handler
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
 
 from lockstep.errors import ConfigError
+from lockstep.launch.doctor.asked import refuse_crowd, refuse_meeting
+from lockstep.launch.guess import new_record
 from lockstep.launch.job import Launch, Supervision
 from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.launcher import LOOPBACK, SIGNALS, silence_torch
@@ -22,6 +27,7 @@ from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
+from lockstep.launch.words import Words
 from lockstep.observe.loggers import LOG, logger_names
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.settings import GUARD, MODES, GuardSettings
@@ -34,15 +40,31 @@ fraction of a second; stopped and hung processes are found; --max-restarts count
 later checkpoint; --nproc-per-node may be a range A:B; on one machine nothing listens beyond the loopback interface;
 workers that end with code 75 asked to be started again later, and so does this command. A signal that asks this command
 or a worker to stop is passed on to all workers once; they have --grace-s to save, and there is no restart."""
+_HELP = {  # where torchrun's words do not hold here
+    "start_method": argparse.SUPPRESS,
+    "nproc_per_node": "workers of this machine: a number, a range like 2:4, auto, cpu or gpu (default: 1)",
+    "shutdown_timeout": "after a worker failed: ask the others to end (SIGTERM), and kill them so many seconds later "
+    "(default: they are not asked, see --failure-grace-s)",
+    "signals_to_handle": f"signals that ask to stop, with commas between them (default: {','.join(SIGNALS)})",
+}
 
 
-def parser() -> ArgumentParser:
+def parser() -> Words:
     """torchrun's parser with the flags of our own."""
-    made = get_args_parser()
-    made.prog = "lockstep run"
-    made.description = _DESCRIPTION
-    made.formatter_class = RawDescriptionHelpFormatter
+    made = Words(
+        "lockstep run",
+        usage="lockstep run [flags] script.py [its arguments]",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[get_args_parser()],
+        add_help=False,
+    )
+    for action in made._actions:
+        action.help = _HELP.get(action.dest, action.help)
     own = made.add_argument_group("beyond torchrun")
+    own.add_argument(
+        "-n", dest="nproc_per_node", metavar="N|A:B", default=argparse.SUPPRESS, help="the same as --nproc-per-node"
+    )
     own.add_argument(
         "--start",
         choices=("warm", "fresh"),
@@ -101,10 +123,10 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     """The words after `lockstep run`. folder: for log files, unless --log-dir names one, and for what is private.
     server: one that loads already, as it was guessed.
 
-    --help and what the parser itself refuses end the process, as command lines do. Raises: ConfigError.
+    --help ends the process. Raises: ConfigError.
     """
     made = parser()
-    args = made.parse_args(list(words))
+    args = made.read(words)
     given = {name: value for name, value in vars(args).items() if value != made.get_default(name)}
     origins = {GUARD: _origin("guard", GUARD, given), RUN: _origin("record", RUN, given)}
     origins |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "launcher"}
@@ -122,9 +144,10 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     try:
         config, _, _ = config_from_args(args)
     except (AssertionError, ValueError, RuntimeError, OSError) as error:
-        raise ConfigError(f"lockstep run: {error}") from error
+        raise ConfigError(f"{str(error).rstrip('.')}. `lockstep run --help` explains") from error
     if config.nproc_per_node < 1:
         raise ConfigError(f"--nproc-per-node {args.nproc_per_node}: at least one process has to run")
+    refuse_crowd(f"--nproc-per-node {args.nproc_per_node}", config.nproc_per_node)
     if config.nproc_per_node > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
     program = _program(args)
@@ -153,10 +176,7 @@ def _origin(flag: str, variable: str, given: Mapping[str, object]) -> str:
 
 
 def _record_of(args: Namespace) -> str:
-    if args.record == "off":
-        return ""
-    made = f"{Path(args.training_script).stem}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return os.path.abspath(args.record or os.path.join("runs", made))
+    return "" if args.record == "off" else os.path.abspath(args.record or new_record(args.training_script))
 
 
 def _refuse(args: Namespace) -> None:
@@ -165,6 +185,8 @@ def _refuse(args: Namespace) -> None:
         raise ConfigError("--watch comes first: lockstep run --watch [other flags] script.py")
     if args.start_method != "spawn":
         raise ConfigError(f"--start-method {args.start_method}: --start warm|fresh says how workers are started")
+    if args.numa_binding and not torch.cuda.is_available():
+        raise ConfigError(f"--numa-binding {args.numa_binding}: ranks are bound near their GPU, and there is none here")
     if args.module and args.no_python:
         raise ConfigError("--module names a Python module, --no-python says it is none: leave one out")
     if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
@@ -174,14 +196,35 @@ def _refuse(args: Namespace) -> None:
             "--max-restarts on several machines with --rdzv-backend static: they could not agree on a restart, and "
             "would read what dead workers wrote: use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         )
+    _refuse_meeting(args)
     unknown = [name for name in args.signals_to_handle.split(",") if not hasattr(signal, name.strip())]
     if unknown:
         raise ConfigError(f"--signals-to-handle {args.signals_to_handle}: there is no signal {unknown[0]!r}")
+    try:
+        get_logging_handler(args.event_log_handler)
+    except KeyError as error:
+        raise ConfigError(f"--event-log-handler {args.event_log_handler}: torch has console and null") from error
     if args.monitor_interval <= 0:
         raise ConfigError(f"--monitor-interval {args.monitor_interval}: it is a number of seconds above 0")
     for name in ("grace_s", "failure_grace_s", "stopped_limit_s", "hang_limit_s"):
         if not 0 <= getattr(args, name) < 1e9:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: it is a number of seconds")
+
+
+def _refuse_meeting(args: Namespace) -> None:
+    """Raises: ConfigError for machines that could never meet."""
+    machines, is_static = _machines(args), args.rdzv_backend == "static"
+    is_alone = machines == 1 or args.standalone
+    refuse_meeting(machines, args.node_rank if is_static and not is_alone else None, args.master_port)
+    if args.standalone or args.rdzv_backend not in ("static", "c10d"):
+        return
+    if not is_alone and not is_static and not args.rdzv_endpoint:
+        raise ConfigError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on every machine")
+    try:
+        port = parse_rendezvous_endpoint(args.rdzv_endpoint, 1)[1]
+    except ValueError as error:
+        raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from error
+    refuse_meeting(machines, None, None if is_alone else port)
 
 
 def _machines(args: Namespace) -> int:
@@ -231,6 +274,8 @@ def _program(args: Namespace) -> Program:
         return Program("module", args.training_script, words)
     if not os.path.exists(args.training_script):
         raise ConfigError(f"there is no script {args.training_script!r} in {os.getcwd()}")
+    if os.path.isdir(args.training_script):
+        raise ConfigError(f"{args.training_script} is a folder: name the script in it, or a module by -m")
     return Program("script", args.training_script, words)
 
 

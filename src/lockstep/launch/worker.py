@@ -53,21 +53,24 @@ class Failure:
 
 def die_with_launcher(environ: Mapping[str, str]) -> None:
     """From now on, if the process that started this one ends in any way, even by SIGKILL, so does this one."""
-    if not has_launcher_of_ranks(environ):
-        return  # started by a shell or by Slurm: they have rules of their own
-    parent = int(environ.get(AGENT_PID, os.getppid()))
+    if has_launcher_of_ranks(environ):  # else started by a shell or by Slurm: they have rules of their own
+        hear_of_end(int(environ.get(AGENT_PID, os.getppid())), signal.SIGKILL)
+
+
+def hear_of_end(parent: int, number: int) -> None:
+    """From now on, if `parent`, which started this process, ends in any way, this one gets the signal `number`."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
     else:
-        threading.Thread(target=_watch_parent, args=(parent,), daemon=True, name="watch-launcher").start()
+        threading.Thread(target=_watch_parent, args=(parent, number), daemon=True, name="watch-parent").start()
     if os.getppid() != parent:  # it ended before the line above
-        os.kill(os.getpid(), signal.SIGKILL)
+        os.kill(os.getpid(), number)
 
 
-def _watch_parent(parent: int) -> None:
+def _watch_parent(parent: int, number: int) -> None:
     while os.getppid() == parent:
         time.sleep(0.5)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), number)
 
 
 def stop_signals() -> list[signal.Signals]:

@@ -81,7 +81,7 @@ class Workers(PContext):
             code = process.exit_code
             if code in (None, 0, *STOPPED):
                 continue
-            if code < 0 or rank in self.stuck:
+            if (code < 0 and code != -signal.SIGABRT) or rank in self.stuck:  # Gloo aborts who is sent too much
                 return True
             said = read_failure(Path(self.error_files[rank]))
             if said is not None and not said.is_consequence:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from lockstep.errors import ConfigError
 from lockstep.learn.events import Event, read_events
+from lockstep.observe.report.terminal import ending_by_exception
 
 FOLDER = "LOCKSTEP_LESSON"  # names the folder for the events of a rank; unset: they are printed
 _LIMIT_S = 600.0
@@ -47,9 +48,12 @@ def play(path: Path, world_size: int, folder: Path, *, restarts: int = 0, limit_
     flags = ["--nproc-per-node", str(world_size), "--record", "off", "--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "lockstep", "run", *flags, str(path)]
     environ = {"LOCKSTEP_HANG_S": "3", "LOCKSTEP_EVIDENCE": "", **os.environ, FOLDER: str(folder.resolve())}
-    with subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, text=True
-    ) as process:
+    with (
+        ending_by_exception(),
+        subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, text=True
+        ) as process,
+    ):
         try:
             output, _ = process.communicate(timeout=limit_s)
             code: int | None = process.returncode
@@ -63,4 +67,5 @@ def play(path: Path, world_size: int, folder: Path, *, restarts: int = 0, limit_
         return Played(read_events(folder), code, output.strip())
     except ConfigError:
         end = f"and was ended after {limit_s:g} s" if code is None else f"exit code {code}"
-        raise ConfigError(f"{path} told nothing on {world_size} processes, {end}:\n{output.strip()}") from None
+        said = output.strip() or "`lockstep learn send_receive --source` shows a program that tells what it does"
+        raise ConfigError(f"{path} told nothing on {world_size} processes, {end}:\n{said}") from None

@@ -24,7 +24,7 @@ OURS = ("LOCKSTEP_", "TORCHELASTIC_", "GROUP_", "ROLE_")  # said by the launcher
 def said_by(name: str) -> list[str]:
     """What stock torch said to the program `name`, and the sentences of lockstep that name the fault."""
     seconds = "4" if name in HANG else "60"
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(OURS)}
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
     command = [sys.executable, "-m", "lockstep", "demo", name, "--seconds", seconds]
     with activity(f"demo {name}"):  # the other ranks wait for us, and that is right
         output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout

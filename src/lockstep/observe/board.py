@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar, final
 
-from lockstep.comm.preflight import process_state
+from lockstep.comm.preflight import process_state, state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
@@ -26,6 +26,7 @@ _SHOWN = 128  # records that travel between machines
 _PERIOD_S = 0.5  # between two statuses through the store
 _GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
 _SILENT_S = 1.0  # what a rank said longer ago is completed from its record
+_WORKS = 0.02  # of a core: less is not work
 
 
 _T = TypeVar("_T")
@@ -79,7 +80,9 @@ class Board:
         self._told_s = 0.0
         self._answered = ""
         self._is_lost = False  # the store
+        self._spent_s = 0.0  # in asking it: while it does not answer, no rank can be heard, and none is silent
         self._gone: set[int] = set()  # ranks of this machine whose end the others know of
+        self._used: dict[int, tuple[float, float, bool]] = {}  # by silent rank: when, time on cores until then, works
 
     def use(self, store: Store) -> None:
         """See the ranks of other machines through `store` from now on."""
@@ -111,12 +114,13 @@ class Board:
             record = self._record_of(rank)
             sight = record and sight_of(record, how=self._how_it_ended(rank, record), is_urgent=is_urgent)
             if sight is not None:
-                seen[rank] = sight
+                seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)
                     self._put(f"guard/status/{rank}", _gone_status(sight))
         for rank in self._away if self._store is not None else ():
             said = self._ask(f"guard/status/{rank}")
+            now_s = time.monotonic() - self._spent_s
             if said is not None and self._heard.get(rank, (b"", 0.0))[0] != said:
                 self._heard[rank] = (said, now_s)
             if rank in self._heard:
@@ -126,6 +130,20 @@ class Board:
                 if status is not None:
                     seen[rank] = Sight(status, now_s - heard_s, bool(is_gone), how.decode().removeprefix(_GONE))
         return seen
+
+    def _is_working(self, sight: Sight, now_s: float) -> bool:
+        """Whether the process of a guard that is silent uses a core: C code may hold Python's lock for long."""
+        rank = sight.status.rank
+        if sight.age_s <= _SILENT_S or sight.is_gone:
+            self._used.pop(rank, None)
+            return False
+        state, used_s = state_and_cpu_s(f"/proc/{sight.status.pid}/stat")
+        since_s, before_s, works = self._used.get(rank, (now_s, used_s, False))
+        if now_s - since_s >= _SILENT_S:
+            works = state == "R" or used_s - before_s > _WORKS * (now_s - since_s)
+            since_s, before_s = now_s, used_s
+        self._used[rank] = since_s, before_s, works
+        return works
 
     def records_of(self, rank: int) -> list[Record]:
         """What `rank` did last, oldest first; [] where that cannot be had. May block for a second or two."""
@@ -203,11 +221,14 @@ class Board:
         """None where whoever held the store has ended: it is not asked again, and what was heard stays."""
         if self._is_lost:
             return None
+        begun_s = time.monotonic()
         try:
             return call()
         except RuntimeError:
             self._is_lost = True
             return None
+        finally:
+            self._spent_s += time.monotonic() - begun_s
 
     def close(self) -> None:
         """Give back the memory."""
@@ -264,7 +285,8 @@ def from_record(record: FlightRecord, said: Status | None) -> Status:
     waiting = waits_of([one for one in records if not one.left_ns])
     groups = {**said.groups, **{name: fold.progress() for name, fold in folds.items()}}
     last = records[-1] if records else None
-    return replace(said, step=header.step, groups=groups, waiting=waiting, last=last)
+    phases = said.phases if said.step == header.step else ()  # else they are of a step that has ended
+    return replace(said, step=header.step, groups=groups, waiting=waiting, last=last, phases=phases)
 
 
 def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:

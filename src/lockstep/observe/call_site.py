@@ -31,9 +31,13 @@ def call_site(depth: int = 1) -> str:
     once. depth: how many frames away it begins to look.
     """
     try:
-        frame = sys._getframe(depth)
+        return site_from(sys._getframe(depth))
     except ValueError:  # the stack is not so deep
-        frame = sys._getframe(1)
+        return site_from(sys._getframe(1))
+
+
+def site_from(frame: FrameType) -> str:
+    """`call_site` as seen from `frame`."""
     known = _sites.get((id(frame.f_code), frame.f_lasti))
     if known is not None and known[2]:
         return known[1]

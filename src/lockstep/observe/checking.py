@@ -23,6 +23,7 @@ from lockstep.observe.in_flight import changed_in_flight
 from lockstep.observe.recording import text_of
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.tensor_digest import digests
+from lockstep.observe.wording import step_after
 
 _SAID_BYTES = 512  # of what a rank says of its collective
 _TEXT_MAX = 300
@@ -30,9 +31,12 @@ _SHOWN_MAX = 8  # different collectives that a message lists
 
 
 class Steps(Protocol):
-    """What is used of a `FlightRecorder`."""
+    """What is used of a `Guard`."""
 
-    step: int
+    step_before: int
+
+    @property
+    def step(self) -> int: ...
 
 
 class Said(NamedTuple):
@@ -42,18 +46,21 @@ class Said(NamedTuple):
     text: str
     site: str  # not compared: the root of a broadcast often stands in another line
 
+    def __str__(self) -> str:
+        return f"{self.text} at {self.site}, {step_after(self.step)}"
+
 
 @final
 class CheckLayer(TransportLayer):
-    """Compares collectives until the group has begun one in step number `steps`, counted from 0.
+    """Compares collectives until the group has begun one after `steps` steps of this start of the program.
 
     All ranks end it at the same collective, also where their steps differ, because each sees the others' in the
     exchange. After a difference nothing of the group is sent any more.
     """
 
-    def __init__(self, inner: Transport, recorder: Steps, steps: int = CHECKED_STEPS) -> None:
+    def __init__(self, inner: Transport, counter: Steps, steps: int = CHECKED_STEPS) -> None:
         super().__init__(inner)
-        self._recorder = recorder
+        self._counter = counter
         self._steps = steps
         self._is_over = False
         self._failure: CommError | None = None
@@ -64,7 +71,7 @@ class CheckLayer(TransportLayer):
             self._land_the_dropped()
         if self._is_over or op.kind in ("send", "recv", "batch_send_recv"):
             return self.inner.submit(op)
-        said = Said(self._recorder.step, text_of(op, self.global_ranks), call_site())
+        said = Said(self._counter.step, text_of(op, self.global_ranks), call_site())
         if self._failure is None and self.world_size > 1:
             try:
                 self._compare(op, said)
@@ -75,7 +82,7 @@ class CheckLayer(TransportLayer):
         return self._start(op, said) if op.async_op else self.inner.submit(op)
 
     def over(self, inner: Transport) -> CheckLayer:
-        return CheckLayer(inner, self._recorder, self._steps)
+        return CheckLayer(inner, self._counter, self._steps)
 
     # ------------------------------------------------------------------ before it is sent
 
@@ -88,7 +95,7 @@ class CheckLayer(TransportLayer):
         voices = [Said(*json.loads(bytes(row.tolist()))) for row in whole.cpu().view(self.world_size, -1)]
         if any(voice[:2] != voices[0][:2] for voice in voices):
             raise CollectiveMismatch(_difference(voices, self.rank, self.global_ranks))
-        self._is_over = max(voice.step for voice in voices) >= self._steps
+        self._is_over = max(voice.step for voice in voices) >= self._counter.step_before + self._steps
 
     # ------------------------------------------------------------------ while it is under way
 
@@ -143,7 +150,7 @@ class Flight:
         self._results = self._outputs = self._tensors = ()
         if changed:
             said = self._said
-            self.error = changed_in_flight(f"{said.text} at {said.site}, step {said.step}, rank {self._rank}", changed)
+            self.error = changed_in_flight(f"{said}, rank {self._rank}", changed)
 
     def _changed(self) -> str:
         """Which of the user's tensors is not as it was; "" where all are."""
@@ -192,10 +199,7 @@ def _difference(voices: Sequence[Said], rank: int, global_ranks: Sequence[int]) 
     together: dict[Said, list[int]] = {}
     for place, voice in zip(global_ranks, voices, strict=True):
         together.setdefault(voice, []).append(place)
-    lines = [
-        f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said.text} at {said.site}, step {said.step}"
-        for said, ranks in together.items()
-    ]
+    lines = [f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in together.items()]
     if len(lines) > _SHOWN_MAX:
         lines[_SHOWN_MAX:] = [f"  and {len(lines) - _SHOWN_MAX} more"]
     return "\n".join(

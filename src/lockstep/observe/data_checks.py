@@ -20,6 +20,7 @@ from lockstep.observe.tensor_digest import digests
 
 Batch = TypeVar("Batch")
 _HEAD = 1 << 18  # elements of a batch's tensor that are looked at: no two batches begin alike by chance
+_ASKED = "_IterableDataset_len_called"
 _FEW = 8  # samples: so few come in the same order twice by chance
 
 
@@ -66,9 +67,12 @@ def order_of(loader: Any, first: str = "") -> str:
     A sampler with `set_epoch`, as torch's DistributedSampler, tells; lockstep's counts epochs by itself. Of a loader
     with `shuffle=True` it is in the digest of the `first` batch, if that is not too small.
     """
+    batches: Any = getattr(loader, "batch_sampler", None)
     sampler = _sampler_of(loader)
     if isinstance(sampler, RandomSampler):
-        return first if (getattr(loader, "batch_size", None) or 0) >= _FEW else ""
+        parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # as Accelerate splits them
+        size = getattr(batches, "batch_size", None) or 0
+        return first if min(size, len(sampler)) // parts >= _FEW else ""
     has_epoch = hasattr(sampler, "set_epoch") and hasattr(sampler, "epoch") and not hasattr(sampler, "next_epoch")
     if not has_epoch or not getattr(sampler, "shuffle", False) or (batches_of(sampler) or 0) < _FEW:
         return ""
@@ -76,16 +80,22 @@ def order_of(loader: Any, first: str = "") -> str:
 
 
 def _sampler_of(loader: Any) -> Any:
-    batches = getattr(loader, "batch_sampler", None)
+    batches: Any = getattr(loader, "batch_sampler", None)
+    while hasattr(batches, "batch_sampler"):
+        batches = batches.batch_sampler
     return getattr(batches, "sampler", None) or getattr(loader, "sampler", None)
 
 
 def batches_of(loader: Any) -> int | None:
-    """`len(loader)`; None where it has none."""
+    """`len(loader)`; None where it has none. Nothing follows from having asked."""
+    asked = getattr(loader, _ASKED, None)
     try:
         return len(loader)
-    except TypeError:
+    except (TypeError, NotImplementedError):
         return None
+    finally:
+        if hasattr(loader, _ASKED):
+            setattr(loader, _ASKED, asked)  # else torch warns of a stream that is longer than it said
 
 
 # ------------------------------------------------------------------ over a communicator

@@ -47,9 +47,9 @@ def different_lengths(batches: Mapping[int, int | None]) -> str | None:
         return None
     counts = ", ".join(f"{_list(ranks)} {count}" for count, ranks in sorted(known.items()))
     return (
-        f"the ranks have different numbers of batches in this epoch: {counts}. Those with more will wait for the "
-        "others for ever: use a DistributedSampler (its drop_last=True, or its padding, makes them equal), or "
-        "`with model.join():`"
+        f"the ranks have different numbers of batches in this epoch: {counts}. A rank that stops at the end of "
+        "its own leaves the others waiting for ever: use a DistributedSampler (its drop_last=True, or its padding, "
+        "makes them equal), or `with model.join():`"
     )
 
 

@@ -8,26 +8,28 @@ it is. With three ranks the majority is right; with two, whoever does other than
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
 from lockstep.observe import wording
 from lockstep.observe.flight import Record
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.status import Progress
 from lockstep.observe.torch_groups import FROM_CPP
-from lockstep.observe.wording import Finding, call, names, times
+from lockstep.observe.wording import Finding, call, names, step_after, times
 
 _PATIENCE = 64  # collectives that a rank may go on while the majority is waited for
 _LOOK_AHEAD = 8
 _SHOWN = 3  # of the calls that one rank makes and another does not
 _ASKED = 3  # ranks of the same digest whose records are tried: one on another machine may take a second
 _JOIN = "join"
+_SELDOM = 4  # steps: ranks with nothing in common for longer may each train a model of their own
 
 _Shape = tuple[tuple[str, str], ...]  # text and site of each call of a step
 Fault = Literal["skipped", "extra", "changed", ""]
 _INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}
-_NAMES = ("kind", "dtype", "shape", "reduction", "root")
+_NAMES = ("kind", "dtype", "shape", "reduction", "root", "algorithm")
 
 _WHY = {
     "order": "collectives pair by their order: from here on ranks mix values that do not belong together.",
@@ -41,8 +43,10 @@ _FIX = {
     "shape": "give it the same shape on every rank: pad or gather the sizes first; drop uneven last batches.",
     "reduction": "use one reduction on every rank.",
     "root": "name the same root on every rank; it is a rank, not `rank == 0 or ...`.",
+    "algorithm": "pass the same algorithm= on every rank: each sends other messages, which do not match.",
     "steps": "call optimizer.step() on every rank in every step.",
 }
+SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
 
 
 class _Class(NamedTuple):
@@ -79,19 +83,22 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
         return None
     if difference.is_step and _is_drift(usual, odd, difference):
         return _report_drift(scene, group, usual, odd, difference)
+    if difference.is_origin and not difference.is_step:
+        difference = _where_lines_part(usual.history, odd.history, difference)
     fault = _fault_of_odd(usual.history, odd.history, difference)
     step = min(difference.usual.step, difference.odd.step)
     is_majority = len(classes[0]) > len(classes[1])
     blamed = odd if is_majority else _unusual(usual, odd, step) if difference.is_origin else None
+    everybody = {rank for ranks in classes for rank in ranks}
+    unsynced = _unsynced(scene, everybody, step)
+    if blamed is None:
+        without = [side for side in (odd, usual) if unsynced.keys() & set(side.ranks)]
+        blamed = without[0] if len(without) == 1 else None
     if blamed is usual:  # two ranks: the roles were only a guess
         usual, odd, fault = odd, usual, _INVERSE[fault]
         difference = difference._replace(usual=difference.odd, odd=difference.usual)
-    everybody = {rank for ranks in classes for rank in ranks}
-    unsynced = _unsynced(scene, everybody, step)
-    if blamed is None and unsynced and not unsynced.keys() & set(usual.ranks):
-        blamed = odd
     culprits = tuple(sorted(everybody - set(usual.ranks) if blamed is not None else everybody))
-    return _report(scene, group, usual, odd, difference, fault, culprits, unsynced.values())
+    return _report(scene, group, usual, odd, difference, fault, culprits, unsynced)
 
 
 def _classes(members: dict[int, Progress]) -> list[tuple[int, ...]]:
@@ -165,6 +172,22 @@ def _first_other_text(first: list[Record], second: list[Record], after: int) -> 
     return None
 
 
+def _where_lines_part(first: list[Record], second: list[Record], difference: _Difference) -> _Difference:
+    """Back to where equal calls began to come from lines that do not go together: one was left out or put in there."""
+    step = min(difference.usual.step, difference.odd.step)
+    pairs = [pair for pair in _pairs(first, second) if pair[0].seq < difference.usual.seq]
+    together: dict[str, set[str]] = defaultdict(set)
+    for a, b in pairs:
+        if a.step < step:
+            together[a.site].add(b.site)
+            together[b.site].add(a.site)
+    for a, b in reversed(pairs):
+        if a.text == FROM_CPP or b.site in together[a.site] or not together[a.site] | together[b.site]:
+            break
+        difference = difference._replace(usual=a, odd=b)
+    return difference
+
+
 def _is_without_fault(scene: Scene, usual: _Class, odd: _Class, difference: _Difference) -> bool:
     """True where a difference of steps says nothing: one side does not count them, or keeps another company."""
     sides = [scene.status(rank) for rank in (*usual.ranks, *odd.ranks)]
@@ -172,10 +195,31 @@ def _is_without_fault(scene: Scene, usual: _Class, odd: _Class, difference: _Dif
         return True
     steps = {difference.usual.step, difference.odd.step}
     near = [record for side in (usual, odd) for record in side.history if record.step in steps]
-    if any(_JOIN in record.label for record in near):
+    if any(_JOIN in record.label for record in near) or not _are_in_step(scene, usual.ranks[0], odd.ranks[0]):
         return True
     pairs = [(a, b) for a, b in _pairs(usual.history, odd.history) if a.seq >= difference.usual.seq]
     return not difference.is_origin and len({a.step - b.step for a, b in pairs}) == 1
+
+
+def _are_in_step(scene: Scene, first: int, second: int) -> bool:
+    """Whether a chain of groups that are used in every few steps joins the two: else they train models of their own."""
+    steps = {rank: sight.status.step for rank, sight in scene.sights.items()}
+    often = [
+        set(ranks)
+        for (_, ranks), members in scene.groups.items()
+        if all(_is_used_often(progress, steps[rank]) for rank, progress in members.items() if progress.marks)
+    ]
+    reached, more = set[int](), {first}
+    while more - reached:
+        reached |= more
+        more = {rank for ranks in often if ranks & reached for rank in ranks}
+    return second in reached
+
+
+def _is_used_often(progress: Progress, step: int) -> bool:
+    newest = [mark for back, mark in enumerate(reversed(progress.marks), 1) if mark.seq == progress.count - back]
+    since = newest[-1].step if newest[-1].seq else 0
+    return len({mark.step for mark in newest}) * _SELDOM >= step - since + 1
 
 
 def _is_drift(usual: _Class, odd: _Class, difference: _Difference) -> bool:
@@ -231,15 +275,18 @@ def _unusual(usual: _Class, odd: _Class, step: int) -> _Class | None:
 
 
 def _unsynced(scene: Scene, ranks: Iterable[int], step: int) -> dict[int, str]:
-    """The ranks that ran backwards of that step within no_sync(), and where."""
-    told = {
-        rank: value
-        for rank in sorted(ranks)
-        for topic, values in scene.status(rank).facts.items()
-        if topic.startswith("sync ") and (value := values.get(str(step))) and value[1]
-    }
+    """The ranks that ran fewer synchronised backwards in that step than others, and others in no_sync(); and where."""
+    told: dict[str, dict[int, Any]] = defaultdict(dict)
+    for rank in sorted(ranks):
+        for topic, values in scene.status(rank).facts.items():
+            is_it = topic.startswith("sync ")
+            for value in [value for key, value in values.items() if is_it and int(key) <= step]:
+                told[topic][rank] = value  # the last one holds
     return {
-        rank: f"{names([rank])} ran {value[1]} backward in no_sync(), at {value[2]}" for rank, value in told.items()
+        rank: f"{names([rank])} ran {unsynced} backward in no_sync(), at {site}"
+        for values in told.values()
+        for rank, (synced, unsynced, site) in values.items()
+        if unsynced and synced < max(value[0] for value in values.values()) and scene.status(rank).step > step
     }
 
 
@@ -284,7 +331,7 @@ def _report(
     difference: _Difference,
     fault: Fault,
     culprits: tuple[int, ...],
-    unsynced: Iterable[str],
+    unsynced: Mapping[int, str],
 ) -> Finding:
     a, b = difference.usual, difference.odd
     step = min(a.step, b.step)
@@ -295,24 +342,31 @@ def _report(
     elif differing:
         first = f"first difference: collective #{a.seq}: they differ in {' and '.join(differing)}"
     else:
-        is_cut = not difference.is_step and a.text and b.text
-        first = f"first difference: collective #{a.seq}" + ", in what the record has no room for" * bool(is_cut)
+        is_same = not difference.is_step and a.text and b.text
+        how = ", in what the record has no room for" if a.digest != b.digest else ", by its line"
+        first = f"first difference: collective #{a.seq}" + how * bool(is_same)
     body = [counts, first] if counts else [first]
-    body += [f"  {names(usual.ranks)}: {call(a)} (step {a.step})", f"  {names(odd.ranks)}: {call(b)} (step {b.step})"]
-    body += [*unsynced, *_deed(usual, odd, step, fault, difference)]
+    body += [f"  {names(usual.ranks)}: {_placed(a)}", f"  {names(odd.ranks)}: {_placed(b)}"]
+    body += [*unsynced.values(), *_deed(usual, odd, step, fault, difference)]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = bool(differing) and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
     advice = _FIX[fault] if fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
-    text = wording.compose(
-        f"MISMATCH in step {step}, group {group}.  {wording.culprit(scene, culprits)}",
+    head = "MISMATCH"
+    if unsynced and not {*culprits, *unsynced} & set(usual.ranks):  # as `_synced` has it, whichever is seen first
+        head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
+    return wording.compose(
+        scene,
+        "mismatch",
+        group,
+        f"{head} in {step_after(step)}, group {group}.",
+        culprits,
         body,
         why=_WHY["order" if difference.is_step or fault in ("skipped", "extra") else "same"],
         fix=advice.format(culprits=names(culprits)),
-        evidence=scene.limits.evidence,
         least=wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S]),
+        done=step,
     )
-    return Finding("mismatch", culprits, text, is_certain=True, key=f"mismatch:{group}")
 
 
 def _counts(group: str, usual: _Class, odd: _Class, step: int) -> str:
@@ -323,7 +377,9 @@ def _counts(group: str, usual: _Class, odd: _Class, step: int) -> str:
     (who, number, so_far), (other, its, its_so_far) = parts
     if number == its:
         return ""
-    return f"step {step}: {who} issued {times(number)} in group {group}{so_far}, {other} issued {its}{its_so_far}"
+    return (
+        f"{step_after(step)}: {who} issued {times(number)} in group {group}{so_far}, {other} issued {its}{its_so_far}"
+    )
 
 
 def _deed(usual: _Class, odd: _Class, step: int, fault: Fault, difference: _Difference) -> list[str]:
@@ -344,8 +400,12 @@ def _calls(history: Sequence[Record], step: int) -> Counter[tuple[str, str]]:
     return Counter((record.text, record.site) for record in history if record.step == step)
 
 
+def _placed(record: Record) -> str:
+    return f"{call(record)} ({step_after(record.step)})"
+
+
 def _what_differs(first: str, second: str) -> list[str]:
-    """kind, dtype, shape, reduction, root: what two texts do not share. The kind says it all."""
+    """Of `_NAMES`: what two texts do not share. The kind says it all."""
     if not first or not second:
         return []
     a, b = _parts(first), _parts(second)
@@ -357,13 +417,15 @@ def _parts(text: str) -> dict[str, str]:
     shape, _, after = rest.partition("]")
     words = before.split() + after.split()
     roots = [word for word in words if word.startswith("root=")]
-    words = [word for word in words if word not in roots] + ["", ""]
+    ways = [way for by, way in pairwise(words) if by == "by"]
+    words = [word for word in words if word not in (*roots, "by", *ways)] + ["", ""]
     return {
         "kind": words[0],
         "dtype": words[1],
         "shape": bracket + shape,
         "reduction": " ".join(words[2:]).strip(),
         "root": "".join(roots),
+        "algorithm": "".join(ways),
     }
 
 
@@ -373,15 +435,20 @@ def _report_drift(scene: Scene, group: str, usual: _Class, odd: _Class, differen
     facts = scene.status(other.ranks[0]).facts
     sites = (told["now"].get("step", "") for topic, told in facts.items() if topic.startswith("lines "))
     where = next(filter(None, sites), "optimizer.step() there")
-    text = wording.compose(
-        f"STEPS differ since step {min(a.step, b.step)}, group {group}.  {wording.culprit(scene, late.ranks)}",
+    step = min(a.step, b.step)
+    return wording.compose(
+        scene,
+        "steps",
+        group,
+        f"STEPS differ since {step_after(step)}, group {group}.",
+        late.ranks,
         [
             f"collective #{a.seq} is the same on all, {call(a)}",
-            f"but for {names(usual.ranks)} it belongs to step {a.step}, for {names(odd.ranks)} to step {b.step}",
-            f"{names(late.ranks)} did not call {where}, or went through a step twice",
+            f"but for {names(usual.ranks)} it belongs to {step_after(a.step)}, "
+            f"for {names(odd.ranks)} to {step_after(b.step)}",
+            f"{names(late.ranks)} did not call {where}, or ran a step twice",
         ],
         why="a replica whose optimizer steps less often is another model from then on.",
         fix=_FIX["steps"],
-        evidence=scene.limits.evidence,
+        done=step,
     )
-    return Finding("steps", late.ranks, text, is_certain=False, key=f"steps:{group}")

@@ -6,34 +6,61 @@ from collections.abc import Mapping
 
 from lockstep.observe import wording
 from lockstep.observe.scene import SILENT_S, Scene, Wait
-from lockstep.observe.status import FINISHED, RAISED, RUNNING, Sight, Status
-from lockstep.observe.wording import Finding, names, ordinal, times
+from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status
+from lockstep.observe.wording import Finding, names, ordinal, step_after, times
 
+CAUGHT = "caught"  # topic and key of what a rank tells of an error of the ranks that its program was given
 BECAUSE_OF_ANOTHER = "was ended by its launcher because of another"
 _FIXES = (  # by what a launcher says
     ("SIGSTOP", "find what stopped it: a debugger, Ctrl-Z, a suspended job; `kill -CONT` in time lets it go on."),
     ("out of memory", "use less memory on that machine: a smaller batch, fewer loader workers, sharded state."),
     ("exit code", "look for os._exit, or for native code that ends the process, on that rank."),
     ("SIGKILL", "find who sent it: out of memory (dmesg, memory.events of its cgroup), a job limit, `kill -9`."),
+    ("SIGABRT", "did the ranks make other calls? Gloo aborts who gets too much, at fault or not. Or a crash."),
     ("SIG", "a crash in native code, or a signal: where Python printed a stack for it, that is in this output."),
     ("", "killed: look for out of memory (dmesg, memory.events of its cgroup), a job limit, os._exit."),
 )
 
 
-def left_first(me: int, sights: Mapping[int, Sight], *, is_final: bool) -> tuple[int, str] | None:
+def left_first(
+    me: int, sights: Mapping[int, Sight], *, is_final: bool, lost: int | None = None
+) -> tuple[int, str] | None:
     """Which rank but `me` is the first cause that others fail, and what is said of it; None while that is not known.
 
     One that raised for a reason of its own; one whose process is gone; one that another rank says it has lost; and,
-    where no news of these is to come any more (`is_final`), one that came to the end of its program.
+    where no news of these is to come any more (`is_final`), one that came to the end of its program without its part
+    in what `me` began last. lost: the rank that `me` cannot reach, where it knows which.
     """
     others = [sight for rank, sight in sights.items() if rank != me]
     own = [sight for sight in others if not saw_another(sight.status)]
-    first = [sight for sight in own if sight.status.state == RAISED] + [sight for sight in own if _has_vanished(sight)]
-    lost = [words for sight in others if (words := sight.status.words) is not None and words.of not in (None, me)]
-    if not first and lost and lost[0].of is not None:
-        return lost[0].of, lost[0].message
-    first += [sight for sight in own if is_final and sight.status.state == FINISHED]
-    return (first[0].status.rank, f"in step {first[0].status.step} {how_it_ended(first[0])}") if first else None
+    first = [sight for sight in own if sight.status.state == RAISED]
+    first += sorted((sight for sight in own if _has_vanished(sight)), key=lambda sight: -sight.age_s)
+    claim = _claim(me, sights)
+    if not first and claim is not None and claim.of is not None:
+        return claim.of, claim.message
+    if is_final and not first:
+        done = [sight for sight in own if sight.status.state == FINISHED and lost in (None, sight.status.rank)]
+        first = [sight for sight in done if me not in sights or _lacks_part(sights[me].status, sight.status)]
+    if not first:
+        return None
+    status = first[0].status
+    return status.rank, f"in {step_after(status.step)} {how_it_ended(first[0])}"
+
+
+def _claim(me: int | None, sights: Mapping[int, Sight]) -> LastWords | None:
+    """The words of a rank that it has lost another, not `me`; best of one that does not say the same of a third."""
+    said = {rank: sight.status.words for rank, sight in sights.items() if rank != me}
+    claims = {rank: words for rank, words in said.items() if words is not None and words.of not in (None, me)}
+    return next((words for words in claims.values() if words.of not in claims), next(iter(claims.values()), None))
+
+
+def _lacks_part(mine: Status, its: Status) -> bool:
+    """Whether a rank has not begun the newest operation of mine, which is of both; True where that is not known."""
+    last = mine.last
+    if last is None or last.is_message or last.group not in mine.groups:
+        return True
+    theirs = its.groups.get(last.group)
+    return its.rank in mine.groups[last.group].ranks and (theirs is None or theirs.count <= last.seq)
 
 
 def how_it_ended(sight: Sight, group: str = "") -> str:
@@ -47,6 +74,37 @@ def how_it_ended(sight: Sight, group: str = "") -> str:
         counts = [one.count for name, one in status.groups.items() if group in ("", name)]
         return f"{who} finished normally{at} after {times(max(counts, default=0))}"
     return f"{who} (pid {status.pid}) {sight.how or 'was killed without a word'}"
+
+
+def stalled_by(found: Finding, sights: Mapping[int, Sight], place: str) -> Stalled:
+    """What `found`, said at `place`, says of ranks, and may pass."""
+    return Stalled(found.kind, found.culprits, tuple(_begun(sights.get(rank)) for rank in found.culprits), place)
+
+
+def sequel(found: Finding, mine: Stalled | None, sights: Mapping[int, Sight], here: str) -> str:
+    """The end of a rank of which output `here` has a report, to be said in place of another one; else "".
+
+    mine: what this rank has reported, wherever that went.
+    """
+    if found.kind not in ("raised", "gone", "finished") or not sights.keys() >= set(found.culprits):
+        return ""
+    others = [sight.status.stalled for sight in sights.values()]
+    for told in (mine, *(other for other in others if other is not None and here and other.place == here)):
+        if told is not None and set(found.culprits) <= set(told.ranks):
+            return told.is_over(how_it_ended(sights[found.culprits[0]]))
+    return ""
+
+
+def goes_on(told: Stalled, sights: Mapping[int, Sight]) -> str:
+    """That ranks which were said to stand still have begun something since; "" where none has."""
+    pairs = zip(told.ranks, told.begun, strict=True)
+    on = [rank for rank, begun in pairs if _begun(sights.get(rank)) > begun and not sights[rank].is_gone]
+    return told.is_over(f"{names(on)} {'goes' if len(on) == 1 else 'go'} on") if on else ""
+
+
+def _begun(sight: Sight | None) -> int:
+    """The number of the newest operation; -1 where there is none."""
+    return -1 if sight is None or sight.status.last is None else sight.status.last.number
 
 
 def saw_another(status: Status) -> bool:
@@ -64,37 +122,44 @@ def find_raised(scene: Scene) -> Finding | None:
         origins = missed
     if not origins:
         return None
-    words = scene.status(origins[0]).words
-    culprit = origins[0] if words is None or words.of is None else words.of
+    claim = _claim(None, {rank: scene.sights[rank] for rank in origins})
+    culprits = origins if claim is None or claim.of is None else [claim.of]
     return _finding(
         scene,
         "raised",
-        culprit,
-        f"RAISED in step {scene.status(origins[0]).step}.",
+        culprits,
+        "RAISED in",
+        scene.status(origins[0]).step,
         [line for rank in origins for line in _quote(scene.sights[rank])],
-        fix=f"see to the error of {names(origins)}; the others only wait." if culprit in origins else _FIXES[-1][1],
+        fix=f"see to the error of {names(origins)}; the others only wait." if culprits == origins else _FIXES[-1][1],
         waits=waits,
     )
 
 
 def find_gone(scene: Scene) -> Finding | None:
     """A rank whose process ended without a word."""
-    for wait in scene.waits:
-        for rank in _without(scene, wait):
-            gone = scene.sights[rank]
-            grace_s = scene.limits.grace_s
-            is_settled = gone.age_s - scene.sights[wait.rank].age_s >= grace_s and wait.age_s >= grace_s
-            if _has_vanished(gone) and is_settled:
-                return _finding(
-                    scene,
-                    "gone",
-                    rank,
-                    f"GONE in step {gone.status.step}.",
-                    [*_quote(gone), *wording.whereabouts(scene, rank, "was last seen")],
-                    fix=next(fix for sign, fix in _FIXES if sign in gone.how),
-                    waits=[wait for wait in scene.waits if rank in _without(scene, wait)],
-                )
-    return None
+    grace_s = scene.limits.grace_s
+    missed = [
+        rank
+        for wait in scene.waits
+        for rank in _without(scene, wait)
+        if wait.age_s >= grace_s <= scene.sights[rank].age_s - scene.sights[wait.rank].age_s
+    ]
+    vanished = [rank for rank in missed if _has_vanished(scene.sights[rank])]
+    if not vanished:
+        return None
+    rank = max(vanished, key=lambda one: scene.sights[one].age_s)  # who went first; others may have been ended for it
+    gone = scene.sights[rank]
+    return _finding(
+        scene,
+        "gone",
+        [rank],
+        "GONE in",
+        gone.status.step,
+        [*_quote(gone), *wording.whereabouts(scene, rank, "was last seen")],
+        fix=next(fix for sign, fix in _FIXES if sign in gone.how),
+        waits=[wait for wait in scene.waits if rank in _without(scene, wait)],
+    )
 
 
 def find_finished(scene: Scene) -> Finding | None:
@@ -109,8 +174,9 @@ def find_finished(scene: Scene) -> Finding | None:
                 return _finding(
                     scene,
                     "finished",
-                    rank,
-                    f"FINISHED too early, in step {status.step}.",
+                    [rank],
+                    "FINISHED too early, in",
+                    status.step,
                     [f"{how_it_ended(scene.sights[rank], wait.record.group)},", _wanted(wait)],
                     fix=f"{names([rank])} has a shorter loop or left it early: equal numbers of batches, or join().",
                     waits=[wait for wait in scene.waits if rank in wait.absent],
@@ -118,19 +184,49 @@ def find_finished(scene: Scene) -> Finding | None:
     return None
 
 
+def find_caught(scene: Scene) -> Finding | None:
+    """An error of the ranks that programs have handled, and at which lines."""
+    handled = {rank: one.status.facts for rank, one in scene.sights.items() if one.status.state != RAISED}
+    told = {rank: facts[CAUGHT][CAUGHT] for rank, facts in sorted(handled.items()) if CAUGHT in facts}
+    if not told:
+        return None
+    alike: dict[str, list[int]] = {}
+    for rank, (_, site, words) in told.items():
+        alike.setdefault(f"at {site}: {words}", []).append(rank)
+    return wording.compose(
+        scene,
+        "caught",
+        "",
+        f"CAUGHT by the program in {step_after(min(step for step, *_ in told.values()))}, an error of the ranks.",
+        tuple(told),
+        [f"{names(ranks)} {text}" for text, ranks in alike.items()],
+        why="the ranks may be out of step since then, and the exit code does not tell.",
+        fix="let such an error end the run, or go on from a checkpoint, on every rank, where it is caught.",
+    )
+
+
 def _finding(
-    scene: Scene, kind: wording.Kind, rank: int, head: str, body: list[str], fix: str, waits: list[Wait]
+    scene: Scene,
+    kind: wording.Kind,
+    ranks: list[int],
+    head: str,
+    done: int,
+    body: list[str],
+    fix: str,
+    waits: list[Wait],
 ) -> Finding:
     inside = {wait.rank for wait in waits if wait.record.site in scene.status(wait.rank).stack}  # else it is of before
-    stacks = wording.stacks(scene, inside | ({rank} if kind == "gone" else set()))
-    text = wording.compose(
-        f"{head}  {wording.culprit(scene, [rank])}",
+    return wording.compose(
+        scene,
+        kind,
+        ",".join(map(str, ranks)),
+        f"{head} {step_after(done)}.",
+        ranks,
         [*body, *wording.waiters(waits)],
         fix=fix,
-        evidence=scene.limits.evidence,
-        least=stacks,
+        least=wording.stacks(scene, inside | (set(ranks) if kind == "gone" else set())),
+        done=done,
     )
-    return Finding(kind, (rank,), text, is_certain=True, key=f"{kind}:{rank}")
 
 
 def _without(scene: Scene, wait: Wait) -> list[int]:

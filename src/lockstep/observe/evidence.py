@@ -9,7 +9,7 @@ from pathlib import Path
 
 from lockstep.observe.flight import Record
 from lockstep.observe.status import Sight
-from lockstep.observe.wording import Finding
+from lockstep.observe.wording import Finding, step_after
 
 
 def keep_evidence(
@@ -36,7 +36,7 @@ def _lines(sight: Sight, records: Sequence[Record]) -> list[str]:
     status = sight.status
     gone = ", its process has ended" if sight.is_gone else ""
     return [
-        f"rank {status.rank}, pid {status.pid} on {status.host}, step {status.step}, {status.state}{gone}",
+        f"rank {status.rank}, pid {status.pid} on {status.host}, {step_after(status.step)}, {status.state}{gone}",
         f"as of {sight.age_s:.1f} s ago; at this place without moving for {status.unmoved_s:.1f} s:",
         *(f"  {line}" for line in reversed(status.stack)),
         "last operations, the newest last:",
@@ -48,5 +48,5 @@ def line_of(record: Record) -> str:
     """`#6503 step 812 world seq 6503  all_reduce float32 [262144] sum  train.py:88 train_step  1.200 ms`"""
     took = f"{(record.left_ns - record.entered_ns) / 1e6:.3f} ms" if record.left_ns else "under way"
     label = f"  {record.label!r}" if record.label else ""
-    place = f"#{record.number} step {record.step} {record.group} seq {record.seq}"
+    place = f"#{record.number} {step_after(record.step)} {record.group} seq {record.seq}"
     return f"{place}  {record.text}  {record.site}{label}  {took}"

@@ -1,8 +1,8 @@
 """What a rank tells the others of its training, in its status: no message of our own is sent for it.
 
-A fact has a topic, a key within it, mostly a step, and a small value. Ranks that tell the same key can be compared at
-that key, whenever each of them came by. What explains a value may be large: it is shown once another rank has told
-another value, and every rank that sees the difference shows its own.
+A fact has a topic ("kind team/size/number"), a key within it, mostly a step, and a small value. Ranks of one team that
+tell the same key can be compared at that key, whenever each of them came by. What explains a value may be large: it is
+shown once another rank has told another value, and every rank that sees the difference shows its own.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ import base64
 import json
 import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, final
 
 from lockstep.observe.replica_diff import agree
+from lockstep.observe.scene import Scene
 from lockstep.observe.status import Sight, Status
 
 DETAILS = "details"
@@ -39,11 +41,55 @@ def details_of(status: Status, topic: str, key: str) -> list[Any] | None:
     return None if packed is None else json.loads(zlib.decompress(base64.b85decode(packed)))
 
 
+def shown(scene: Scene, topic: Topic, key: str, ranks: Iterable[int]) -> dict[int, list[Any]] | None:
+    """The details that `ranks` have of `key`; None while one of them that runs may still show its own."""
+    found = {rank: details_of(scene.status(rank), topic.name, key) for rank in ranks}
+    if any(rows is None and scene.is_running(rank) for rank, rows in found.items()):
+        return None
+    return {rank: rows for rank, rows in found.items() if rows is not None}
+
+
 def differ(topic: str, mine: Any, theirs: Any) -> bool:
     """Whether two values of one key contradict each other."""
     if topic.startswith("replica"):
         return not agree([mine[0], theirs[0]])
     return mine != theirs
+
+
+class Topic(NamedTuple):
+    """What ranks have told under one topic."""
+
+    name: str
+    size: int  # ranks of the team; 0 where that is not known
+    told: dict[str, dict[int, Any]]  # by key and rank
+
+    @property
+    def steps(self) -> list[str]:
+        """Its keys, where these are steps, the first one first."""
+        return sorted(self.told, key=int)
+
+    @property
+    def place(self) -> str:
+        """Which ranks these are, and which of what they have."""
+        return self.name.partition(" ")[2]
+
+    @property
+    def team(self) -> str:
+        """Which ranks these are, in a word."""
+        return self.place.partition("/")[0]
+
+
+def topics_told(sights: Mapping[int, Sight]) -> Iterator[Topic]:
+    """All that ranks have told."""
+    told: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, sight in sorted(sights.items()):
+        for name, values in sight.status.facts.items():
+            if name != DETAILS:
+                for key, value in values.items():
+                    told[name][key][rank] = value
+    for name, keys in sorted(told.items()):
+        size = name.split("/")[1] if "/" in name else ""
+        yield Topic(name, int(size or 0), keys)
 
 
 @final

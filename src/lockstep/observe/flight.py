@@ -26,7 +26,7 @@ from time import monotonic_ns
 from typing import NamedTuple, final
 
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.step_clock import StepClock
+from lockstep.observe.profile.step_clock import WAITS, StepClock
 
 RECORDS = 1024
 _MAGIC = int.from_bytes(b"lkstpfl1", "little")
@@ -138,8 +138,11 @@ class FlightRecorder:
         self._words[_ALIVE_NS] = monotonic_ns()
         self._words[_IS] = _MAGIC
 
-    def enter(self, seq: int, words: Words, is_message: bool = False) -> int:
-        """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible."""
+    def enter(self, seq: int, words: Words, is_message: bool = False, now_ns: int = 0) -> int:
+        """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible.
+
+        now_ns: by time.monotonic_ns, where who calls knows it.
+        """
         number, memory = next(self._numbers), self._memory
         step = self.step if get_ident() == self._owner or self._thread.has_steps else 0
         stored, group, code = words
@@ -149,7 +152,7 @@ class FlightRecorder:
             # of integers, so it is the same in every process
             digest = self._digests[group] = hash((self._digests.get(group, 0), code, step))
         at = _RING_AT + number % RECORDS * _RECORD_BYTES
-        _write_record(memory, at, number, seq, step, monotonic_ns(), 0, digest, is_message, 0, stored)
+        _write_record(memory, at, number, seq, step, now_ns or monotonic_ns(), 0, digest, is_message, 0, stored)
         if number >= self.started:  # another thread may be ahead
             self.started = number + 1
             _write_word(memory, _COUNT_AT, number + 1)
@@ -160,6 +163,18 @@ class FlightRecorder:
         if number >= self.started - RECORDS:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
             _write_word(self._memory, at, monotonic_ns())
+
+    def stood(self, number: int, since_ns: int) -> None:
+        """Operation `number` has ended, and the thread that calls has stood still for it."""
+        now_ns = monotonic_ns()
+        if number >= self.started - RECORDS:
+            at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
+            _write_word(self._memory, at, now_ns)
+        clock = self.clock  # as `leave` and `StepClock.waited`, of which each would cost more than it does
+        if clock.close_reader is not None and get_ident() == self._owner:
+            clock.waits.append((number, since_ns, now_ns))
+            if len(clock.waits) >= WAITS:
+                clock.sum_up(now_ns)
 
     def count_this_thread(self) -> None:
         """What the calling thread enters belongs to the rank's steps, though the program has started the thread."""

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from lockstep.observe.settings import FIRST_STEPS
+
 SHARE = 0.003  # of the time
-FIRST_STEPS = 10  # all looked at
 _NAMED = 5  # parameters in a message
 
 

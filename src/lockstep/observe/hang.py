@@ -11,8 +11,9 @@ from typing import Literal
 
 from lockstep.observe import wording
 from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait
+from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import FINISHED, RAISED
-from lockstep.observe.wording import Finding, names, seconds
+from lockstep.observe.wording import Finding, names, seconds, step_after
 
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
@@ -99,15 +100,21 @@ def _state(scene: Scene, rank: int) -> _Root:
         return "unseen"
     if not scene.is_running(rank):
         return "ended"
-    if sight.status.activity:
+    if _activity(scene, rank):
         return "active"
     if scene.is_silent(rank):
-        return "silent"
+        return "moving" if sight.is_working else "silent"
     if rank in scene.blocked:
         return "stuck" if scene.blocked[rank].absent else "inside"
     if sight.status.looping_s >= _LOOP_SHARE * scene.hang_s:
         return "looping"
     return "stuck" if sight.status.unmoved_s >= max(scene.hang_s, STILL_S) else "moving"
+
+
+def _activity(scene: Scene, rank: int) -> str:
+    """What excuses it; not that processes of its own work, where it stands in an operation."""
+    activity = scene.status(rank).activity
+    return "" if activity == CHILDREN and rank in scene.blocked else activity
 
 
 def _circle(following: dict[int, set[int]]) -> list[int]:
@@ -134,7 +141,7 @@ def _is_proven(scene: Scene, wait: Wait) -> bool:
 def _is_still(scene: Scene, wait: Wait) -> bool:
     """True where the waiting rank itself stands in this operation, and has begun nothing since."""
     status = scene.status(wait.rank)
-    if scene.blocked.get(wait.rank) is not wait or status.activity:
+    if scene.blocked.get(wait.rank) is not wait or _activity(scene, wait.rank):
         return False
     since_s = 0.0 if status.last is None else (status.last.entered_ns - wait.record.entered_ns) / 1e9
     return wait.age_s - since_s >= scene.hang_s
@@ -163,9 +170,11 @@ def _waits_for(scene: Scene, ranks: list[int]) -> list[Wait]:
 
 
 def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
-    ranks = tuple(wait.rank for wait in waits)
+    ranks = [wait.rank for wait in waits]
     way = " -> ".join(f"rank {rank}" for rank in (*ranks, ranks[0]))
     groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})
+    culprits = _outvoted(waits)
+    whose = "" if len(culprits) == len(ranks) else f".  Culprit{'s' * (len(culprits) > 1)}: {names(culprits)}"
     what = "groups in different order: " if len(groups) > 1 else ""
     if what:
         fix = f"use groups {', '.join(groups)} in the same order on every rank."
@@ -173,15 +182,29 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
         fix = "send what another rank receives before the collective, or let that rank receive it later."
     else:
         fix = "let one side send first, or post both with batch_isend_irecv; tags must match."
-    text = wording.compose(
-        f"DEADLOCK in step {scene.step}: {what}{way}",
+    return wording.compose(
+        scene,
+        "cycle",
+        _key(scene, sorted(ranks)),
+        f"DEADLOCK in {step_after(scene.step)}: {what}{way}{whose}",
+        culprits,
         wording.waiters(waits),
         why="each of them waits for the next one, so none can ever get on.",
         fix=fix,
-        evidence=scene.limits.evidence,
         least=wording.stacks(scene, ranks),
+        done=scene.step,
     )
-    return Finding("cycle", tuple(sorted(ranks)), text, is_certain=True, key=_key("cycle", scene, sorted(ranks)))
+
+
+def _outvoted(waits: list[Wait]) -> list[int]:
+    """Of a circle: those whom most ranks that are in all of its groups wait for in one of them; all, if it is even."""
+    ranks = sorted(wait.rank for wait in waits)
+    shared = set[int](ranks).union(*(wait.ranks for wait in waits))
+    shared.intersection_update(*({wait.rank, *wait.ranks} for wait in waits))
+    if any(wait.record.is_message for wait in waits):
+        return ranks
+    lacking = [set(wait.absent) for wait in waits if 2 * len(shared.intersection(wait.absent)) < len(shared)]
+    return [rank for rank in ranks if not lacking or rank in lacking[0]]
 
 
 def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Finding:
@@ -196,28 +219,34 @@ def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Findin
     if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
         lines.append(f"all but {names([scene.me])}: it may as well be that this host is cut off")
     pids = " ".join(str(sight.status.pid) for sight in sights)
-    text = wording.compose(
-        f"STOPPED in step {scene.step}.  {wording.culprit(scene, ranks)}",
+    return wording.compose(
+        scene,
+        "stopped",
+        _key(scene, ranks),
+        f"STOPPED in {step_after(scene.step)}.",
+        ranks,
         [*lines, *wording.waiters(waits)],
         fix=f"`kill -CONT {pids}`." if is_known else f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`.",
-        evidence=scene.limits.evidence,
         least=wording.stacks(scene, [wait.rank for wait in waits]),
+        done=scene.step,
     )
-    return Finding("stopped", tuple(ranks), text, is_certain=False, key=_key("stopped", scene, ranks))
 
 
 def _report_hang(scene: Scene, wait: Wait, ranks: list[int]) -> Finding:
     waits = _waits_for(scene, ranks) or [wait]
     lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, _not_there(scene, rank))]
-    text = wording.compose(
-        f"HANG: nothing has moved for {seconds(wait.age_s)} in step {scene.step}.  {wording.culprit(scene, ranks)}",
+    return wording.compose(
+        scene,
+        "hang",
+        _key(scene, ranks),
+        f"HANG: nothing has moved for {seconds(wait.age_s)} in {step_after(scene.step)}.",
+        ranks,
         [*lines, *wording.waiters(waits)],
         why="every rank must issue the same collectives in the same order.",
         fix=f"see what {names(ranks)} {'is' if len(ranks) == 1 else 'are'} stuck in, or which condition led there.",
-        evidence=scene.limits.evidence,
         least=wording.stacks(scene, [*ranks, *(wait.rank for wait in waits)]),
+        done=scene.step,
     )
-    return Finding("hang", tuple(ranks), text, is_certain=False, key=_key("hang", scene, ranks))
 
 
 def _not_there(scene: Scene, rank: int) -> str:
@@ -228,17 +257,19 @@ def _not_there(scene: Scene, rank: int) -> str:
 
 
 def _report_transport(scene: Scene, wait: Wait) -> Finding:
-    ranks = (wait.rank, *wait.ranks)
     waits = [found for found in scene.waits if found.is_part_of(wait)] or [wait]
-    text = wording.compose(
+    return wording.compose(
+        scene,
+        "transport",
+        f"{wait.record.group}:{wait.record.seq}",
         f"HANG of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}",
+        (),
         wording.waiters(waits),
         why="no rank is to blame: what lies between them does not carry their data.",
         fix="`lockstep doctor` tries every pair: interfaces, firewall, shared memory, another job's port.",
-        evidence=scene.limits.evidence,
-        least=wording.stacks(scene, ranks),
+        least=wording.stacks(scene, (wait.rank, *wait.ranks)),
+        done=scene.step,
     )
-    return Finding("transport", (), text, is_certain=False, key=f"transport:{wait.record.group}:{wait.record.seq}")
 
 
 def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
@@ -249,18 +280,22 @@ def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
             continue
         activity, looping_s = scene.status(rank).activity, scene.status(rank).looping_s
         what = activity or (f"in one loop for {seconds(looping_s)}" if looping_s else "")
+        what = "C code that holds Python's lock" if scene.sights[rank].is_working else what
         lines += wording.whereabouts(scene, rank, f"is at work ({what})" if what else "is at work")
     is_loop = any(_state(scene, rank) == "looping" for rank in busy)
-    text = wording.compose(
-        f"waiting for {names(busy)} for {seconds(wait.age_s)} in step {scene.step}; "
+    return wording.compose(
+        scene,
+        "waiting",
+        f"{wait.record.group}:{wait.record.site}:{busy}",
+        f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(scene.step)}; "
         f"{'is that a loop without an end?' if is_loop else 'no fault so far'}",
+        busy,
         [*lines, *wording.waiters(_waits_for(scene, busy) or [wait])],
+        done=scene.step,
     )
-    key = f"waiting:{wait.record.group}:{wait.record.site}:{busy}"  # once, also where it is so in every epoch
-    return Finding("waiting", tuple(busy), text, is_certain=False, key=key)
 
 
-def _key(kind: str, scene: Scene, ranks: list[int]) -> str:
+def _key(scene: Scene, ranks: list[int]) -> str:
     """Of these ranks at this point of their life."""
     last = [scene.status(rank).last for rank in ranks]
-    return f"{kind}:" + ",".join(f"{rank}@{-1 if r is None else r.number}" for rank, r in zip(ranks, last, strict=True))
+    return ",".join(f"{rank}@{-1 if r is None else r.number}" for rank, r in zip(ranks, last, strict=True))

@@ -7,7 +7,6 @@ import shutil
 import sys
 import tempfile
 import warnings
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,10 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.segment import default_directory
 from lockstep.comm.transport import Transport
 from lockstep.observe.board import Board, Store, flight_path
-from lockstep.observe.checking import CheckLayer
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.group_layers import is_watched, watched_by
 from lockstep.observe.guard import Guard
 from lockstep.observe.process_guard import current_guard, listen
-from lockstep.observe.recording import GuardLayer
 from lockstep.observe.settings import GuardSettings, Mode
 from lockstep.observe.torch_watch import attach
 
@@ -59,7 +57,7 @@ def guarded(settings: GuardSettings, transport: Transport, machines: Sequence[st
 
     Collective: every rank of `transport`, which are all of the job.
     """
-    if settings.mode == "off" or transport.world_size == 1:
+    if settings.mode == "off" or transport.world_size == 1 or is_watched(transport):
         return transport
     guard = current_guard()
     is_own = guard is None
@@ -67,10 +65,7 @@ def guarded(settings: GuardSettings, transport: Transport, machines: Sequence[st
         guard = meet(settings, transport, machines, store)
     if guard is None:
         return transport
-    under = CheckLayer(transport, guard.recorder) if settings.mode == "check" else transport
-    here = weakref.ref(transport)
-    guard.aborts.append(lambda error: None if (alive := here()) is None else alive.abort(error))
-    return GuardLayer(under, guard, name=guard.name_of_world(), owns_guard=is_own)
+    return watched_by(guard, settings.mode, transport, guard.name_of_world(), owns_guard=is_own)
 
 
 def meet(settings: GuardSettings, transport: Transport, machines: Sequence[str], store: Any) -> Guard | None:

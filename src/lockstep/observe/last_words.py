@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 
-from lockstep.errors import CommError, PeerFailed, PeerLost
+from lockstep.errors import CommError, PeerFailed, PeerLost, ReplicaError
 from lockstep.observe.call_site import is_users
 from lockstep.observe.status import LastWords
 
@@ -24,11 +24,14 @@ _TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "Que
 
 def last_words(error: BaseException) -> LastWords:
     """`error`, which ends this rank, in short."""
+    if isinstance(error, SystemExit) and error.__context__ is not None:  # `except ...: sys.exit(1)`
+        error = error.__context__
     message, where = said_and_where(error)
     first = message.partition("\n")[0].partition(_ON_THIS_RANK)[0]
     message = first if len(first) <= _CHARS else first[: _CHARS - 2] + ".."
-    lost = error.rank if isinstance(error, PeerLost) else None
-    return LastWords(type(error).__name__, message, where, sees_another(error), lost)
+    seen = seen_in(error)
+    lost = seen.rank if isinstance(seen, PeerLost) else None
+    return LastWords(type(error).__name__, message, where, seen is not None, lost)
 
 
 def said_and_where(error: BaseException) -> tuple[str, str]:
@@ -55,13 +58,28 @@ def peer_failed(rank: int, words: str, me: int, seen: BaseException) -> PeerFail
 
 
 def sees_another(error: BaseException) -> bool:
-    """True for what a rank raises because another one has gone."""
+    """True for what a rank raises because another one has gone; not for a connection of its own, as of a download."""
     if isinstance(error, CommError | PeerFailed):
         return True
     names = {kind.__name__ for kind in type(error).__mro__}
     is_torch = bool(names & set(_TORCH_NETWORK))
-    is_network = isinstance(error, RuntimeError | OSError) and _PEER_IS_GONE.search(str(error)) is not None
+    is_network = isinstance(error, RuntimeError) and _PEER_IS_GONE.search(str(error)) is not None
     return is_torch or is_network
+
+
+def says_all(error: BaseException) -> bool:
+    """True where how it was met in our code and torch's tells nobody anything: it is about what ranks have done."""
+    return sees_another(error) or isinstance(error, ReplicaError)
+
+
+def seen_in(error: BaseException) -> BaseException | None:
+    """The first of `error` and of what it was raised from that is another rank's doing; None where none is."""
+    at: BaseException | None = error
+    passed: set[int] = set()
+    while at is not None and id(at) not in passed and not sees_another(at):
+        passed.add(id(at))
+        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
+    return None if at is None or id(at) in passed else at
 
 
 def begin_in_users_code(error: BaseException) -> None:
@@ -76,7 +94,7 @@ def begin_in_users_code(error: BaseException) -> None:
 
 
 def end_in_users_code(error: BaseException) -> None:
-    """How another rank's failure was met in our code and torch's tells nobody anything: its words say all."""
+    """Leave out how it was met in our code and torch's: see `says_all`."""
     last, trace = None, error.__traceback__
     while trace is not None:
         last = trace if is_users(trace.tb_frame.f_code.co_filename) else last

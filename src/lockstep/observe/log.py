@@ -13,7 +13,7 @@ def log(step: int | None = None, **values: Any) -> None:
 
     step: optimizer steps done; None is as many as this rank has been seen to do. A second number of the same name and
     step replaces the first. values: numbers, or tensors with one element; of those on a GPU a copy is taken, and read
-    once it is there, unless a logger wants it now. Many steps are thinned out, like the steps of the record.
+    once it is there. Many steps are thinned out, like the steps of the record.
 
     Any rank may call it, with its own numbers; loggers get rank 0's. It costs a few microseconds, and does nothing in a
     program that neither `lockstep run` nor `lockstep train` has started.

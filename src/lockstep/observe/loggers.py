@@ -6,22 +6,30 @@ local files.
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import importlib.util
 import json
 import os
 import sys
+import threading
+import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Protocol, final
 
 from lockstep.errors import ConfigError
+from lockstep.observe.profile.notes import Later
 
 LOG = "LOCKSTEP_LOG"  # names of loggers for `lockstep.log`, with commas between them
 _PROJECT, _ID = "lockstep", "logged-as.txt"
 LOGGED = ("tensorboard", "wandb", _ID)  # what loggers leave in the folder of a run
 _FLUSH_S = 10
+_PATIENCE_S = 15.0  # at the end of a run, with a logger that cannot write what is left
+_PERIOD_S = 0.02  # of looking whether a device has come to a value
 
 
 class Logger(Protocol):
@@ -31,8 +39,8 @@ class Logger(Protocol):
         """Numbers of a step."""
         ...
 
-    def close(self) -> None:
-        """Write what is left."""
+    def close(self, has_failed: bool, /) -> object:
+        """Write what is left. has_failed: by an error of the program."""
         ...
 
 
@@ -52,32 +60,66 @@ def logger_names(text: str) -> tuple[str, ...]:
 
 @final
 class Loggers:
-    """All that were asked for. One that fails is said once and left out: training goes on."""
+    """All that were asked for, on a thread of their own: an import takes seconds, a network that is gone minutes.
 
-    def __init__(self, loggers: Mapping[str, Logger]) -> None:
-        self._loggers = dict(loggers)
+    One that fails is said once and left out: training goes on.
+    """
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Give numbers of a step to each."""
-        for name, logger in tuple(self._loggers.items()):
-            try:
-                logger.log(step, values)
-            except Exception as error:  # noqa: BLE001 (whatever a library raises: a full disk, a network that is gone)
-                del self._loggers[name]
-                _say(f"nothing is logged to {name} any more, from step {step} on", error)
+    def __init__(self, beginnings: Mapping[str, Callable[[], Logger]]) -> None:
+        """beginnings: of each logger by its name."""
+        self._logged: SimpleQueue[tuple[int, Mapping[str, float], Later | None] | None] = SimpleQueue()
+        self._busy = ""  # the logger that the thread is in
+        self._is_closed, self._has_failed = not beginnings, False
+        self._thread = threading.Thread(target=self._follow, args=(beginnings,), name="lockstep-log", daemon=True)
+        if beginnings:
+            self._thread.start()
+
+    def log(self, step: int, values: Mapping[str, float], later: Later | None = None) -> None:
+        """Give numbers of a step to each, and those of `later` once they are known."""
+        if not self._is_closed:
+            self._logged.put((step, values, later))
 
     def close(self) -> None:
-        """Write what is left. A second call does nothing."""
-        while self._loggers:
-            name, logger = self._loggers.popitem()
-            try:
-                logger.close()
-            except Exception as error:  # noqa: BLE001 (as above: the run is done, and does not fail for it)
-                _say(f"what was logged last may be missing in {name}", error)
+        """Write what is left, as far as that can be done in seconds. A second call does nothing."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
+        self._logged.put(None)
+        self._thread.join(_PATIENCE_S)
+        if self._thread.is_alive():
+            sys.stderr.write(f"lockstep: {self._busy} does not end: what was logged last may be missing there\n")
+
+    def _follow(self, beginnings: Mapping[str, Callable[[], Logger]]) -> None:
+        loggers: dict[str, Logger] = {}
+        for name, begin in beginnings.items():
+            self._try(name, f"nothing is logged to {name}", partial(_begin, loggers, name, begin))
+        atexit.register(self.close)  # before what these libraries do then, for they end what is logged
+        while (logged := self._logged.get()) is not None:
+            step, values, later = logged
+            while (more := {} if later is None else later()) is None:
+                time.sleep(_PERIOD_S)
+            values = {**values, **more}
+            for name, logger in tuple(loggers.items()):
+                what = f"nothing is logged to {name} any more, from step {step} on"
+                if not self._try(name, what, partial(logger.log, step, values)):
+                    del loggers[name]
+        for name, logger in loggers.items():
+            self._try(name, f"what was logged last may be missing in {name}", partial(logger.close, self._has_failed))
+
+    def _try(self, name: str, failed: str, call: Callable[[], object]) -> bool:
+        """Whether `call` did not raise."""
+        self._busy = name
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 (whatever a library raises: a full disk, no login, no network)
+            sys.stderr.write(f"lockstep: {failed}: {type(error).__name__}: {error}\n")
+            return False
+        return True
 
 
-def _say(what: str, error: Exception) -> None:
-    sys.stderr.write(f"lockstep: {what}: {type(error).__name__}: {error}\n")
+def _begin(loggers: dict[str, Logger], name: str, begin: Callable[[], Logger]) -> None:
+    loggers[name] = begin()
 
 
 def open_loggers(names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int = 0) -> Loggers:
@@ -85,17 +127,10 @@ def open_loggers(names: Sequence[str], folder: Path, config: Mapping[str, Any], 
 
     folder: of the run, which has its name; what they write lies there, where they let one say so. config: the run's
     options. step: the run goes on after it.
-    Raises: ConfigError where one cannot begin.
     """
-    opened: dict[str, Logger] = {}
-    run_id = _id_of(folder, step) if names else ""
-    for name in names:
-        try:
-            opened[name] = _LOGGERS[name](folder, run_id, config, step)
-        except Exception as error:
-            Loggers(opened).close()
-            raise ConfigError(f"{name} cannot log: {type(error).__name__}: {error}") from error
-    return Loggers(opened)
+    run_id = cache(partial(_id_of, folder, step))
+    kinds = {name: _LOGGERS[name] for name in names}
+    return Loggers({name: lambda kind=kind: kind(folder, run_id(), config, step) for name, kind in kinds.items()})
 
 
 @final
@@ -113,47 +148,37 @@ class _TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, has_failed: bool) -> None:
         self._writer.close()
 
 
 @final
-class _WandB:
-    """A run of Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` uploads it later."""
+class _Run:
+    """A run of Weights & Biases or trackio. finish: given whether the program has failed."""
 
-    def __init__(self, folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> None:
-        self._run = importlib.import_module("wandb").init(
-            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
-            name=folder.name,
-            id=run_id,
-            resume="allow",
-            config=dict(config),
-            dir=str(folder),
-            mode=os.environ.get("WANDB_MODE") or "offline",
-        )
+    def __init__(self, run: Any, finish: Callable[[bool], object]) -> None:
+        self._run, self.close = run, finish
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+
+def _wandb(folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> Logger:
+    """Weights & Biases, offline unless WANDB_MODE says otherwise: `wandb sync` uploads it later."""
+    wandb, mode = importlib.import_module("wandb"), os.environ.get("WANDB_MODE") or "offline"
+    if mode == "online" and sys.stdin.isatty() and not wandb.login(prompt=False):  # it would ask the terminal
+        raise ConfigError("no API key is configured: `wandb login`, or set WANDB_API_KEY")
+    project = os.environ.get("WANDB_PROJECT") or _PROJECT
+    about = {"name": folder.name, "id": run_id, "resume": "allow", "config": dict(config), "dir": str(folder)}
+    run = wandb.init(project=project, **about, mode=mode)
+    return _Run(run, lambda has_failed: run.finish(exit_code=1 if has_failed else None))  # None: what wandb knows of it
 
 
-@final
-class _Trackio:
-    """A run of trackio, in its own local files: `trackio show`."""
-
-    def __init__(self, folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> None:
-        name = f"{folder.name}-{run_id}"  # another run of that name would be gone on with
-        self._run = importlib.import_module("trackio").init(
-            project=_PROJECT, name=name, config=dict(config), resume="allow"
-        )
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def _trackio(folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> Logger:
+    """trackio, in its own local files: `trackio show`."""
+    name = f"{folder.name}-{run_id}"  # another run of that name would be gone on with
+    run = importlib.import_module("trackio").init(project=_PROJECT, name=name, config=dict(config), resume="allow")
+    return _Run(run, lambda has_failed: run.finish())
 
 
 def _id_of(folder: Path, step: int) -> str:
@@ -165,4 +190,4 @@ def _id_of(folder: Path, step: int) -> str:
     return path.read_text().strip()
 
 
-_LOGGERS = {"tensorboard": _TensorBoard, "wandb": _WandB, "trackio": _Trackio}
+_LOGGERS = {"tensorboard": _TensorBoard, "wandb": _wandb, "trackio": _trackio}

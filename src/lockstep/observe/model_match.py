@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -39,9 +39,3 @@ def first_difference(mine: Description, theirs: Description, rank: int = 0) -> s
         kind, name, *_ = longer[min(len(mine), len(theirs))]
         return f"{verb} {kind} {name!r}, which rank {rank} {verb0}"
     return None
-
-
-def mismatch_in_words(by_rank: Mapping[int, Description]) -> str | None:
-    """How each rank's description differs from rank 0's; None where none does."""
-    found = {rank: first_difference(rows, by_rank[0]) for rank, rows in by_rank.items()}
-    return "; ".join(f"rank {rank} {text}" for rank, text in found.items() if text) or None

@@ -15,8 +15,10 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Put `wrap(old)` in the place of `owner.name`."""
+    def replace(
+        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *takers: Any
+    ) -> None:
+        """Put `wrap(old)` in the place of `owner.name`, also in the modules that have taken it from there by now."""
         old = vars(owner).get(name, _MISSING)  # as it lies there; a class may inherit it
         new = wrap(getattr(owner, name))
         setattr(owner, name, new)
@@ -26,6 +28,9 @@ class Patches:
                 delattr(owner, name) if old is _MISSING else setattr(owner, name, old)
 
         self._undo.append(restore)
+        for taker in takers:
+            if hasattr(taker, name):
+                self.replace(taker, name, lambda _: new)
 
     def add(self, undo: Callable[[], None]) -> None:
         """Something else to be undone."""

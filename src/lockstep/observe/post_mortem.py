@@ -1,8 +1,9 @@
-"""What the flight records of dead ranks show that none of them could say: a launcher's last look at them."""
+"""What the flight records of dead ranks show: a launcher's last look at them."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from lockstep.errors import ConfigError
@@ -10,7 +11,14 @@ from lockstep.observe.board import FLIGHTS, from_record, status_of
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.flight import FlightRecord, Record
 from lockstep.observe.scene import Limits, Scene
-from lockstep.observe.status import Sight
+from lockstep.observe.status import LastWords, Sight
+
+
+def words_in(folder: Path) -> dict[int, LastWords]:
+    """What ranks said when they left, by rank: also of an exception that `sys.exit(1)` followed."""
+    with _records_in(folder) as records:
+        told = {rank: status_of(record.status()) for rank, record in records.items()}
+    return {rank: status.words for rank, status in told.items() if status is not None and status.words is not None}
 
 
 def post_mortem(folder: Path) -> str:
@@ -18,24 +26,26 @@ def post_mortem(folder: Path) -> str:
 
     A rank may be ended by what another one sends (Gloo aborts the process where sizes differ), before its guard looks.
     """
-    records: dict[int, FlightRecord] = {}
-    try:
-        for path in folder.glob(FLIGHTS):
-            with contextlib.suppress(ConfigError):  # killed while making it
-                record = FlightRecord(path)
-                records[record.header().rank] = record
+    with _records_in(folder) as records:
         if any(record.notice() for record in records.values()):
             return ""
-        sights = {
-            rank: Sight(from_record(record, status_of(record.status())), 0.0, is_gone=False)
-            for rank, record in records.items()
-        }
+        told = {rank: from_record(record, status_of(record.status())) for rank, record in records.items()}
+        sights = {rank: Sight(status, 0.0, is_gone=False) for rank, status in told.items()}
 
         def records_of(rank: int) -> list[Record]:
             return records[rank].records() if rank in records else []
 
         found = find_mismatch(Scene(min(records, default=0), sights, records_of, Limits()))
         return found.text if found is not None and found.is_certain else ""
-    finally:
-        for record in records.values():
-            record.close()
+
+
+@contextlib.contextmanager
+def _records_in(folder: Path) -> Iterator[dict[int, FlightRecord]]:
+    """Of all ranks that have made one, by rank."""
+    with contextlib.ExitStack() as stack:
+        records: dict[int, FlightRecord] = {}
+        for path in folder.glob(FLIGHTS):
+            with contextlib.suppress(ConfigError):  # killed while making it
+                record = stack.enter_context(contextlib.closing(FlightRecord(path)))
+                records[record.header().rank] = record
+        yield records

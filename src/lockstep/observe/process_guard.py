@@ -14,7 +14,7 @@ from types import TracebackType
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.last_words import DEBUG, begin_in_users_code, end_in_users_code, sees_another
+from lockstep.observe.last_words import DEBUG, begin_in_users_code, end_in_users_code, says_all
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
 
@@ -81,7 +81,7 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         error = guard.as_shown(error)
     if isinstance(error, KeyboardInterrupt):
         begin_in_users_code(error)
-    if sees_another(error) and DEBUG not in os.environ:
+    if says_all(error) and DEBUG not in os.environ:
         end_in_users_code(error)
     _before[0](type(error), error, error.__traceback__)
 
@@ -89,4 +89,4 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 @atexit.register
 def _end() -> None:
     for guard in tuple(_listening):
-        guard.end()
+        guard.end(getattr(sys, "last_value", None))  # the program may have an excepthook of its own

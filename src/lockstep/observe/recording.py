@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from sys import _getframe
+from time import monotonic_ns
+from types import CodeType, FrameType
 from typing import NoReturn, Protocol, final
 
-from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work, signature
 from lockstep.comm.operands import pieces
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CommError
-from lockstep.observe.call_site import call_site
+from lockstep.observe.call_site import call_site, is_users, site_from
 from lockstep.observe.flight import Words, pack_words
-from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.scene import message_text
 
 _REMEMBERED = 4096  # operations whose words are kept; those of a program whose shapes never repeat are packed anew
 _SIZES_MAX = 8  # of uneven parts that are written out
 _NAME_CHARS = 24  # that a record has for the name of a group
-_DOOR = (
-    Communicator._collective.__code__
-)  # called by a method that was called by who asks: no need to look at those two
 
 
 class Recorder(Protocol):
     """What is used of a `FlightRecorder`."""
 
     step: int
-    clock: StepClock
 
-    def enter(self, seq: int, words: Words, is_message: bool = False) -> int: ...
+    def enter(self, seq: int, words: Words, is_message: bool = False, now_ns: int = 0) -> int: ...
 
     def leave(self, number: int) -> None: ...
+
+    def stood(self, number: int, since_ns: int) -> None: ...
 
 
 class Watch(Protocol):
@@ -75,68 +75,88 @@ class GuardLayer(TransportLayer):
     ) -> None:
         """owns_guard: it is closed with this layer. made: how many groups of which ranks there are: see `over`."""
         super().__init__(inner)
-        self._guard = guard
-        self._recorder = guard.recorder
+        self.guard = guard
+        self.recorder = guard.recorder
         self._group = name
         self._owns_guard = owns_guard
         self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
         self._known: dict[tuple[object, ...], Words] = {}
-        self._collectives = 0
-        self._messages = 0
+        self._of_lines: dict[tuple[object, ...], Words] = {}
+        self._of_others: dict[tuple[object, ...], dict[str, Words]] = {}  # lines that are not the user's, by his
+        self._codes: list[CodeType] = []  # of these lines, which keep the numbers that they go by
+        self._numbers = itertools.count(), itertools.count()  # of collectives, of messages
         guard.group(name, inner.global_ranks)
 
     def submit(self, op: CommOp) -> Work:
-        site = call_site(4 if sys._getframe(1).f_code is _DOOR else 2)
-        if op.parts:
-            if op.parts[0].tag == COLLECTIVE_TAG:  # of a collective that is recorded as such
-                return self.inner.submit(op)
-            return self._start(op, tuple([self._enter(part, site) for part in op.parts]))
-        number = self._enter(op, site)
-        if op.async_op:
-            return self._start(op, (number,))
-        recorder = self._recorder
-        begun = recorder.clock.wait_begins()
+        # In caches that a step has left cold each call of Python's costs half a microsecond: so few are made.
+        _, kind, inputs, _, _, reduce, _, label, parts, async_op, algorithm = op
+        if kind == "all_reduce":
+            try:
+                frame = _getframe(3)  # who has asked the communicator
+            except ValueError:  # the stack is not so deep
+                frame = _getframe()
+            tensor, way = inputs[0], algorithm and algorithm.name
+            line = (id(frame.f_code), frame.f_lasti, tensor.shape, tensor.dtype, reduce, label, way)
+            words = self._of_lines.get(line) or self._learn(op, frame, line)
+        elif parts:
+            return self._submit_parts(op, call_site(2))
+        else:
+            words = self._words_of(op, call_site(2))
+        recorder, began_ns = self.recorder, monotonic_ns()
+        is_message = kind == "send" or kind == "recv"
+        number = recorder.enter(next(self._numbers[is_message]), words, is_message, began_ns)
         try:
             work = self.inner.submit(op)
+            if async_op:
+                return RecordedWork(work, self, number)
             try:
                 work.wait()  # as who asks will, at once
             except CommError:
-                work = RecordedWork(work, self._guard, ())  # raises it, with its cause
-        finally:
+                work = RecordedWork(work, self, -1)  # raises it, with its cause
+        except BaseException:
             recorder.leave(number)
-            recorder.clock.wait_ends(begun, number)
+            raise
+        recorder.stood(number, began_ns)
         return work
 
-    def _start(self, op: CommOp, numbers: tuple[int, ...]) -> Work:
+    def _submit_parts(self, op: CommOp, site: str) -> Work:
+        """Messages that are started together."""
+        if op.parts[0].tag == COLLECTIVE_TAG:  # of a collective that is recorded as such
+            return self.inner.submit(op)
+        recorder, messages = self.recorder, self._numbers[True]
+        numbers = [recorder.enter(next(messages), self._words_of(part, site), True) for part in op.parts]
         try:
-            return RecordedWork(self.inner.submit(op), self._guard, numbers)
+            return RecordedWork(self.inner.submit(op), self, numbers[0], tuple(numbers[1:]))
         except BaseException:
             for number in numbers:
-                self._recorder.leave(number)
+                recorder.leave(number)
             raise
 
-    def _enter(self, op: CommOp, site: str) -> int:
-        _, kind, inputs, outputs, peer, reduce, tag, label, _, _, algorithm = op
-        way = algorithm and algorithm.name
-        if kind == "all_reduce":
-            tensor = inputs[0]
-            key = (site, tensor.shape, tensor.dtype, reduce, label, way)
-        else:
-            shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (*inputs, *outputs)])
-            key = (site, kind, len(inputs), shapes, reduce, peer, tag, label, way)
+    def _learn(self, op: CommOp, frame: FrameType, line: tuple[object, ...]) -> Words:
+        """What `op` says, to be found by its line the next time; with the user's line, where that is another one."""
+        site, by_site = call_site(3), self._of_others.get(line, {})
+        words = by_site.get(site)
+        if words is None:
+            words = self._words_of(op, site)
+            if len(self._codes) >= _REMEMBERED:
+                for kept in (self._of_lines, self._of_others, self._codes):
+                    kept.clear()
+            self._codes.append(frame.f_code)
+            if is_users(frame.f_code.co_filename) and site_from(frame) == site:
+                self._of_lines[line] = words
+            else:
+                self._of_others[line] = {**by_site, site: words}
+        return words
+
+    def _words_of(self, op: CommOp, site: str) -> Words:
+        shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (*op.inputs, *op.outputs)])
+        way = op.algorithm and op.algorithm.name
+        key = (site, op.kind, len(op.inputs), shapes, op.reduce, op.peer, op.tag, op.label, way)
         words = self._known.get(key)
         if words is None:
-            words = self._pack(op, site, key)
-        if kind in ("send", "recv"):
-            seq, self._messages = self._messages, self._messages + 1
-            return self._recorder.enter(seq, words, True)
-        seq, self._collectives = self._collectives, self._collectives + 1
-        return self._recorder.enter(seq, words)
-
-    def _pack(self, op: CommOp, site: str, key: tuple[object, ...]) -> Words:
-        if len(self._known) >= _REMEMBERED:
-            self._known.clear()
-        words = self._known[key] = pack_words(self._group, text_of(op, self.global_ranks), site, op.label)
+            if len(self._known) >= _REMEMBERED:
+                self._known.clear()
+            words = self._known[key] = pack_words(self._group, text_of(op, self.global_ranks), site, op.label)
         return words
 
     def over(self, inner: Transport) -> GuardLayer:
@@ -144,7 +164,7 @@ class GuardLayer(TransportLayer):
         ranks = inner.global_ranks
         self._made[ranks] += 1
         name = name_of_part(ranks, self._made[ranks])
-        return GuardLayer(inner, self._guard, name=name, made=self._made)
+        return GuardLayer(inner, self.guard, name=name, made=self._made)
 
     def close(self) -> None:
         """The other ranks hear how this one left before they lose it.
@@ -154,44 +174,45 @@ class GuardLayer(TransportLayer):
         if not self._owns_guard:
             return self.inner.close()
         try:
-            if sys.exc_info()[1] is None and not self._guard.has_failed:
-                self._guard.finish()
+            if sys.exc_info()[1] is None and not self.guard.has_failed:
+                self.guard.finish()
         finally:
-            self._guard.end(sys.exc_info()[1])
+            self.guard.end(sys.exc_info()[1])
             self.inner.close()
-            self._guard.close()
+            self.guard.close()
 
 
 @final
 class RecordedWork(Work):
-    """The completion of what stands in the record under `numbers`."""
+    """The completion of what stands in the record under `number` and the numbers of `others`."""
 
-    __slots__ = ("_errors", "_guard", "_numbers", "_work")
+    __slots__ = ("_errors", "_layer", "_number", "_others", "_work")
 
-    def __init__(self, work: Work, guard: Watch, numbers: tuple[int, ...]) -> None:
+    def __init__(self, work: Work, layer: GuardLayer, number: int, others: tuple[int, ...] = ()) -> None:
         self._work = work
-        self._guard = guard
-        self._numbers = numbers
+        self._layer = layer
+        self._number = number  # -1 once it has ended
+        self._others = others
         self._errors: tuple[CommError, CommError] | None = None  # what the transport raised, and what is raised for it
 
     def wait(self, timeout_s: float | None = None) -> None:
-        numbers, recorder = self._numbers, self._guard.recorder
-        begun = recorder.clock.wait_begins()
+        began_ns = monotonic_ns()
         try:
             self._work.wait(timeout_s)
         except CommError as error:
-            self._leave()
+            self._leave()  # what is raised may take long to be known
             self._fail(error)
         finally:
-            for number in self._numbers:
-                recorder.leave(number)
-            self._numbers = ()
-            recorder.clock.wait_ends(begun, numbers[0] if numbers else None)
+            if self._number >= 0:
+                self._layer.recorder.stood(self._number, began_ns)
+                self._number = -1
+                if self._others:
+                    self._leave()
 
     def _fail(self, error: CommError) -> NoReturn:
         """The same again, where it is waited for again: what it comes from may take a second to be known."""
         if self._errors is None or self._errors[0] is not error:
-            self._errors = error, self._guard.lost(error)
+            self._errors = error, self._layer.guard.lost(error)
         told = self._errors[1]
         if told is error:
             raise error
@@ -207,12 +228,13 @@ class RecordedWork(Work):
         return self._work.source_rank()
 
     def _leave(self) -> None:
-        numbers, self._numbers = self._numbers, ()
-        for number in numbers:
-            self._guard.recorder.leave(number)
+        for number in (self._number, *self._others):
+            if number >= 0:
+                self._layer.recorder.leave(number)
+        self._number, self._others = -1, ()
 
     def __del__(self) -> None:
-        if self._numbers:
+        if self._number >= 0:
             self._leave()
 
 

@@ -77,11 +77,15 @@ def plain_name(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
+def is_flat(module: Module) -> bool:
+    """Whether it is torch's FullyShardedDataParallel, or ours."""
+    return any(kind.__name__ == "FullyShardedDataParallel" for kind in type(module).__mro__)
+
+
 def _flat_parameters(module: Module) -> Iterator[str]:
     """Names of what torch's FullyShardedDataParallel has cut without saying so."""
     for prefix, child in module.named_modules():
-        is_flat = any(kind.__name__ == "FullyShardedDataParallel" for kind in type(child).__mro__)
-        if is_flat and getattr(getattr(child, "sharding_strategy", None), "name", "") != "NO_SHARD":
+        if is_flat(child) and getattr(getattr(child, "sharding_strategy", None), "name", "") != "NO_SHARD":
             for name, param in child.named_parameters(prefix):
                 if not is_dtensor(param):
                     yield name

@@ -86,10 +86,11 @@ def differences(by_rank: Mapping[int, Sequence[Entry]]) -> list[Difference]:
     return found
 
 
-def odd_ranks(values: Mapping[int, str]) -> tuple[int, ...]:
+def odd_ranks(values: Mapping[int, Any]) -> tuple[int, ...]:
     """Those that are not with the majority; () where there is none."""
-    (value, count), *_ = Counter(values.values()).most_common(1)
-    return tuple(r for r, other in values.items() if other != value) if 2 * count > len(values) else ()
+    texts = {rank: repr(value) for rank, value in values.items()}
+    (text, count), *_ = Counter(texts.values()).most_common(1)
+    return tuple(rank for rank, other in texts.items() if other != text) if 2 * count > len(texts) else ()
 
 
 def drift_in_words(found: Sequence[Difference], step: int, last_good: int | None) -> str:

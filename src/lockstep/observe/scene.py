@@ -120,8 +120,21 @@ class Scene:
 
     @cached_property
     def blocked(self) -> dict[int, Wait]:
-        """By rank: the operation that its main thread stands in."""
-        return {rank: wait for rank in sorted(self.sights) if (wait := self._blocking(rank)) is not None}
+        """By rank: the operation that its main thread stands in.
+
+        Of one that was only started this is a guess: not kept where others are known to stand still for its rank, and
+        for nothing that it would explain.
+        """
+        found = {rank: wait for rank in sorted(self.sights) if (wait := self._blocking(rank)) is not None}
+        sure = [wait for wait in found.values() if self.stands_in(wait)]
+        return {rank: wait for rank, wait in found.items() if wait in sure or not self._is_elsewhere(wait, sure)}
+
+    def _is_elsewhere(self, wait: Wait, sure: Sequence[Wait]) -> bool:
+        """True where `wait` is a send to ranks that stand still for its own, or all of its group have long come."""
+        waiters = {other.rank for other in sure if wait.rank in other.absent}
+        if wait.absent:
+            return wait.record.is_message and waiters.issuperset(wait.absent)
+        return bool(waiters) and not any(other.is_part_of(wait) for other in sure)
 
     def stands_in(self, wait: Wait) -> bool:
         """True where the main thread does not move, and is still at the line that issued this, its newest operation."""

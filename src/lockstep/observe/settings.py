@@ -11,6 +11,7 @@ from lockstep.errors import ConfigError
 Mode = Literal["off", "on", "strict", "check"]
 MODES: tuple[Mode, ...] = ("off", "on", "strict", "check")
 CHECKED_STEPS = 3  # of the mode "check"
+FIRST_STEPS = 10  # of which all gradients are looked at
 GUARD, HANG_S, EVIDENCE = "LOCKSTEP_GUARD", "LOCKSTEP_HANG_S", "LOCKSTEP_EVIDENCE"
 
 

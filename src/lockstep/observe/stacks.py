@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
+import dis
+import gc
 import os
 import sys
+import threading
 import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import takewhile
 from types import CodeType, FrameType
 from typing import NamedTuple, final
 
+from lockstep.comm.preflight import state_and_cpu_s
 from lockstep.observe.call_site import is_users, users_stack
 
 _DEEPEST = 40  # frames that are kept, the innermost
 _BUSY = 0.05  # of the time on a core: less is waiting
 _ASKED_S = 1.0  # after which a busy thread is asked where it is
-_LOOPS = 8  # times that it was asked, which tell a loop
-_MOVED_BYTES = 256 << 10  # read or written since the last look
+_LOOPS = 8  # times that it was seen in a loop, which tell that
+_MOVED_BYTES = 64 << 10  # read or written since the last look: a slow download moves more, who waits next to nothing
+CHILDREN = "its own processes"  # such as the workers of a DataLoader: an activity of who waits for them
+_CHILDREN_S, _CHILDREN_CPU_S = 5.0, 0.25  # they work who have used so much of a core in so long
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb", "pudb")
+_STDLIB = os.path.dirname(threading.__file__) + os.sep
+# modules of Python that a program asks whether something has come
+_ASKING = ("_collections_abc", "codecs", "concurrent", "fnmatch", "genericpath", "glob", "multiprocessing", "ntpath")
+_ASKING += ("os", "pathlib", "posixpath", "queue", "selectors", "signal", "socket", "stat", "subprocess", "threading")
+_ASKING_TORCH = f"torch{os.sep}cuda{os.sep}streams.py"
+_OURS = tuple(os.path.dirname(os.path.dirname(__file__)) + f"{os.sep}{part}{os.sep}" for part in ("comm", "observe"))
+_FOR = ("FOR_ITER", "GET_ANEXT")
+# what makes a `for` over it a `while`, with so many arguments: of itertools, and `iter` of a function
+_ENDLESS = {"count": (0, 1, 2), "cycle": (1,), "repeat": (1,), "iter": (2,)}
+_GENERATOR = 0x20  # inspect.CO_GENERATOR
+_JUMPS = frozenset((*dis.hasjrel, *dis.hasjabs))
 # torch's own wrappers of what is not compiled, or has been, lie in the same folders
 _COMPILERS = (f"torch{os.sep}_dynamo{os.sep}convert_frame.py", f"torch{os.sep}_inductor{os.sep}compile_fx.py")
 
@@ -45,12 +66,12 @@ class Stand(NamedTuple):
     stack: tuple[str, ...]  # of a busy thread the one of a few looks ago
     activity: str  # see `activity_of`
     unmoved_s: float  # for how long it has been there without doing anything
-    looping_s: float = 0.0  # for how long it has been in one loop of the user's, and busy
+    looping_s: float = 0.0  # for how long it has waited in one loop, and busy
 
 
 @final
 class Motion:
-    """Whether a thread gets on: its place changes, it uses a core, or the process reads or writes.
+    """Whether a thread gets on: its place changes, it uses a core or waits for a disk, or the process reads or writes.
 
     The frames of a thread that runs are in motion too: CPython 3.11 shows some that are half made. So a busy thread is
     hardly ever asked where it is, and one that waits always.
@@ -58,19 +79,27 @@ class Motion:
 
     def __init__(self, thread_id: int) -> None:
         self._thread = thread_id
+        is_own = thread_id == threading.get_ident()  # the number that a Thread keeps is that from before a fork
+        self._task = f"/proc/self/task/{threading.get_native_id() if is_own else 0}/"
         self._clock = time.pthread_getcpuclockid(thread_id) if hasattr(time, "pthread_getcpuclockid") else None
         self._cpu_s = self._looked_s = 0.0
         self._moved_bytes = 0
         self._asked_s = -_ASKED_S
         self._stand = Stand((), "", 0.0)
+        self._children = (0.0, 0.0, -_CHILDREN_S)  # since when they are looked at, what they had used, when they worked
         self._loop = Loop()
+
+    def begin_anew(self) -> None:
+        """Nothing is known of the time since the last look."""
+        self._stand, self._loop = Stand((), "", 0.0), Loop()
 
     def look(self, now_s: float) -> Stand:
         """Where it is, at `now_s` of a clock that never goes back."""
         passed_s, self._looked_s = now_s - self._looked_s if self._looked_s else 0.0, now_s
         cpu_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
         moved = transferred_bytes()
-        is_busy = cpu_s - self._cpu_s > _BUSY * passed_s or moved - self._moved_bytes > _MOVED_BYTES
+        has_moved = moved - self._moved_bytes > _MOVED_BYTES
+        is_busy = has_moved or cpu_s - self._cpu_s > _BUSY * passed_s or state_and_cpu_s(self._task + "stat")[0] == "D"
         self._cpu_s, self._moved_bytes, before = cpu_s, moved, self._stand
         is_asked = not is_busy or now_s - self._asked_s >= _ASKED_S
         self._asked_s = now_s if is_asked else self._asked_s
@@ -79,49 +108,130 @@ class Motion:
         activity = before.activity if frame is None else activity_of(frame)
         unmoved_s = 0.0 if is_busy or stack != before.stack else before.unmoved_s + passed_s
         looping_s = before.looping_s
-        if unmoved_s >= _ASKED_S:  # less may be a machine that has much else to do
+        if unmoved_s >= _ASKED_S and activity in ("", CHILDREN):
+            activity = CHILDREN if self._do_children_work(now_s) else ""
+        if has_moved or unmoved_s >= _ASKED_S:  # less may be a machine that has much else to do
             self._loop, looping_s = Loop(), 0.0
         elif is_busy and frame is not None:
             looping_s = self._loop.see(frame, now_s)
         self._stand = Stand(stack, activity, unmoved_s, looping_s)
         return self._stand
 
+    def _do_children_work(self, now_s: float) -> bool:
+        """Whether the processes that this thread has started do, or did a moment ago."""
+        try:
+            with open(self._task + "children", "rb") as file:
+                pids = file.read().split()
+        except OSError:  # no Linux, or one that does not tell
+            return False
+        used_s = sum(state_and_cpu_s(f"/proc/{pid.decode()}/stat")[1] for pid in pids)
+        since_s, before_s, worked_s = self._children
+        has_worked = 0 < now_s - since_s <= _CHILDREN_S and used_s - before_s >= _CHILDREN_CPU_S
+        if has_worked or now_s - since_s > _CHILDREN_S:
+            worked_s = now_s if has_worked else worked_s
+            since_s, before_s = now_s, used_s
+        self._children = since_s, before_s, worked_s
+        return now_s - worked_s < _CHILDREN_S
+
 
 @final
 class Loop:
-    """Tells a loop that does not end from long work, as far as one can: by where a busy thread is, time after time.
+    """Tells waiting in a loop from long work, as far as one can: by where a busy thread is, time after time.
 
-    All calls around it are at the same line, and beneath is nothing but the user's own code. An evaluation is seen in
-    torch's code nearly every time.
+    Whoever waits goes round a `while` and asks, be it in his own code or in what Python has for that; a `for` ends with
+    its data, unless it is one of `_ENDLESS`. Work is seen in what does it nearly every time: an evaluation in torch's
+    code.
     """
 
     def __init__(self) -> None:
-        self._around: list[tuple[CodeType, int]] = []  # calls and their lines, the outermost first
-        self._within: CodeType | None = None  # what the last of them has called
+        self._place: tuple[object, ...] = ()
         self._began_s = 0.0
         self._seen = 0
 
     def see(self, frame: FrameType | None, now_s: float) -> float:
-        """The thread is at `frame` at `now_s`. For how long it has been in one loop; 0 while that is not known."""
-        frames: list[tuple[CodeType, int]] = []
-        while frame is not None:
-            frames.append((frame.f_code, frame.f_lineno or 0))
-            frame = frame.f_back
-        frames.reverse()
-        pairs = enumerate(zip(self._around, frames[:-1], strict=False))
-        same = next((at for at, (before, now) in pairs if before != now), min(len(self._around), len(frames) - 1))
-        within = self._within if same == len(self._around) else self._around[same][0]
-        if not self._seen or frames[same][0] is not within:
-            same, within, self._began_s, self._seen = len(frames) - 1, frames[-1][0], now_s, 0
-        self._around, self._within = frames[:same], within
-        is_own = all(is_users(code.co_filename) for code, _ in frames[same:])
-        self._seen = self._seen + 1 if is_own else 0
+        """The thread is at `frame` at `now_s`. For how long it has waited in one loop; 0 while that is not known."""
+        place = _waiting_loop(frame)
+        if not place or place != self._place:
+            self._place, self._began_s, self._seen = place, now_s, 0
+        self._seen += bool(place)
         return now_s - self._began_s if self._seen >= _LOOPS else 0.0
+
+
+def _waiting_loop(frame: FrameType | None) -> tuple[object, ...]:
+    """The `while` that the thread goes round and the calls around it; () where it does anything else."""
+    while frame is not None and _asks(frame.f_code.co_filename):
+        frame = frame.f_back
+    while frame is not None:
+        code, at = frame.f_code, frame.f_lasti
+        within = [loop for loop in _loops_of(code) if loop.first <= at <= loop.last + 2]  # it rests behind the jump
+        if within or not (is_users(code.co_filename) or code.co_flags & _GENERATOR):
+            break
+        frame = frame.f_back
+    else:
+        return ()
+    loop = min(within, key=lambda one: one.last - one.first, default=None)
+    if loop is None or loop.ends:
+        return ()
+    around: list[object] = []
+    while frame := frame.f_back:
+        around += [frame.f_code, frame.f_lineno]
+    return code, loop, *around
+
+
+class _Loop(NamedTuple):
+    """Of a piece of code: its first and last instruction."""
+
+    first: int
+    last: int
+    ends: bool  # by itself: a `for`
+
+
+@lru_cache(64)
+def _loops_of(code: CodeType) -> tuple[_Loop, ...]:
+    """None of a generator: who goes round that is whoever wants its next value."""
+    if code.co_flags & _GENERATOR:
+        return ()
+    every = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]  # to which a long jump goes
+    offsets = [one.offset for one in every]
+    return tuple(
+        _Loop(one.argval, one.offset, _ends(every, bisect_left(offsets, one.argval)))
+        for one in every
+        if one.opcode in _JUMPS and one.argval <= one.offset and "NO_INTERRUPT" not in one.opname  # that is an `await`
+    )
+
+
+def _ends(every: Sequence[dis.Instruction], head: int) -> bool:
+    """Whether the loop whose first instruction is that one ends by itself, as most `for` do."""
+    if every[head].opname not in _FOR:
+        return False
+    if every[head - 1].opname != "GET_ITER":
+        return True
+    first = next(at for at in range(head, -1, -1) if every[at].starts_line or at == 0)
+    loads = [one for one in every[first : head - 1] if one.opname != "PUSH_NULL"]
+    path = [*takewhile(lambda one: one.opname in ("LOAD_ATTR", "LOAD_METHOD"), loads[1:])]
+    callee = [*loads[:1], *path][-1:]
+    return not any(every[head - 2].argval in _ENDLESS.get(one.argval, ()) for one in callee)
+
+
+@lru_cache(256)
+def _asks(file: str) -> bool:
+    """Whether code of this file is there to ask whether something has come."""
+    if file.startswith("<frozen "):
+        return file[len("<frozen ") : -1] in _ASKING
+    if file.startswith(_OURS) or file.endswith(_ASKING_TORCH):
+        return True
+    first = file.removeprefix(_STDLIB).partition(os.sep)[0]
+    return file.startswith(_STDLIB) and first.removesuffix(".py") in _ASKING
 
 
 def frame_of(thread_id: int) -> FrameType | None:
     """The innermost frame of another thread; None where it has none that is whole."""
-    frame = sys._current_frames().get(thread_id)
+    is_on = gc.isenabled()
+    gc.disable()  # Python before 3.11.9 stands still for ever where garbage is collected in that call (gh-106883)
+    try:
+        frame = sys._current_frames().get(thread_id)
+    finally:
+        gc.enable() if is_on else None
     return frame if frame is not None and isinstance(frame.f_code, CodeType) else None
 
 

@@ -35,6 +35,19 @@ class LastWords(NamedTuple):
     of: int | None = None  # that rank, where it knows which
 
 
+class Stalled(NamedTuple):
+    """What a rank has said of others that may pass: their end, or that they go on, is a line that belongs to it."""
+
+    kind: str  # of the finding
+    ranks: tuple[int, ...]
+    begun: tuple[int, ...]  # the number of the newest operation of each
+    place: str  # where it was said; equal for one output
+
+    def is_over(self, how: str) -> str:
+        """That line."""
+        return f"lockstep: {self.kind.upper()}, above, is over: {how}"
+
+
 @dataclass(frozen=True)
 class Progress:
     """How far one rank has come in one group."""
@@ -58,12 +71,14 @@ class Status:
     groups: dict[str, Progress] = field(default_factory=dict)
     waiting: tuple[Waiting, ...] = ()  # what is under way, oldest first
     last: Record | None = None  # the last that was started
+    phases: tuple[tuple[int, int], ...] = ()  # of the main thread in this step, and when each began: see `StepClock`
     stack: tuple[str, ...] = ()  # of the main thread, outermost first: "train.py:31 train_step"; torch's own folded
     unmoved_s: float = 0.0  # for how long the main thread has been at that very place without using the processor
-    looping_s: float = 0.0  # for how long it has been in one loop of the user's, and used the processor
+    looping_s: float = 0.0  # for how long it has waited in one loop, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
     words: LastWords | None = None  # once it is not running any more
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`
+    stalled: Stalled | None = None  # what it said last, and may pass
 
     def to_json(self, room: int = 56_000) -> bytes:
         """As `from_json` reads it. Where that is more than `room` bytes, older marks are left out, then the groups."""
@@ -86,8 +101,12 @@ class Status:
         }
         raw["waiting"] = tuple(Waiting(Record(*record), age_s) for record, age_s in raw["waiting"])
         raw["last"] = None if raw["last"] is None else Record(*raw["last"])
+        raw["phases"] = tuple((phase, began_ns) for phase, began_ns in raw["phases"])
         raw["stack"] = tuple(raw["stack"])
         raw["words"] = None if raw["words"] is None else LastWords(*raw["words"])
+        if raw["stalled"] is not None:
+            kind, ranks, begun, place = raw["stalled"]
+            raw["stalled"] = Stalled(kind, tuple(ranks), tuple(begun), place)
         return cls(**raw)
 
 
@@ -99,6 +118,7 @@ class Sight(NamedTuple):
     is_gone: bool  # its process has ended; only known of this machine, and through a launcher
     how: str = ""  # it ended, as its launcher says: "was killed by SIGKILL"; "" where none does
     is_stopped: bool = False  # by SIGSTOP, as the kernel says; only known of this machine
+    is_working: bool = False  # its guard is silent, but its process uses a core; only known of this machine
 
 
 @final

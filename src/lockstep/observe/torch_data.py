@@ -11,56 +11,69 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
-from lockstep.observe.dealt_samples import DEALT, Dealt, dealing
+from lockstep.observe.data_facts import PassFacts, same_order
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
-from lockstep.observe.profile.notes import note
+from lockstep.observe.profile.notes import note, takes_notes
+
+if TYPE_CHECKING:
+    from lockstep.observe.dealt_samples import Share
 
 _PASS = "_lockstep_pass"
-
-
-@final
-class _Pass:
-    """One pass over a loader."""
-
-    def __init__(self, loader: Any, step: int) -> None:
-        self.loader = weakref.ref(loader)
-        self.sampler: Any = getattr(loader, "sampler", None)
-        self.size: int = getattr(loader, "batch_size", None) or 0
-        self.step = step  # of the job, when it began
-        self.batches = 0
-        self.first = ""  # digest of the first batch
-        self.order = ""
-        self.site = ""
-        self.is_told = False
-        self.dealt: Dealt | None = None  # to this rank, where that is to be noted
-        self.number = 0  # among the passes over this sampler
+_DRAW = "_next_index"  # torch calls it once for each batch; for those that workers load, ahead of it
+_FIRST = "first"  # for the order of a pass: it follows from the first batch
 
 
 @final
 class _Seen:
-    """What is known of a loader."""
+    """What is known of a dataset."""
 
-    def __init__(self) -> None:
-        self.number: int | None = None  # among the loaders that are trained on
+    def __init__(self, owner: Callable[[], Any]) -> None:
+        self.owner = owner  # None where it is gone
+        self.number: int | None = None  # among those that are trained on
         self.passes = 0
-        self.before: Any = None  # facts of the last pass, where that was complete
+        self.whole: list[tuple[Callable[[], Any], PassFacts]] = []  # of each loader's last pass, where it was complete
+
+    def before(self, loader: Callable[[], Any]) -> PassFacts | None:
+        """Of the pass before one of `loader`, which may have been over one that is gone; it is not asked for again."""
+        gone = [facts for each, facts in self.whole if each is not loader and each() is None]
+        own = [facts for each, facts in self.whole if each is loader]
+        self.whole = [(each, facts) for each, facts in self.whole if each is not loader and each() is not None]
+        return next(reversed(gone + own), None)
+
+
+@final
+class _Pass:
+    """One pass over a loader, of which a loop may keep the iterator alone."""
+
+    def __init__(self, iterator: Any, loader: Any, seen: _Seen, step: int) -> None:
+        from lockstep.observe.data_checks import order_of
+
+        self.iterator, self.loader = weakref.ref(iterator), weakref.ref(loader)
+        self.seen = seen
+        self.step = step  # of the job, when it began
+        self.batches = 0
+        self.first = ""  # digest of the first batch
+        self.order = order_of(loader, _FIRST)
+        self.site = ""
+        self.facts: PassFacts | None = None  # as they were told
+        self.is_whole = False
+        self.share: Share | None = None  # what this rank was handed, where that is to be noted
 
 
 @final
 class DataWatch:
-    """Of one rank. `team` names the ranks that train together, and says whether they may have other batches (join)."""
+    """Of one rank. `team` names the ranks that train together; may they have other numbers of batches, or the same?"""
 
-    def __init__(self, guard: Guard, team: Callable[[], tuple[str, bool]]) -> None:
+    def __init__(self, guard: Guard, team: Callable[[], tuple[str, bool, bool]]) -> None:
         self._guard = guard
         self._team = team
-        self._loaders: weakref.WeakKeyDictionary[Any, _Seen] = weakref.WeakKeyDictionary()
-        self._count = 0
-        self._sampler: weakref.ref[Any] | None = None  # the first that is trained on
-        self._current: _Pass | None = None  # over it
+        self._datasets: dict[int, _Seen] = {}  # by id
+        self._count = 0  # of those that are trained on
+        self._current: _Pass | None = None  # over the first of them
         self._passes = 0
         self._patches = Patches()
 
@@ -68,29 +81,24 @@ class DataWatch:
         """torch.utils.data is there."""
         from torch.utils.data import dataloader
 
-        self._patches.replace(dataloader.DataLoader, "__iter__", self._beginning)
+        for name in ("__init__", "_reset"):  # workers that stay are only reset
+            self._patches.replace(dataloader._BaseDataLoaderIter, name, self._beginning)
         self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._going_on)
-
-    def watch_samplers(self) -> None:
-        """torch's DistributedSampler is there."""
-        from torch.utils.data.distributed import DistributedSampler
-
-        self._patches.replace(DistributedSampler, "__iter__", dealing)
+        self._guard.before_look.append(self._add_up)
+        self._patches.add(lambda: self._guard.before_look.remove(self._add_up))
 
     def watch_saves(self) -> None:
         """torch.save is there, or about to be."""
         import torch
         from torch import serialization
 
-        self._patches.replace(serialization, "save", self._saving(1))
-        if hasattr(torch, "save"):  # else torch takes it from there
-            self._patches.replace(torch, "save", lambda _: serialization.save)
+        self._patches.replace(serialization, "save", self._saving, torch)
 
     def watch_safetensors(self) -> None:
         """safetensors.torch is there."""
         from safetensors import torch
 
-        self._patches.replace(torch, "save_file", self._saving(1))
+        self._patches.replace(torch, "save_file", self._saving)
 
     def close(self) -> None:
         """Put back what was replaced."""
@@ -99,24 +107,32 @@ class DataWatch:
     def finish(self) -> None:
         """The program is at its end, maybe within a pass."""
         current, self._current = self._current, None
-        if current is not None:
-            self._note_samples(current)
+        if current is not None and current.share is not None:
+            share, number, self._passes = current.share, self._passes, self._passes + 1
+            later = partial(share.fields, current.batches, current.is_whole)
+            note("coverage", later, epoch=max(share.deal.epoch, number))
 
     # ------------------------------------------------------------------ passes
 
     def _beginning(self, old: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(old)
-        def begin(loader: Any) -> Any:
-            iterator = old(loader)
-            vars(iterator)[_PASS] = _Pass(loader, self._guard.recorder.step)
-            return iterator
+        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+            from lockstep.observe.dealt_samples import Share, deal_of
+
+            old(iterator, loader, *args, **kwargs)
+            seen = self._seen(loader)
+            vars(iterator)[_PASS] = current = _Pass(iterator, loader, seen, self._guard.recorder.step)
+            vars(iterator).pop(_DRAW, None)
+            if takes_notes() and (seen.number == 0 or self._count == 0) and (deal := deal_of(loader)):
+                current.share = Share(deal)
+                vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, current.share.drawn)
 
         return begin
 
     def _going_on(self, old: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(old)
         def next_batch(iterator: Any) -> Any:
-            current = vars(iterator).get(_PASS)
+            current = getattr(iterator, _PASS, None)
             if current is None:
                 return old(iterator)
             try:
@@ -126,106 +142,110 @@ class DataWatch:
                 raise
             current.batches += 1
             if current.batches == 1:
-                self._begin(current, batch)
-            elif not current.is_told and self._guard.recorder.step > current.step:
+                self._begin(current, batch, iterator._num_yielded - 1)
+            elif current.facts is None and self._guard.recorder.step > current.step:
                 self._tell(current)
             return batch
 
         return next_batch
 
-    def _begin(self, current: _Pass, batch: Any) -> None:
-        from lockstep.observe.data_checks import batch_digest, order_of
+    def _begin(self, current: _Pass, batch: Any, skipped: int) -> None:
+        from lockstep.observe.data_checks import batch_digest
 
-        current.site = call_site()
-        current.first = batch_digest(batch)
-        loader = current.loader()
-        current.order = "" if loader is None else order_of(loader, current.first)
+        current.site, current.first = call_site(), batch_digest(batch)
+        if current.share is not None:
+            current.share.skipped = skipped  # by a loader that went on from a saved state
 
     def _end(self, current: _Pass) -> None:
-        if current.batches and not current.is_told and self._guard.recorder.step > current.step:
+        current.is_whole = True
+        if current.batches and current.facts is None and self._guard.recorder.step > current.step:
             self._tell(current)
         if current is self._current:
             self.finish()
-        loader = current.loader()
-        seen = None if loader is None else self._loaders.get(loader)
-        if seen is not None and current.is_told:
-            seen.before = self._facts(current)  # only a complete pass: one that was left early may well be repeated
+        if current.facts is not None:  # only a complete pass: one that was left early may well be repeated
+            current.seen.whole.append((current.loader, current.facts))
 
     def _tell(self, current: _Pass) -> None:
-        from lockstep.observe.data_facts import same_order
+        from lockstep.observe.data_checks import batches_of
 
-        current.is_told = True
-        self._follow_samples(current)
-        loader = current.loader()
-        if loader is None:
-            return
-        seen = self._loaders.setdefault(loader, _Seen())
+        seen, loader = current.seen, current.loader()
+        order = current.first if current.order == _FIRST else current.order
+        current.facts = facts = PassFacts(None if loader is None else batches_of(loader), current.first, order)
         if seen.number is None:
             seen.number = self._count
             self._count += 1
-        facts = self._facts(current)
-        team, joins = self._team()
+        if seen.number == 0:
+            self._follow_samples(current)
+        team, joins, may_share = self._team()
         value = {
             "batches": facts.batches,
-            "first": facts.first,
-            "order": same_order(seen.before, facts),
+            "first": "" if may_share else facts.first,
+            "order": same_order(seen.before(current.loader), facts),
             "site": current.site,
             "joins": joins,
-            "repeated": _repeated(loader),
         }
-        seen.before = None
         self._guard.facts.tell(f"data {team}/{seen.number}", seen.passes, value)
         seen.passes += 1
 
     def _follow_samples(self, current: _Pass) -> None:
         """Which samples it has is noted at its end, or when the next one begins."""
-        if not hasattr(current.sampler, DEALT):
-            return
-        if self._sampler is None:
-            self._sampler = weakref.ref(current.sampler)
-        if self._sampler() is current.sampler:
+        before = self._current
+        is_over = before is None or before.iterator() is None or before.loader() is current.loader()
+        if not is_over:
+            current.share = None  # of two loaders that take turns the first is followed
+        elif current.share is not None:
             self.finish()  # with one that was left early
-            current.dealt = vars(current.sampler)[DEALT]
-            current.number, self._current = self._passes, current
-            self._passes += 1
+            self._current = current
 
-    @staticmethod
-    def _note_samples(current: _Pass) -> None:
-        """Write down which samples this rank was given."""
-        if current.dealt is not None:
-            epoch = max(current.dealt.epoch, current.number)
-            note("coverage", partial(current.dealt.fields, current.batches * current.size), epoch=epoch)
+    def _add_up(self) -> None:
+        """What was handed out so far. The guard's thread does it."""
+        current = self._current
+        if current is not None and current.share is not None:
+            current.share.count(current.batches)
 
-    @staticmethod
-    def _facts(current: _Pass) -> Any:
-        from lockstep.observe.data_checks import batches_of
-        from lockstep.observe.data_facts import PassFacts
-
-        return PassFacts(batches_of(current.loader()), current.first, current.order)
+    def _seen(self, loader: Any) -> _Seen:
+        try:
+            owner = weakref.ref(loader.dataset)
+        except TypeError:  # a list, a range
+            owner = weakref.ref(loader)
+        found = self._datasets.get(id(owner()))
+        if found is None or found.owner() is not owner():
+            found = self._datasets[id(owner())] = _Seen(owner)
+        return found
 
     # ------------------------------------------------------------------ files
 
-    def _saving(self, place: int) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """A function that writes to its argument number `place`."""
+    def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that writes to its second argument."""
 
-        def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
-            @functools.wraps(old)
-            def save(*args: Any, **kwargs: Any) -> Any:
-                target = args[place] if len(args) > place else kwargs.get("f", kwargs.get("filename"))
-                if isinstance(target, str | os.PathLike):
-                    path = os.path.realpath(target)
-                    if not path.startswith("/dev/"):
-                        self._guard.facts.tell("save", path, [self._guard.recorder.step, call_site()])
-                return old(*args, **kwargs)
+        @functools.wraps(old)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            if isinstance(target, str | os.PathLike):
+                path = os.path.realpath(target)
+                if not path.startswith("/dev/"):
+                    self._guard.facts.tell("save", path, [self._guard.recorder.step, call_site()])
+            return old(*args, **kwargs)
 
-            return save
-
-        return wrap
+        return save
 
 
-def _repeated(loader: Any) -> int:
-    """How many samples a DistributedSampler deals out twice, so that all ranks have equally many."""
-    sampler = getattr(loader, "sampler", None)
-    total, dataset = getattr(sampler, "total_size", None), getattr(sampler, "dataset", None)
-    size = getattr(dataset, "__len__", None)
-    return 0 if total is None or size is None else max(0, total - size())
+def _drawing(old: Callable[[Any], Any], iterator: Callable[[], Any], drawn: list[Any]) -> Callable[[], Any]:
+    """`_next_index` of one iterator, which it does not keep; the others have nothing to pay."""
+
+    def next_index() -> Any:
+        index = old(iterator())
+        drawn.append(index)
+        return index
+
+    return next_index
+
+
+def may_share_samples(module: Any, size: int) -> bool:
+    """Whether ranks compute `module` together, as in tensor parallelism, and so on the same samples.
+
+    Not so where FSDP cuts it over all of them. With a mesh of several axes, which may be for either, it may be.
+    """
+    meshes = [param.device_mesh for param in module.parameters() if hasattr(param, "device_mesh")]
+    is_sharded = any(hasattr(part, "set_requires_gradient_sync") for part in module.modules())
+    return any(not is_sharded or (mesh.ndim, mesh.size()) != (1, size) for mesh in meshes)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
@@ -32,6 +33,7 @@ class Entry(NamedTuple):
     number: int
     has_ended: bool
     text: str
+    began_ns: int  # by time.monotonic_ns
 
 
 @final
@@ -77,13 +79,14 @@ class TorchFlightRecorder:
                 ends.append(ended)
         return min(ends)
 
-    def describe(self, group: str, number: int) -> str:
-        """`all_reduce[512,64]`, for an operation that the group counts as `number`; "" where it is not found."""
-        found = (entry.text for entry in self._entries() if (entry.group, entry.number) == (group, number))
-        return next(found, "")
+    def since(self, group: str, first: int) -> dict[int, Entry]:
+        """What the group counts as `first` and higher, as far as it is still known."""
+        newest_last = reversed(self._entries())  # a group that is made anew begins to count anew
+        return {one.number: one for one in newest_last if one.group == group and one.number >= first}
 
     def _entries(self) -> list[Entry]:
         """The last operations, newest first. The recorder's `pg_config` is no help: Gloo leaves the names empty."""
+        ahead_ns = time.time_ns() - time.monotonic_ns()
         return [
             Entry(
                 entry["process_group"][0],
@@ -91,6 +94,7 @@ class TorchFlightRecorder:
                 int(entry[_DUMPS[name]]),
                 entry["retired"] or entry["state"] == "completed",
                 _text_of(entry),
+                entry["time_created_ns"] - ahead_ns,
             )
             for name, dump in self._dumps.items()
             for entry in reversed(json.loads(dump(True, False)).get("entries", ()))

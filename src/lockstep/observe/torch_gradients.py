@@ -19,6 +19,7 @@ from typing import Any, final
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.settings import FIRST_STEPS
 
 _BACKWARDS = 64  # of one step, at most, that are looked at
 _SHARE = 0.001  # of the time goes into looking at all gradients, whether or not there is a sign
@@ -32,12 +33,10 @@ Named = Callable[[Any], list[tuple[str, Any]]]  # the parameters of an optimizer
 class GradientFacts:
     """Of one rank."""
 
-    def __init__(self, guard: Guard, named: Named) -> None:
-        self._guard = guard
-        self._named = named
+    def __init__(self, guard: Guard, named: Named, patches: Patches) -> None:
+        self._guard, self._named, self._patches = guard, named, patches
         self._losses: deque[tuple[Any, str]] = deque(maxlen=_BACKWARDS)
         self._own: deque[Any] = deque(maxlen=_BACKWARDS)  # gradients of the probe, before they are averaged
-        self._patches = Patches()
         self._probes: list[weakref.ref[Any]] = []
         self.before_backward: Callable[[], None] | None = None  # called once
         self.site = ""  # of the last backward
@@ -59,15 +58,14 @@ class GradientFacts:
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Note the gradients of the first small one of a model's `parameters`, before they are averaged."""
+        from torch.utils.hooks import unserializable_hook
+
         trained = [param for param in parameters if param.requires_grad and param.is_floating_point()]
         first = next((param for param in trained if param.numel() <= _SMALL), None)
         if first is not None and not any(known() is first for known in self._probes):
             self._probes.append(weakref.ref(first))
-            self._patches.add(first.register_hook(self._note).remove)
-
-    def close(self) -> None:
-        """Put back what was replaced."""
-        self._patches.undo()
+            hook = unserializable_hook(functools.partial(self._note))  # else torch warns who sends the parameter on
+            self._patches.add(first.register_hook(hook).remove)
 
     def _note(self, gradient: Any) -> None:
         if not self._is_done:
@@ -90,12 +88,12 @@ class GradientFacts:
         """At what `optimizer` is about to apply."""
         if self._is_done:
             return
-        from lockstep.observe.gradients import FIRST_STEPS, nonfinite_gradients, scaler_is_active
-
         began_s = time.perf_counter()
         self._looks += 1
         may_look = self._looks <= FIRST_STEPS or self._spent_s <= _SHARE * (began_s - self._began_s)
         if may_look or self._has_sign():
+            from lockstep.observe.gradients import nonfinite_gradients, scaler_is_active
+
             faults = nonfinite_gradients(pair for named in self._named(optimizer) for pair in _gradients(*named))
             if faults and not scaler_is_active():
                 self._is_done = True
@@ -123,7 +121,8 @@ def _gradients(name: str, param: Any) -> Iterator[tuple[str, Any]]:
     gradient, parts = param.grad, getattr(param, "_shard_param_infos", ())
     if gradient is None or not parts:
         yield name, gradient
+        return
     for fqn, part in zip(getattr(param, "_fqns", ()), parts, strict=False):
-        if gradient is not None and part.in_shard:
+        if part.in_shard:
             first = part.offset_in_shard
             yield name.replace("_flat_param", fqn), gradient[first : first + part.numel_in_shard]

@@ -5,11 +5,12 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 from lockstep.observe.flight import FlightRecorder, Words, pack_words
+from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
 
 FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
@@ -18,11 +19,7 @@ _NAME_CHARS = 20  # of the 24 that a record has: a name may come again, and is n
 _KEPT = 4096  # words; more than a program has lines that communicate
 
 
-class Pending(NamedTuple):
-    """A collective whose end torch's Flight Recorder tells."""
-
-    torch_number: int
-    number: int  # of the record
+Pending = tuple[int, int]  # torch's number of a collective whose end its Flight Recorder tells, and that of the record
 
 
 @final
@@ -49,42 +46,53 @@ class WatchedGroup:
         self._recorder = recorder
         self._collectives = itertools.count()
         self._messages = itertools.count()
-        self._words: dict[tuple[str, tuple[Any, ...]], Words] = {}
+        self._words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
         self._lock = threading.Lock()
 
     def enter(self, operation: tuple[Any, ...], site: str, is_message: bool) -> int:
         """The record of a call from Python begins; its number. operation: the fields of one."""
         words = self._words.get((site, operation))
         if words is None:
-            if len(self._words) >= _KEPT:
-                self._words.clear()
-            text = text_of(Operation(*operation), self.ranks)
-            words = self._words[site, operation] = pack_words(self.name, text, site)
+            words = self._keep((site, operation), text_of(Operation(*operation), self.ranks), site)
         seq = next(self._messages if is_message else self._collectives)
         return self._recorder.enter(seq, words, is_message)
 
     def catch_up(
-        self, torch_number: int, site: str, labels: Mapping[int, str] | None = None, *, if_idle: bool = False
+        self, torch_number: int, site: str, known: Mapping[int, Entry] | None = None, *, if_idle: bool = False
     ) -> None:
         """Enter what C++ has started since the last call from Python, up to torch's number.
 
-        if_idle: only if no call has begun meanwhile. What was entered since the number was read stays.
+        known: what torch's Flight Recorder tells of them, where it was asked. if_idle: only if no call has begun
+        meanwhile. What was entered since the number was read stays.
         """
         with self._lock:
             if torch_number <= self.seen or (if_idle and self.inside):
                 return
             for number in range(self.seen + 1, torch_number + 1):
-                label = "before this line" if labels is None else labels.get(number, "")
-                words = pack_words(self.name, FROM_CPP, site, label)
-                entered = self._recorder.enter(next(self._collectives), words)
-                self.pending.append(Pending(number, entered))
+                entry = known.get(number) if known else None
+                label = "before this line" if known is None else entry.text if entry else ""
+                words = self._words.get((site, label)) or self._keep((site, label), FROM_CPP, site, label)
+                entered = self._recorder.enter(next(self._collectives), words, now_ns=entry.began_ns if entry else 0)
+                self.pending.append((number, entered))
+            self.seen = torch_number
+
+    def _keep(self, key: tuple[str, object], text: str, site: str, label: str = "") -> Words:
+        if len(self._words) >= _KEPT:
+            self._words.clear()
+        words = self._words[key] = pack_words(self.name, text, site, label)
+        return words
+
+    def started(self, torch_number: int, operation: tuple[Any, ...], site: str) -> None:
+        """C++ has just started this, which now is torch's number; the rank's own thread says so."""
+        with self._lock:
+            self.pending.append((torch_number, self.enter(operation, site, is_message=False)))
             self.seen = torch_number
 
     def settle(self, ended: float) -> None:
         """Leave what has ended: all with torch's number `ended` and lower."""
         with self._lock:
-            while self.pending and self.pending[0].torch_number <= ended:
-                self._recorder.leave(self.pending.popleft().number)
+            while self.pending and self.pending[0][0] <= ended:
+                self._recorder.leave(self.pending.popleft()[1])
 
 
 def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:
@@ -93,6 +101,12 @@ def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:
         return "WORLD"  # as torch.distributed.group has it
     listed = ", ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]}"
     return f"{torch_name[:8]} [{listed}]"[:_NAME_CHARS]
+
+
+def numbered(name: str, made: Counter[str]) -> str:
+    """`name` for one more group of it, whose operations are counted anew. made: how many there are of each."""
+    made[name] += 1
+    return name + (f"'{made[name]}" if made[name] > 1 else "")
 
 
 def outlive(reducer: Any, groups: Sequence[Any]) -> None:

@@ -18,11 +18,13 @@ from lockstep.errors import ConfigError
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.wording import step_after
 
 REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
 _EVERY = 100  # steps
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
+_SAMPLE = 8  # parameters that are looked at in every step
 
 
 @final
@@ -38,6 +40,7 @@ class Model:
         self.site = site  # where it was wrapped
         self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
         self._params = [weakref.ref(param) for _, param in named]
+        self._sample = self._params[:: max(1, len(named) // _SAMPLE)] + self._params[-1:]
         self.synced = self.unsynced = 0  # forwards of this step
         self.unsynced_site = ""  # of the last one in no_sync
         self.told: list[Any] = []  # these three, as they were told last
@@ -46,6 +49,8 @@ class Model:
         self.buffers: dict[str, str] = {}  # as they were at the last check
         self.moving: set[str] = set()  # those that have changed
         self.gradients = ""  # digest, as the optimizer applied them; "" where they are averaged for certain
+        self.stamp = self.version()  # as the last step left it
+        self.is_another = False  # at the end, since the program has changed it after its last step
 
     @property
     def is_averaged(self) -> bool:
@@ -59,6 +64,15 @@ class Model:
         config = getattr(self.module(), "_join_config", None)
         return config is not None and config.enable
 
+    def version(self) -> tuple[int, ...]:
+        """Another one once the parameters have been changed in place, or put elsewhere, all or those of some part.
+
+        Asked for in every step, so a few stand for all: what a program does to a model between its steps, to load, cast
+        or test it, it does to more than one layer.
+        """
+        params = [param for known in self._sample if (param := known()) is not None]
+        return (*[param.data_ptr() for param in params[:1]], *[param._version for param in params])
+
     def frozen(self) -> list[str]:
         """Names of the parameters that DDP averages and that are not trained any more."""
         params = [known() for known in self._params]
@@ -69,8 +83,8 @@ class Model:
 class ReplicaFacts:
     """Of one rank: of its `models`, by id of what averages or trains them."""
 
-    def __init__(self, guard: Guard, models: dict[int, Model], environ: Mapping[str, str]) -> None:
-        self._guard, self._models = guard, models
+    def __init__(self, guard: Guard, models: dict[int, Model], environ: Mapping[str, str], patches: Patches) -> None:
+        self._guard, self._models, self._patches = guard, models, patches
         text = environ.get(REPLICA_EVERY, "")
         if text and not text.isdecimal():
             raise ConfigError(f"{REPLICA_EVERY}={text!r}: give a number of steps, or 0 for never")
@@ -80,12 +94,12 @@ class ReplicaFacts:
         self.checked = 0  # the last step that was
         self._began_s = 0.0
         self._has_hurried = False  # to the first step whose gradients were not averaged
-        self._leader: weakref.ref[Any] | None = None  # the optimizer that counts the steps, on all ranks
+        self._leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
         self._led_from = ""  # where that was made: it may be gone at the end
+        self.before_load: Callable[[], None] = lambda: None  # called before a model that is followed is overwritten
         self._stepped_at = ""
         self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # where, by optimizer
         self._loaded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by module or optimizer
-        self._patches = Patches()
 
     def watch_steps(self) -> None:
         """torch.optim is there."""
@@ -111,27 +125,25 @@ class ReplicaFacts:
     def _loading(self, old: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(old)
         def load_state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if any(owner in self._parts(model) for model in self._models.values()):
+                self.before_load()
             self._loaded.pop(owner, None)  # the last one is the last of all
-            self._loaded[owner] = f"load_state_dict() at {call_site()}, in step {self._guard.recorder.step}"
+            self._loaded[owner] = f"load_state_dict() at {call_site()}, in {step_after(self._guard.recorder.step)}"
             return old(owner, *args, **kwargs)
 
         return load_state_dict
-
-    def close(self) -> None:
-        """Put back what was replaced."""
-        self._patches.undo()
 
     # ------------------------------------------------------------------ when
 
     def lead(self, optimizer: Any) -> None:
         """This is the optimizer that counts the steps, and it has stepped."""
-        if self._leader is None or self._leader() is not optimizer:
+        if self._leader() is not optimizer:
             self._leader = weakref.ref(optimizer)
             self._led_from = self._made.get(optimizer, "")
 
     def is_trained_by_leader(self, model: Model) -> bool:
         """Whether the leading optimizer has all of it."""
-        module, optimizer = model.module(), self._leader and self._leader()
+        module, optimizer = model.module(), self._leader()
         if module is None or optimizer is None:
             return False
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -162,7 +174,7 @@ class ReplicaFacts:
         """Tell what the replicas hold after `step`, and how seldom that may be done to stay cheap."""
         began_s = time.perf_counter()
         for model in self._models.values():
-            if model.module() is not None and not model.joins:
+            if model.module() is not None and not model.joins and not model.is_another:
                 self._tell_lines(model)
                 self._tell(model, step)
         spent_s += time.perf_counter() - began_s
@@ -174,9 +186,12 @@ class ReplicaFacts:
 
     # ------------------------------------------------------------------ what
 
+    def _parts(self, model: Model) -> set[Any]:
+        module = model.module()
+        return set() if module is None else {self._leader(), *module.modules()}
+
     def _tell_lines(self, model: Model) -> None:
-        module: Any = model.module()
-        parts = {self._leader and self._leader(), *module.modules()}
+        parts = self._parts(model)
         loaded = [text for owner, text in self._loaded.items() if owner in parts]
         lines = {
             "wrapped": model.site and f"wrapped at {model.site}",
@@ -193,7 +208,7 @@ class ReplicaFacts:
 
         module: Any = model.module()
         leads = self.is_trained_by_leader(model)  # where several optimizers do, each rank may have a part
-        entries = replica_entries(module, self._leader() if leads and self._leader else None)
+        entries = replica_entries(module, self._leader() if leads else None)
         keeps_own = model.kind == "ddp" and not getattr(module, "broadcast_buffers", True)
         if not keeps_own:  # DDP takes rank 0's in the next forward
             entries = [entry for entry in entries if not entry.what.startswith(BUFFER)]
@@ -212,13 +227,16 @@ class ReplicaFacts:
     def _follow_by_hand(self) -> None:
         """A program without DDP whose ranks have an optimizer each: the model that it trains."""
         from lockstep.observe.layout import modules_training
+        from lockstep.observe.replica import is_flat
 
-        optimizer = self._leader and self._leader()
-        module = None if optimizer is None else next(iter(modules_training(optimizer)), None)
+        optimizer = self._leader()
+        holding = [] if optimizer is None else modules_training(optimizer)
+        module = next(filter(is_flat, holding), holding[0] if holding else None)  # what it has cut only FSDP can tell
         if module is not None:
             size = self._guard.world_size
             kind = "pieces" if all(_is_cut(param, size) for param in module.parameters()) else "hand"
-            self._models[id(optimizer)] = Model(module, f"0/{size}/0", kind)
+            named = [*module.named_parameters()] if kind == "hand" else ()  # FSDP moves its pieces about
+            self._models[id(optimizer)] = Model(module, f"0/{size}/0", kind, named=named)
 
 
 def _place(model: Model) -> str:

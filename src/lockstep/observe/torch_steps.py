@@ -28,32 +28,34 @@ class StepCounter:
     So several optimizers, and a model that one rank trains for itself, do not count twice. `is_shared` tells whether an
     optimizer's parameters belong to DistributedDataParallel or to a sharded model. Where none do, the ranks may still
     average gradients by calls of their own: then an optimizer leads from its second step on, if there was an operation
-    between the two. An optimizer that is gone, or that stands still while another goes on, hands over.
+    between the two. An optimizer that is gone, or that stands still while another goes on among the ranks, hands over.
     """
 
-    def __init__(self, is_shared: Callable[[Any], bool]) -> None:
-        self._is_shared = is_shared
+    def __init__(self, is_shared: Callable[[Any], bool], *, is_alone: bool = False) -> None:
+        """is_alone: there is no other rank."""
+        self._is_shared, self._is_alone = is_shared, is_alone
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self._leader: weakref.ref[Any] = weakref.ref(self)
-        self._has_leader = False
+        self._led = -1  # operations, at the leader's last step; -1 before there was one
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def stepped(self, optimizer: Any, operations: int) -> int:
         """How many steps to count now that `optimizer` has stepped. operations: started so far by this rank."""
-        if self._leader() is optimizer:
-            self._others.clear()
-            return 1
-        is_free = not self._has_leader or self._leader() is None
-        if self._shares(optimizer):
-            if is_free or not self._shares(self._leader()):
-                return self._follow(optimizer, 1)
-            steps = self._others.get(optimizer, (0, 0))[0] + 1
-            self._others[optimizer] = steps, operations
-            return self._follow(optimizer, 1) if steps >= _TAKES_OVER else 0
+        leader = self._leader()
+        if leader is optimizer:
+            return self._follow(optimizer, 1, operations)
+        is_free = leader is None or self._led < 0
         before = self._others.get(optimizer)
+        if self._shares(optimizer):
+            steps, since = before or (0, self._led)
+            # a rank may go on with its copy of the model for itself; what our own class does is not seen here
+            steps += operations > since or self._is_alone or bool(_averaged)
+            self._others[optimizer] = steps, operations
+            is_next = steps >= (1 if is_free or not self._shares(leader) else _TAKES_OVER)
+            return self._follow(optimizer, 1, operations) if is_next else 0
         self._others[optimizer] = 1, operations
         if is_free and before is not None and operations > before[1]:
-            return self._follow(optimizer, 2)
+            return self._follow(optimizer, 2, operations)
         return 0
 
     def _shares(self, optimizer: Any) -> bool:
@@ -63,8 +65,10 @@ class StepCounter:
             self._shared[optimizer] = self._is_shared(optimizer)
         return self._shared[optimizer]
 
-    def _follow(self, optimizer: Any, steps: int) -> int:
-        self._leader = weakref.ref(optimizer)
-        self._has_leader = True
-        self._others.clear()
+    def _follow(self, optimizer: Any, steps: int, operations: int) -> int:
+        if self._leader() is not optimizer:
+            self._leader = weakref.ref(optimizer)
+        self._led = operations
+        if self._others:
+            self._others.clear()
         return steps

@@ -2,7 +2,7 @@
 
 The methods of the class ProcessGroup are replaced by ones that note the call and then call the old one. C++ code calls
 past them: see `WatchedGroup`. Groups of the backend "lockstep" override the methods, and our own transport is let
-through: both have a guard of their own. No torch is imported here before the program has done so.
+through: these have layers of their own, see `group_layers`. No torch is imported here before the program has done so.
 """
 
 from __future__ import annotations
@@ -15,22 +15,30 @@ import os
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
+from time import monotonic_ns
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.errors import CommError
-from lockstep.observe.call_site import call_site
+from lockstep.observe.call_site import call_site, site_from
+from lockstep.observe.group_layers import watch_groups
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
-from lockstep.observe.torch_groups import Pending, WatchedGroup, name_of, outlive
+from lockstep.observe.torch_functional import watch_functional
+from lockstep.observe.torch_groups import WatchedGroup, name_of, numbered, outlive
 from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_operations import CALLS, Operation, read, text_of
+from lockstep.observe.torch_start import MEETING, misfits
 from lockstep.observe.torch_steps import StepCounter, is_averaged
+from lockstep.observe.wording import step_after
 
 if TYPE_CHECKING:
     from lockstep.observe.in_flight import InFlight  # imports torch, which comes when the program wants it
@@ -45,7 +53,9 @@ def attach(guard: Guard) -> Callable[[], None]:
     watch = TorchWatch(guard)
     undo = [
         when_imported("torch.distributed.distributed_c10d", watch.watch_calls),
+        when_imported("torch.distributed._functional_collectives", watch.watch_functional),
         when_imported("torch.optim.optimizer", watch.watch_steps),
+        watch_groups(guard),
     ]
     guard.before_look.append(watch.look)
     guard.aborts.append(watch.abort)
@@ -98,15 +108,18 @@ class TorchWatch:
         self._guard = guard
         self._recorder = guard.recorder
         self._groups: dict[int, WatchedGroup] = {}  # by id
-        self._names: dict[str, int] = {}  # how often a group of this name was made
+        self._names: Counter[str] = Counter()  # how often a group of this name was made
         self._open: dict[int, _Open] = {}  # by id of the Work
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # DDP's, by id
         self._aborted: set[str] = set()
         self._adopting = threading.Lock()  # the rank's own thread and the guard's may both see a group first
         self._patches = Patches()
+        self._given = {name: os.environ.get(name, "") for name in MEETING}  # by the launcher
         self._flights: TorchFlightRecorder | None = None
         self._in_flight: InFlight | None = None  # in the mode "check"
+        self._world: Any = None  # of torch.distributed, once that is there
+        self._plain: Any = None  # ProcessGroup
         self._receive: Any = None  # ProcessGroup.recv as it was
         self._main = threading.main_thread().ident
 
@@ -123,33 +136,42 @@ class TorchWatch:
             from lockstep.observe.in_flight import InFlight
 
             self._in_flight = InFlight()
+        self._world, self._plain = distributed_c10d._world, ProcessGroup
         self._receive = ProcessGroup.recv
+        wrapper = distributed_c10d.all_reduce.__code__
+        known = vars(distributed_c10d).values()  # one of them warns whoever asks it for an attribute
+        functions: list[Any] = [each for each in known if type(each) is FunctionType and each.__code__ is wrapper]
+        doors = {id(each.__wrapped__.__code__) for each in functions}  # called by the wrapper that users call
         for group in tuple(distributed_c10d._world.pg_map):
             self._adopt(group, is_new=False)
         for name in CALLS:
             if hasattr(ProcessGroup, name):
-                self._replace(ProcessGroup, name, partial(self._noting, name))
+                self._replace(ProcessGroup, name, partial(self._noting, name, doors))
         self._replace(Work, "wait", self._leaving)
         reducer = _distributed_c10d.Reducer
         self._replace(reducer, "__init__", self._remembering)
         self._replace(distributed_c10d, "_new_group_with_tag", self._making)
-        self._patches.replace(distributed_c10d, "init_process_group", self._meeting)
         dist = sys.modules["torch.distributed"]
-        if hasattr(dist, "init_process_group"):  # else it takes it from there
-            self._patches.replace(dist, "init_process_group", lambda _: distributed_c10d.init_process_group)
+        self._patches.replace(distributed_c10d, "init_process_group", self._meeting, dist)
+
+    def watch_functional(self) -> None:
+        """Functional collectives are there, which DTensor and torch.compile make."""
+
+        def adopt(group: Any) -> WatchedGroup | None:
+            return self._groups.get(id(group)) or (self._adopt(group) if type(group) is self._plain else None)
+
+        self._patches.add(watch_functional(adopt))
 
     def watch_steps(self) -> None:
         """torch.optim is there: be told of each step of each optimizer."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        steps = StepCounter(self._is_shared)
+        steps = StepCounter(self._is_shared, is_alone=self._guard.world_size == 1)
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            count = steps.stepped(optimizer, self._recorder.started)
-            if count:
-                self._catch_up_all(call_site())
-                for _ in range(count):
-                    self._guard.step_done()
+            self._catch_up_all(call_site())
+            for _ in range(steps.stepped(optimizer, self._recorder.started)):
+                self._guard.step_done()
 
         self._patches.add(register_optimizer_step_post_hook(stepped).remove)
 
@@ -167,13 +189,10 @@ class TorchWatch:
 
         self._patches.replace(owner, name, named)
 
-    def _noting(self, name: str, old: Callable[..., Any]) -> Callable[..., Any]:
-        """`old`, a method of ProcessGroup, that is entered in the record."""
-        from torch.distributed.distributed_c10d import ProcessGroup, all_reduce
-
-        plain: type = ProcessGroup
+    def _noting(self, name: str, doors: set[int], old: Callable[..., Any]) -> Callable[..., Any]:
+        """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
+        plain = self._plain
         groups, is_message = self._groups, CALLS[name].is_message
-        door = all_reduce.__code__  # torch's functions that users call are all wrapped in one: no need to look at those
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             watched = groups.get(id(group))
@@ -182,9 +201,9 @@ class TorchWatch:
                 if watched is None:
                     return old(group, *args, **kwargs)
             caller = sys._getframe(1)
-            behind = caller.f_back
-            is_ours = caller.f_code.co_filename.endswith(_SEAM)
-            site = "" if is_ours else call_site(4 if behind is not None and behind.f_code is door else 1)
+            is_door = id(caller.f_code) in doors
+            is_ours = not is_door and caller.f_code.co_filename.endswith(_SEAM)
+            site = "" if is_ours else site_from(sys._getframe(3) if is_door else caller)
             watched.inside += 1
             number, operation, tensor = -1, (), None
             try:
@@ -219,13 +238,13 @@ class TorchWatch:
         if work is None or tensor is None or is_message or not tensor.is_cpu or self._recorder.step >= CHECKED_STEPS:
             return
         text = text_of(Operation(*operation), watched.ranks)
-        what = f"{text} at {site}, step {self._recorder.step}, rank {self._guard.rank}"
+        what = f"{text} at {site}, {step_after(self._recorder.step)}, rank {self._guard.rank}"
         self._in_flight.started(work, tensor, what)
 
     def _follow(self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool) -> None:
         """See to it that record `number` is left when its operation has ended."""
         if watched.has_streams and not is_message and (tensor is None or not tensor.is_cpu):
-            watched.pending.append(Pending(watched.seen, number))
+            watched.pending.append((watched.seen, number))
         elif work is None:
             self._recorder.leave(number)
         else:
@@ -236,10 +255,10 @@ class TorchWatch:
 
     def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
         """Work.wait, after which the operation has ended."""
-        pop, leave, clock = self._open.pop, self._recorder.leave, self._recorder.clock
+        pop, stood, clock = self._open.pop, self._recorder.stood, self._recorder.clock
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
-            begun = clock.wait_begins()
+            since_ns = monotonic_ns()
             changed = None if self._in_flight is None else self._in_flight.waited(work)
             try:
                 is_done = old(work, *args, **kwargs)
@@ -249,8 +268,9 @@ class TorchWatch:
             finally:
                 ended = pop(id(work), None)
                 if ended is not None:
-                    leave(ended[0])
-                clock.wait_ends(begun, None if ended is None else ended[0])
+                    stood(ended[0], since_ns)
+                else:
+                    clock.waited(UNKNOWN, since_ns, monotonic_ns())
             if changed is not None:
                 raise changed
             return is_done
@@ -259,12 +279,11 @@ class TorchWatch:
 
     def _remembering(self, old: Callable[..., None]) -> Callable[..., None]:
         """Reducer.__init__ of DistributedDataParallel, whose parameters all ranks share."""
-        from torch.distributed.distributed_c10d import ProcessGroup
 
         def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
             self._reduced.update((id(param), param) for param in params)
             old(reducer, params, *args, **kwargs)
-            outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, ProcessGroup)])
+            outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, self._plain)])
 
         return init
 
@@ -301,6 +320,9 @@ class TorchWatch:
                 sys.stderr.write(f"lockstep: {here}: {why}. Next: leave world_size and rank out\n")
             if wanted < size:  # a world of its own
                 return old(*args, **kwargs)
+            for misfit in misfits(self._given, os.environ, given, self._guard.rank):
+                here = f"rank {self._guard.rank}: init_process_group at {site}: {misfit}"
+                sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
             self._guard.group(_INIT, range(size))
             number = self._guard.enter(_INIT, next(made), _INIT, site)
             try:
@@ -314,9 +336,7 @@ class TorchWatch:
 
     def _adopt(self, group: Any, *, is_new: bool = True) -> WatchedGroup | None:
         """Follow `group` from now on; None for one that is not of the job's ranks, as far as torch can tell."""
-        from torch.distributed import distributed_c10d
-
-        world = distributed_c10d._world
+        world = self._world
         ranks = world.pg_group_ranks.get(group)
         if group not in world.pg_map or not ranks or not self._is_the_job():
             return None
@@ -324,13 +344,9 @@ class TorchWatch:
             return self._groups.get(id(group)) or self._follow_group(group, is_new)
 
     def _follow_group(self, group: Any, is_new: bool) -> WatchedGroup:
-        from torch.distributed import distributed_c10d
-
-        world = distributed_c10d._world
+        world = self._world
         ranks = world.pg_group_ranks[group]
-        name = name_of(group.group_name, group is world.default_pg, tuple(ranks))
-        before = self._names[name] = self._names.get(name, 0) + 1
-        name += f"'{before}" if before > 1 else ""  # its numbers begin anew
+        name = numbered(name_of(group.group_name, group is world.default_pg, tuple(ranks)), self._names)
         started = 0 if is_new else group._get_sequence_number_for_group()
         backends = str(world.pg_backend_config.get(group, ""))
         watched = WatchedGroup(group, name, tuple(ranks), self._recorder, backends, started)
@@ -353,16 +369,16 @@ class TorchWatch:
 
     def _watched(self) -> list[tuple[Any, WatchedGroup]]:
         """All groups there are, and those that only C++ has used so far."""
-        from torch.distributed.distributed_c10d import ProcessGroup, _world
-
-        for group in tuple(_world.pg_map):
-            if id(group) not in self._groups and type(group) is ProcessGroup:
+        for group in tuple(self._world.pg_map):
+            if id(group) not in self._groups and type(group) is self._plain:
                 self._adopt(group)
         pairs = [(watched.group(), watched) for watched in tuple(self._groups.values())]
         return [(group, watched) for group, watched in pairs if group is not None]
 
     def _catch_up_all(self, site: str) -> None:
         """At the end of a step: what C++ has started belongs to it."""
+        if self._world is None:
+            return
         for group, watched in self._watched():
             if not watched.inside and (number := group._get_sequence_number_for_group()) != watched.seen:
                 watched.catch_up(number, site)
@@ -401,11 +417,10 @@ class TorchWatch:
     def _catch_up_late(self, flights: TorchFlightRecorder, watched: WatchedGroup, number: int) -> None:
         """This rank stands in C++, or does something else since: which operation is open, and from which line."""
         ended = flights.ended(watched.torch_name)
-        first = number + 1 if ended is None else int(min(max(ended, watched.seen), number)) + 1
-        labels = {first: flights.describe(watched.torch_name, first)} if first <= number else {}
+        known = {} if ended is None or ended >= number else flights.since(watched.torch_name, watched.seen + 1)
         stack = stack_of(frame_of(self._main or 0))
         site = self._guard.failed_at or (stack[-1] if stack else "")
-        watched.catch_up(number, site, labels, if_idle=True)
+        watched.catch_up(number, site, known, if_idle=True)
 
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
         """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, final
 
+from lockstep import errors
 from lockstep.observe.flight import Record
 from lockstep.observe.scene import Scene, Wait
 
 LINES, COLUMNS = 12, 110
+
+_MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
+_BLAMELESS = ("cycle", "waiting", "caught")  # of which the head names the ranks
+_NOTES = ("waiting", "gradient", "data", "caught")  # that are only said
 
 Kind = Literal[
     "mismatch",  # ranks issued different collectives
@@ -27,6 +33,7 @@ Kind = Literal[
     "replica",  # what was equal is not any more
     "gradient",  # not finite
     "data",
+    "caught",  # an error of the ranks, by the program itself
 ]
 
 
@@ -40,7 +47,27 @@ class Finding:
     text: str  # at most 12 lines of 110 characters
     is_certain: bool  # results are wrong, or ranks cannot get on: to be raised; else only to be told
     key: str  # equal for the same finding, whoever makes it and when
+    done: int | None = None  # steps before the one that it is about
     said_to: str = ""  # which terminal or file has it, and by which rank
+
+    @property
+    def words(self) -> str:
+        """The text, as an error has it."""
+        return self.text.removeprefix("lockstep: ")
+
+    def error(self) -> errors.LockstepError:
+        """What is raised for it at the end of a step."""
+        if self.kind == "model":
+            return errors.ModelMismatch(self.words)
+        return errors.ReplicaDrift(self.words, self.culprits) if self.kind == "replica" else self.comm_error()
+
+    def comm_error(self) -> errors.CommError:
+        """What an operation raises for it."""
+        if self.kind in ("hang", "stopped"):
+            return errors.CollectiveTimeout(self.words, self.culprits)
+        if self.kind in ("raised", "finished", "gone"):
+            return errors.PeerFailed(self.words, self.culprits[0] if self.culprits else None)
+        return errors.CollectiveMismatch(self.words)
 
     def to_json(self) -> str:
         """As `from_json` reads it."""
@@ -86,6 +113,11 @@ def call(record: Record) -> str:
     if not record.text:
         return "a collective (its record cannot be read from here)"
     return f"{record.text} at {record.site}"
+
+
+def step_after(done: int | str) -> str:
+    """step 21: that which runs while 20 are done. For users the first step is step 1, as in a training log."""
+    return f"step {int(done) + 1}"
 
 
 def seconds(age_s: float) -> str:
@@ -140,17 +172,41 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     return [f"{names([rank])} {how}{here}", f"  issued last: {last}"]
 
 
+def listed(what: Sequence[str]) -> str:
+    """The first six."""
+    return ", ".join(what[:6]) + (f" and {len(what) - 6} more" if len(what) > 6 else "")
+
+
 def compose(
-    head: str, body: Sequence[str], *, why: str = "", fix: str = "", evidence: str = "", least: Sequence[str] = ()
-) -> str:
-    """The whole text. `least` are lines that are left out first where there are too many."""
+    scene: Scene,
+    kind: Kind,
+    key: str,
+    head: str,
+    culprits: Sequence[int],
+    body: Sequence[str],
+    *,
+    why: str = "",
+    fix: str = "",
+    least: Sequence[str] = (),
+    is_certain: bool = True,
+    done: int | None = None,
+) -> Finding:
+    """The finding, in `LINES` of text. `least` are lines that are left out first where there are too many, and cut.
+
+    is_certain: of a kind that may be.
+    """
+    who = f"  {culprit(scene, culprits)}" if culprits and kind not in _BLAMELESS else ""
+    is_certain = is_certain and kind not in (*_MAY_PASS, *_NOTES)
+    evidence = scene.limits.evidence if is_certain or kind in _MAY_PASS else ""
     end = [f"Why it matters: {why}"] * bool(why) + [f"Likely fix: {fix}"] * bool(fix)
     end += [f"Evidence: {evidence}"] * bool(evidence)
     room = LINES - 1 - len(end)
-    middle = [*body, *least]
+    middle = [line for text in body for line in textwrap.wrap(text, COLUMNS - 6, subsequent_indent="  ")]
+    middle += least
     if len(middle) > room:
         middle = [*middle[: room - 1], f"... and {len(middle) - room + 1} more"]
-    return "\n".join(_fit(line) for line in [f"lockstep: {head}", *(f"  {line}" for line in middle), *end])
+    text = "\n".join(_fit(line) for line in [f"lockstep: {head}{who}", *(f"  {line}" for line in middle), *end])
+    return Finding(kind, tuple(culprits), text, is_certain, f"{kind}:{key}", done)
 
 
 def _fit(line: str) -> str:

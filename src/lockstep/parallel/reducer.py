@@ -35,9 +35,10 @@ from lockstep.observe.gradients import GradientWatch
 from lockstep.observe.torch_steps import mark_averaged
 from lockstep.parallel.backward import BackwardPass, Runs
 from lockstep.parallel.bucket import Bucket, Dense, Layout, no_entries
-from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, GradSpec, first_plan, plan_buckets
+from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES
 from lockstep.parallel.comm_hooks import CommHook, Mean
 from lockstep.parallel.control import ControlMessage, LocalSteps, Report
+from lockstep.parallel.grad_plans import GradPlans, Plan, agreed_order
 from lockstep.parallel.outputs import accumulates_gradients
 from lockstep.parallel.stats import ReducerStats, bucket_data
 
@@ -75,27 +76,22 @@ class GradReducer:
         self.watch = GradientWatch()
         self._local = LocalSteps(self.params)
         self.rebuilt = False
-        self._caps_bytes = tuple(caps_bytes)
         self._sparse = frozenset(sparse)
-        self._delayed = frozenset(delayed)
         self._skip_unused = skip_unused
-        self._specs = [
-            GradSpec(p.nbytes, (p.dtype, p.device, i in self._delayed), alone=i in self._sparse)
-            for i, p in enumerate(self.params)
-        ]
+        self._plans = GradPlans(self.params, caps_bytes, self._sparse, frozenset(delayed))
         self._used = bytearray(len(self.params))  # parameters that got a gradient since the last synchronisation
         # How many gradients to wait for, learned from the first synchronised backward, which therefore launches nothing
         # before its end; None before it. More than one comes from re-entrant checkpoints that share a parameter.
         self._expected: list[int] | None = None
         self._unsettled = False  # a backward raised and left its buckets in flight; nobody reads their results
         self._told: ControlMessage | None = None  # what the other ranks were told about it
-        self._new_plan: list[tuple[int, ...]] | None = None
+        self._new_plan: Plan | None = None
         self.plan_stays = False  # somebody has laid out parameters by it
         self._lay_out: Callable[[Sequence[int]], Layout] = Dense
         self._leaf_handles: list[Any] = []
         self._runs = Runs(self.params)
         self._warned = False
-        self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
+        self._build(self._plans.first())
         # Hooks on the accumulating nodes, not on the parameters: they run after every hook that the user has put on a
         # parameter, so what such a hook does to the gradient is averaged too. The nodes live as long as we hold them.
         self._nodes = [torch.autograd.graph.get_gradient_edge(param).node for param in self.params]
@@ -132,29 +128,25 @@ class GradReducer:
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Let the first gradient of any of `outputs`, which require one, begin the backward pass."""
-        self._refuse_moved()
+        self._plans.refuse_moved(self.params, self.names, self.comm.rank)
         self._local.forward_begins()
         forward_sync = self.forward_sync = self.sync
         if not any(param.requires_grad for param in self.params):
             return
 
-        def begin(_: Tensor) -> None:
+        def begin(reducer: Callable[[], GradReducer | None], _: Tensor) -> None:
             # Synchronise if the forward or the backward was under `sync`: torch looks at the forward only, and a flag
             # that is switched between the two then leaves gradients local without a word.
-            self._begin(forward_sync or self.sync, torch._C._current_autograd_node())
+            if (target := reducer()) is not None:
+                target._begin(forward_sync or target.sync, torch._C._current_autograd_node())
 
         for output in outputs:
-            handle = output.register_hook(begin)
             if output.grad_fn is None:
-                self._leaf_handles.append(handle)  # it outlives this step, its hook must not
-
-    def _refuse_moved(self) -> None:
-        if self.params and (self.params[0].dtype, self.params[0].device) != self._specs[0].kind[:2]:
-            raise ConfigError(
-                f"rank {self.comm.rank}: parameter {self.names[0]!r} is now {self.params[0].dtype} on "
-                f"{self.params[0].device}; it was {self._specs[0].kind[0]} on {self._specs[0].kind[1]} when the module "
-                "was wrapped. Move or convert the module first, then wrap it."
-            )
+                # A parameter, whose node this reducer holds: a hook there that held the reducer would be a cycle that
+                # goes through C++, where the garbage collector cannot see it. It outlives the step, its hook must not.
+                self._leaf_handles.append(output.register_hook(functools.partial(begin, weakref.ref(self))))
+            else:
+                output.register_hook(functools.partial(begin, lambda: self))
 
     def shadow_backward(self) -> None:
         """Take part in one backward of the other ranks without a gradient of one's own (uneven inputs)."""
@@ -177,7 +169,7 @@ class GradReducer:
         self.divide_by = comm.world_size
         self.rebuilt = False
         self._new_plan = None
-        self._build(self._delayed_last(first_plan(self._specs, self._caps_bytes)))
+        self._build(self._plans.first())
 
     def check_finished(self) -> None:
         """Raise if a synchronised backward has begun and not ended."""
@@ -434,7 +426,7 @@ class GradReducer:
 
     # ------------------------------------------------------------------ plans
 
-    def _build(self, plan: list[tuple[int, ...]]) -> None:
+    def _build(self, plan: Plan) -> None:
         self.plan = plan
         last = len(plan) - 1
         self.buckets = [
@@ -453,20 +445,9 @@ class GradReducer:
         self._expected = [max(known, new) for known, new in zip(before, current.arrivals, strict=True)]
 
     def _learn_order(self, current: BackwardPass, used_by: list[int]) -> None:
-        """After the first synchronised backward: agree on rank 0's order of readiness, and plan buckets by it.
-
-        What some ranks did not use comes last: their buckets have to wait for the end of backward.
-        """
-        late = [i for i in range(len(self.params) - 1, -1, -1) if i not in current.order]
-        seen = sorted([*current.order, *late], key=lambda i: -used_by[i])
-        order = torch.tensor(seen, dtype=torch.int64, device=self.comm.device)
-        if self.comm.world_size > 1:
-            self.comm.broadcast(order, 0, label="ddp.order")
-        self.stats.order = order.tolist()
-        self._new_plan = self._delayed_last(plan_buckets(self._specs, self.stats.order, self._caps_bytes))
-
-    def _delayed_last(self, plan: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
-        return sorted(plan, key=lambda members: members[0] in self._delayed)
+        """After the first synchronised backward: plan buckets by what was ready when."""
+        self.stats.order = agreed_order(self.comm, current.order, used_by)
+        self._new_plan = self._plans.by_readiness(self.stats.order)
 
     def _warn_local(self) -> None:
         if not self._warned and not self._runs.are_shared():

@@ -74,6 +74,12 @@ def _files() -> dict[str, str]:
     return files
 
 
+def _segments() -> dict[str, str]:
+    """Shared memory that a rank of a pool keeps after its job: something still refers to the job's group or tensors."""
+    worlds = sys.modules.get("lockstep.testing.worlds")
+    return {} if worlds is None else worlds.pool_segments()
+
+
 def _variables() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in _OWN_VARIABLES}
 
@@ -99,6 +105,7 @@ _LOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "thread": _threads,
     "child process": child_processes,
     "open file": _files,
+    "segment of shared memory": _segments,
     "environment variable": _variables,
     "setting": _settings,
     "file in the working directory": _files_here,

@@ -37,6 +37,7 @@ class ProcessPool:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._jobs = 0
         self.files: set[int] = set()  # what the processes hold open in this one
+        self.segments: dict[str, str] = {}  # what ranks keep of shared memory though their job is over -> which job
 
     def run(
         self,
@@ -88,7 +89,7 @@ class ProcessPool:
             process.close()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self.files = [], [], set()
+        self._processes, self._pipes, self.files, self.segments = [], [], set(), {}
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -175,13 +176,17 @@ class ProcessPool:
         for rank in range(self.world_size):
             self._tell(rank, b"", f"teardown after {where}")
         deadline = time.monotonic() + _GRACE_S
+        segments: dict[str, str] = {}
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise RankTimeout([rank], _GRACE_S, f"teardown after {where}", self.stacks())
             try:
-                pipe.recv_bytes()
+                kept = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own process
             except (EOFError, ConnectionResetError):
                 raise RankFailed({rank: self._death(rank)}, {}, self.world_size, f"teardown after {where}") from None
+            told = {f"{name} in rank {rank} of {self.world_size}": f"after {where}" for name in kept}
+            segments |= {name: self.segments.get(name, job) for name, job in told.items()}
+        self.segments = segments
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]

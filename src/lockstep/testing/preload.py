@@ -9,7 +9,8 @@ import torch._dynamo  # noqa: F401 - an optimizer imports it when it is first us
 
 import lockstep.comm.communicator
 import lockstep.comm.torch_transport
-import lockstep.testing.worker  # noqa: F401
+import lockstep.testing.worker
 
+lockstep.comm.torch_transport.import_optimizers()
 gc.collect()
 gc.freeze()  # what the ranks share: their collectors shall neither look through it nor write to it

@@ -19,6 +19,7 @@ import torch
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport, destroy_default_group, forget_meshes, has_default_group
 from lockstep.testing.failures import RankError
+from lockstep.testing.segments import kept_segments
 
 _PR_SET_PDEATHSIG = 1
 STACKS = signal.SIGUSR1  # makes a rank write the stacks of its threads into its log
@@ -36,28 +37,18 @@ class Job(NamedTuple):
 
 
 def serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
-    """Answer each job with a result or a RankError; end its group when told that all ranks have answered."""
+    """Answer each job with a result or a RankError; end its group when told that all ranks have answered.
+
+    Then tell which segments of shared memory this process keeps.
+    """
     _prepare_process(log)
+    kept: set[str] = set()
     while True:
         try:
             job = Job(*pickle.loads(pipe.recv_bytes()))  # noqa: S301 - from the parent process
         except EOFError:
             return
-        transport: TorchTransport | None = None
-        try:
-            _prepare_job(rank, job)
-            if job.rendezvous is not None:
-                transport = TorchTransport.fresh(job.rendezvous, rank, world_size, job.timeout_s)
-            fn, args, kwargs = pickle.loads(job.call)  # noqa: S301 - from the parent process
-            answer: Any = fn(rank if transport is None else Communicator(transport), *args, **kwargs)
-            message = pickle.dumps((True, answer))
-        except BaseException as error:  # noqa: BLE001 - the parent raises it
-            message = _pickled_error(error)
-            traceback.clear_frames(
-                error.__traceback__
-            )  # locals of `fn` may hold groups, and so keep their sockets open
-            _tear_down(transport)  # at once: the other ranks must not wait for this one
-            gc.collect()
+        transport, message = _perform(rank, world_size, job)
         _hear_stacks()
         pipe.send_bytes(message)
         try:
@@ -65,7 +56,27 @@ def serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
         except EOFError:
             return
         _tear_down(transport)
-        pipe.send_bytes(b"")
+        transport = None
+        kept = kept_segments(kept)
+        pipe.send_bytes(pickle.dumps(sorted(kept)))
+
+
+def _perform(rank: int, world_size: int, job: Job) -> tuple[TorchTransport | None, bytes]:
+    """The job's group and its pickled answer; nothing else of it stays in a variable here."""
+    transport: TorchTransport | None = None
+    try:
+        _prepare_job(rank, job)
+        if job.rendezvous is not None:
+            transport = TorchTransport.fresh(job.rendezvous, rank, world_size, job.timeout_s)
+        fn, args, kwargs = pickle.loads(job.call)  # noqa: S301 - from the parent process
+        answer: Any = fn(rank if transport is None else Communicator(transport), *args, **kwargs)
+        return transport, pickle.dumps((True, answer))
+    except BaseException as error:  # noqa: BLE001 - the parent raises it
+        message = _pickled_error(error)
+        traceback.clear_frames(error.__traceback__)  # locals of `fn` may hold groups, and so keep their sockets open
+        _tear_down(transport)  # at once: the other ranks must not wait for this one
+        gc.collect()
+        return transport, message
 
 
 def _prepare_process(log: str) -> None:
@@ -104,6 +115,7 @@ def _tear_down(transport: TorchTransport | None) -> None:
     if has_default_group():
         destroy_default_group()  # one that the job made itself
     forget_meshes()  # the next job's may look the same, and its groups have other names
+    torch.ones((), requires_grad=True).backward()  # of one that raised, autograd keeps nodes until the thread's next
 
 
 def _pickled_error(error: BaseException) -> bytes:

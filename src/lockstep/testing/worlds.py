@@ -117,5 +117,10 @@ def pool_files() -> set[int]:
     return {file for pool in _pools.values() for file in pool.files}
 
 
+def pool_segments() -> dict[str, str]:
+    """Segments of shared memory that ranks of the pools still map though their job is over, and whose job that was."""
+    return {name: job for pool in _pools.values() for name, job in pool.segments.items()}
+
+
 _pools: dict[int, ProcessPool] = {}
 atexit.register(close_pools)

@@ -151,7 +151,6 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
     if moved:
         begin = replace(begin, news=(*begin.news, f"an older run is now in {moved}"))
     logs = Logs.open(run, begin.step) if comm.rank == 0 else None
-    pulse = open_pulse(os.environ)
     equality = ReplicaCheck(comm, replica, optimizer)
     profile = open_profile(
         run.out / "profile",
@@ -162,6 +161,7 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
         flops_per_token=flops_per_token(model, run.model),
         config=to_json(run),
         data=text.digest,
+        begins_after=begin.step,
     )
     return Job(
         run=run,
@@ -175,7 +175,7 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
         equality=equality,
         checkpointer=checkpointer,
         logs=logs,
-        pulse=pulse,
+        pulse=open_pulse(os.environ),
         profile=profile,
         begin=begin,
     )

@@ -14,6 +14,7 @@ from typing import Any, final
 from torch import nn
 
 from lockstep.durable import write_whole
+from lockstep.errors import TrainingError
 from lockstep.observe.loggers import Loggers, logger_names, open_loggers
 from lockstep.train.config import ModelConfig, RunConfig, to_json
 
@@ -78,12 +79,17 @@ class StepLog:
         kept = [line for line in lines if resumed_step and _step_of(line) <= resumed_step]
         self.validated = {_step_of(line) for line in kept if "val_loss" in json.loads(line)}
         write_whole(path, "".join(line + "\n" for line in kept))
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self._file = path.open("ab", buffering=0)
 
     def write(self, record: StepMetrics | dict[str, Any]) -> None:
-        """Append one record; it has left this process on return."""
+        """Append one record; it has left this process on return.  Raises: TrainingError where there is no room."""
         fields = record if isinstance(record, dict) else asdict(record)
-        self._file.write(json.dumps(fields) + "\n")
+        rest = json.dumps(fields).encode() + b"\n"
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            raise TrainingError(f"cannot write {self._file.name}: {error.strerror}") from error
         if "val_loss" in fields:
             self.validated.add(fields["step"])
 

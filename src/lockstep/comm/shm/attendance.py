@@ -9,6 +9,7 @@ from typing import final
 from lockstep.comm.op import CommOp, describe
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.waiting import fence
+from lockstep.comm.transport import without_traceback
 from lockstep.errors import CommError, PeerLost
 
 # bits of a rank's word; above them 1 + the rank whose fault a failure was
@@ -83,7 +84,8 @@ class Attendance:
         if self._failure is not None:
             return False
         culprit = error.rank if isinstance(error, PeerLost) else None
-        self._failure = error if isinstance(error, CommError) else CommError(f"interrupted: {error!r}")
+        is_ours = isinstance(error, CommError)
+        self._failure = without_traceback(error) if is_ours else CommError(f"interrupted: {error!r}")
         self._set(_FAILED | (0 if culprit is None else culprit + 1) << _FAULT_SHIFT)
         return True
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from argparse import Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from lockstep.comm.place import Place, read_place
 from lockstep.errors import ConfigError
+from lockstep.launch.words import Words
 
 DEFAULT_PORT = 29500  # torchrun's
+_PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
+_SHORT = {"nproc-per-node": ("-n",)}  # as for `lockstep train`
 _DESCRIPTION = """Check this machine, and with several the way between them, before a run is started.
 
 On one machine it starts its own processes (2, unless --nproc-per-node says more). On several: run the same command on
@@ -52,8 +55,8 @@ class Asked:
 
 
 def read_asked(words: Sequence[str], environ: Mapping[str, str]) -> Asked:
-    """The words after `lockstep doctor`. --help and unknown flags end the process. Raises: ConfigError."""
-    args = _parser(environ).parse_args(list(words))
+    """The words after `lockstep doctor`. --help ends the process. Raises: ConfigError."""
+    args = _parser(environ).read(words)
     if not 0 < args.wait_s < 1e6:
         raise ConfigError(f"--wait-s {args.wait_s:g}: it is a number of seconds above 0")
     place = read_place(environ)[0]
@@ -63,6 +66,21 @@ def read_asked(words: Sequence[str], environ: Mapping[str, str]) -> Asked:
     if not names_machines and place.launcher in ("slurm", "environment") and place.world_size > 1:
         return _one_of_many(args, place)
     return _from_flags(args, environ)
+
+
+def refuse_meeting(machines: int, node_rank: int | None, port: int | None) -> None:
+    """Raises: ConfigError for a machine, or a port, that there cannot be."""
+    if node_rank is not None and not 0 <= node_rank < machines:
+        raise ConfigError(f"--node-rank {node_rank}, but --nnodes {machines}: machines are 0 to {machines - 1}")
+    if port is not None and not 0 < port < 65536:
+        raise ConfigError(f"port {port} is to be where the machines meet: ports are 1 to 65535")
+
+
+def refuse_crowd(flag: str, processes: int) -> None:
+    """Raises: ConfigError for more processes than could ever live on this machine."""
+    cores = os.cpu_count() or 1
+    if processes > _PROCESSES_PER_CORE * cores:
+        raise ConfigError(f"{flag}: this machine has {cores} cores, so many would only kill it")
 
 
 def _one_of_many(args: Namespace, place: Place) -> Asked:
@@ -92,6 +110,7 @@ def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:
     words = ["--nproc-per-node", processes]
     if largest == 1:
         port, source = _own_port(args, environ)
+        refuse_meeting(1, None, port)
         return Asked(
             (*words, "--standalone"), 1, _count(processes), "", port, source, is_json=args.json, wait_s=args.wait_s
         )
@@ -105,6 +124,7 @@ def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:
     if args.rdzv_backend not in ("static", "c10d"):
         raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: the doctor meets by c10d or static")
     host, port, source = _meeting_point(args, environ)
+    refuse_meeting(largest, args.node_rank if args.rdzv_backend == "static" else None, port)
     words += ["--rdzv-backend", args.rdzv_backend, "--rdzv-id", args.rdzv_id, "--rdzv-endpoint", f"{host}:{port}"]
     settings = dict(pair.split("=", 1) for pair in args.rdzv_conf.split(",") if "=" in pair)
     settings.setdefault("timeout" if args.rdzv_backend == "static" else "join_timeout", f"{args.wait_s:.0f}")
@@ -139,7 +159,8 @@ def _meeting_point(args: Namespace, environ: Mapping[str, str]) -> tuple[str, in
             f"MASTER_ADDR={environ['MASTER_ADDR']} is no flag: give --master-addr {environ['MASTER_ADDR']}, because "
             "torchrun and `lockstep run` do not read the variable"
         )
-    return host, args.master_port or DEFAULT_PORT, "--master-addr" if args.master_addr else ""
+    port = DEFAULT_PORT if args.master_port is None else args.master_port
+    return host, port, "--master-addr" if args.master_addr else ""
 
 
 def _ends_with_port(endpoint: str) -> bool:
@@ -157,6 +178,7 @@ def _machines(text: str) -> tuple[int, int]:
 def _count(processes: str) -> int:
     last = processes.rpartition(":")[2]
     if last.isdigit() and int(last) > 0:
+        refuse_crowd(f"--nproc-per-node {processes}", int(last))
         return int(last)
     if last in ("auto", "cpu", "gpu"):
         return os.cpu_count() or 1
@@ -167,8 +189,8 @@ def _truth(text: str | None) -> bool | None:
     return None if text is None else text.lower() in ("1", "true", "t", "yes", "y")
 
 
-def _parser(environ: Mapping[str, str]) -> ArgumentParser:
-    made = ArgumentParser(
+def _parser(environ: Mapping[str, str]) -> Words:
+    made = Words(
         "lockstep doctor", description=_DESCRIPTION, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
     )
     made.add_argument("--json", action="store_true", help="one JSON object with all checks, in place of lines")
@@ -191,5 +213,6 @@ def _parser(environ: Mapping[str, str]) -> ArgumentParser:
     for name, kind, default in flags:
         snake = name.replace("-", "_")
         given = environ.get(f"PET_{snake.upper()}", default)
-        own.add_argument(f"--{name}", f"--{snake}", type=kind, default=given)
+        names = dict.fromkeys((*_SHORT.get(name, ()), f"--{name}", f"--{snake}"))
+        own.add_argument(*names, type=kind, default=given)
     return made

@@ -80,7 +80,7 @@ def _meet(asked: Asked, environ: Mapping[str, str], say: Say) -> Channel:
         )
         raise Stopped(Check("FAIL", "way", preflight.unresolved(asked.place, error), fix)) from error
     is_here = any(preflight.is_loopback(address) or probes.is_here(address) for address in addresses)
-    problem = machine.check_hosting(asked, is_here, probes.torch_sees_it(asked.host, addresses))
+    problem = machine.check_hosting(asked, is_here)
     if problem is not None:
         raise Stopped(problem)
     opens = is_here if asked.is_host is None else asked.is_host
@@ -125,7 +125,7 @@ def _host(asked: Asked, say: Say) -> Channel | None:
 def _join(asked: Asked, addresses: list[str], say: Say) -> Channel:
     """Connect to the machine that holds the port, and know it from what else that listens there. Raises: Stopped."""
     start = time.monotonic()
-    found = preflight.await_listener(asked.place, addresses, asked.wait_s, _tell)
+    found = preflight.await_listener(asked.place, addresses, asked.wait_s, _tell, "machine")
     if found.result != "open":
         raise Stopped(machine.check_way(asked, found, time.monotonic() - start))
     try:

@@ -164,14 +164,11 @@ def check_way(asked: Asked, found: Knock, waited_s: float) -> Check:
     )  # fmt: skip
 
 
-def check_hosting(asked: Asked, is_here: bool, torch_sees_it: bool) -> Check | None:
-    """What keeps the port closed: this machine is not `host`, or torch does not see that it is."""
+def check_hosting(asked: Asked, is_here: bool) -> Check | None:
+    """What keeps the port closed: this machine is not `host`."""
     if asked.is_host and not is_here:
         text = f"this machine has to open port {asked.port}, but {asked.host} is no address of it"
         return Check("FAIL", "way", text, f"start node rank 0 on {asked.host}, or give an address of this machine")
-    if asked.is_host is None and is_here and not torch_sees_it:
-        text = f"{asked.host} is this machine, but its own name leads to other addresses: torch would open no port"
-        return Check("FAIL", "way", text, "on this machine add: --rdzv-conf is_host=1")
     return None
 
 
@@ -266,6 +263,8 @@ def check_limits(limits: Limits, processes: int, world_size: int) -> list[Check]
     files = 256 + 8 * world_size  # imports, data files, and a socket or two for each other rank
     if limits.files < files:
         fix = f"ulimit -n {int(min(limits.files_max, 65536))}"
+        if limits.files_max < files:
+            fix = "raise the hard limit: nofile in /etc/security/limits.conf; in a container: --ulimit nofile=65536"
         checks.append(Check("FAIL", "limits", f"{limits.files:.0f} open files: {files} are needed (ulimit -n)", fix))
     free = limits.processes - limits.threads_now
     if free < 64 * processes:

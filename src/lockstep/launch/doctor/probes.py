@@ -178,13 +178,6 @@ def is_here(address: str) -> bool:
     return preflight.local_address(address) == address
 
 
-def torch_sees_it(host: str, addresses: Sequence[str]) -> bool:
-    """Whether torch's c10d rendezvous takes `host` for this machine: it asks where the machine's own name leads."""
-    if host in ("localhost", socket.gethostname()) or all(map(preflight.is_loopback, addresses)):
-        return True
-    return bool(set(_own_name()[0]) & set(addresses))
-
-
 def clock_offset() -> float:
     """Wall clock minus a clock that never jumps, in seconds."""
     return time.time() - time.monotonic()

@@ -1,24 +1,28 @@
 """The windows of all ranks as one trace for chrome://tracing or ui.perfetto.dev.
 
 Every rank is a process there, with the threads torch.profiler saw and one more: where its own thread stood in
-collectives, each with an arrow from the rank that came last. Clocks of different machines are brought together by the
-ends of collectives, which are one moment for all ranks that stood in them; ranks of one machine share a clock.
+collectives, each with an arrow from the rank that came last. What C++ sends during backward is waited for as a whole;
+its parts have arrows of their own, between the slices that torch.profiler saw. Clocks of different machines are brought
+together by the ends of collectives, which are one moment for all ranks that stood in them; ranks of one machine share a
+clock.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import statistics
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.observe.profile.run_record import Op, Run, Steps
+from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
 from lockstep.observe.profile.waits import Wait, compare
 from lockstep.observe.profile.window import trace_of
 
 Event = dict[str, Any]
 _WAITS_THREAD, _OPEN_THREAD, _FIRST_THREAD = 1, 2, 3
+_IS_DONE = re.compile("(gloo|nccl):")  # slices of torch's from where a collective begins to where it has ended
 _STOOD_US = 20  # below, an end says little of when the data had come
 
 
@@ -89,14 +93,18 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
     clocks = align(moments, hosts)
     times = [e["ts"] + _base_us(trace) for trace in traces.values() for e in trace["traceEvents"] if "ts" in e]
     times += [m.zero_us for ops in moments for m in ops.values()]
-    zero_us = min(times, default=0.0)
+    zero_us = min(times, default=0.0) - 1  # of numbers that large the last digit is a quarter of a microsecond
     events: list[Event] = []
+    seen: dict[int, list[Event]] = {}
     for rank in sorted(hosts):
         events += [_named("process_name", rank, 0, f"rank {rank} ({hosts[rank]})"), _sorted(rank)]
         events.append(_named("thread_name", rank, _WAITS_THREAD, "stands in collectives"))
         trace = traces.get(rank)
         if trace is not None:
-            events += _moved(trace, rank, _base_us(trace) - clocks.ahead_us[rank] - zero_us)
+            seen[rank] = list(_moved(trace, rank, _base_us(trace) - clocks.ahead_us[rank] - zero_us))
+            events += seen[rank]
+    if any(op.op.group == TAIL_GROUP for ops in moments for op in ops.values()) and seen.keys() == hosts.keys():
+        events += _bucket_arrows(seen)
     arrows = 0
     for ops in moments:
         placed = {rank: m._replace(zero_us=m.zero_us - clocks.ahead_us[rank] - zero_us) for rank, m in ops.items()}
@@ -138,7 +146,7 @@ def _moved(trace: Mapping[str, Any], rank: int, shift_us: float) -> Iterator[Eve
             moved["id"] = f"{rank}.{moved['id']}"
         yield moved
     for place, thread in threads.items():
-        yield _named("thread_name", rank, thread, names.get(place, str(place[1])))
+        yield _named("thread_name", rank, thread, names.get(place) or str(place[1]) or "marks")
 
 
 def _slices(rank: int, moment: Moment) -> list[Event]:
@@ -162,11 +170,37 @@ def _arrows(wait: Wait, moments: Mapping[int, Moment], number: int) -> Iterator[
     came = moments[wait.last]
     begin_us = came.zero_us + came.op.began_us
     for offset, (rank, moment) in enumerate(moments.items()):
-        if rank != wait.last:
+        if rank != wait.last and moment.ended_us >= begin_us:  # else it had its data without that rank's
             common = {"name": "last to arrive", "cat": "collective", "id": f"arrow {number + offset}"}
             yield {**common, "ph": "s", "pid": wait.last, "tid": _WAITS_THREAD, "ts": begin_us}
-            ended_us = max(begin_us, moment.ended_us)
-            yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": _WAITS_THREAD, "ts": ended_us}
+            ends_us = max(begin_us, _end(moment.zero_us + moment.op.began_us, moment.op.waited_us))
+            yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": _WAITS_THREAD, "ts": ends_us}
+
+
+def _bucket_arrows(seen: Mapping[int, Sequence[Event]]) -> Iterator[Event]:
+    """From where the last rank started a collective to where it ended on the others, if all started the same ones."""
+    slices = {rank: sorted((e for e in events if e["ph"] == "X"), key=_begin) for rank, events in seen.items()}
+    begun_by = {rank: [e for e in ones if e["name"].startswith("c10d::")] for rank, ones in slices.items()}
+    done = {rank: [e for e in ones if _IS_DONE.match(e["name"])] for rank, ones in slices.items()}
+    if len({tuple(e["name"] for e in ones) for ones in begun_by.values()}) > 1:
+        return
+    for number, begun in enumerate(zip(*begun_by.values(), strict=True)):
+        last = max(begun, key=_begin)
+        for rank in sorted(seen.keys() - {last["pid"]}):
+            to = done[rank][number] if len(done[rank]) == len(begun_by[rank]) else {"ts": 0, "dur": 0}
+            if to["ts"] + to["dur"] > last["ts"]:
+                common = {"name": "last to start", "cat": "collective", "id": f"start {number} for {rank}"}
+                yield {**common, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]}
+                yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": to["tid"], "ts": _end(to["ts"], to["dur"])}
+
+
+def _begin(event: Event) -> float:
+    return event["ts"]
+
+
+def _end(begin_us: float, took_us: float) -> float:
+    """Inside a slice still: an arrow to its very end is one to what comes next."""
+    return begin_us + took_us - min(1.0, took_us / 2)
 
 
 def merge_files(run: Run, steps: Container[int]) -> tuple[Path, int, float] | None:

@@ -5,6 +5,8 @@ A line of `rank-<n>.jsonl` is {kind: subject, "at_us": when, ...}:
     {"facts": {...}}       once per start: command, versions, variables, config
     {"values": step, ...}  numbers of a step: loss, lr, what `lockstep.log` is given
     {"layout": step, ...}  what this rank holds, after its first step
+    {"buckets": step, ...} what DistributedDataParallel says of the backward before: count, bytes, those of the last
+                           one, and hidden_us
     {"coverage": epoch}    which samples of an epoch this rank was trained on
     {"replicas": step}     whether the ranks were equal
     {"finding": {...}}     what the guard said
@@ -24,10 +26,11 @@ SUBJECTS: Final = {
     "finding": "",
     "values": "step",
     "layout": "step",
+    "buckets": "step",
     "replicas": "step",
     "coverage": "epoch",
 }
-_OF_STEPS = ("values", "layout", "replicas")  # done again by a later attempt
+_OF_STEPS = ("values", "layout", "buckets", "replicas")  # done again by a later attempt
 
 Later = Callable[[], Mapping[str, Any] | None]
 

@@ -10,11 +10,13 @@ how good: it should be the step that was recorded.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import pairwise, zip_longest
+from typing import Any, NamedTuple
 
-from lockstep.observe.profile.run_record import Op, Run, Steps
-from lockstep.observe.profile.waits import compare, weighted
+from lockstep.observe.profile.run_record import TAIL_GROUP, Op, RankRecord, Run, Steps
+from lockstep.observe.profile.waits import Wait, compare, weighted
 
 _STEPS_MAX, _STOPS_MAX = 64, 40_000  # that are played: the newest
 
@@ -27,6 +29,7 @@ class Stop(NamedTuple):
 
     key: Key
     stood_us: float  # began to stand in it
+    goes_on: bool = False  # at once: others stand there for it
 
 
 class Move(NamedTuple):
@@ -34,10 +37,13 @@ class Move(NamedTuple):
 
     hidden_us: float
     exposed_us: float
+    last_part: float = 0.0  # of the data, which could not be sent before that work was done
 
     def after(self, network: float) -> float:
         """What is left to stand for where data takes `network` times as long."""
-        return max(0.0, (self.hidden_us + self.exposed_us) * network - self.hidden_us) if self.exposed_us else 0.0
+        all_us = self.hidden_us + self.exposed_us
+        least_us = network * min(self.exposed_us, self.last_part * all_us)
+        return max(least_us, all_us * network - self.hidden_us) if self.exposed_us else 0.0
 
 
 class Track(NamedTuple):
@@ -46,6 +52,11 @@ class Track(NamedTuple):
     work_us: float
     data_us: float  # of the work: for the data, taken to be at the beginning
     stops: tuple[Stop, ...]
+
+    def parts(self) -> Iterator[tuple[tuple[Key | None, Key | None], float]]:
+        """(between which stops, how much work)."""
+        ends = [(None, 0.0), *((stop.key, stop.stood_us) for stop in self.stops), (None, self.work_us)]
+        yield from (((before, after), until - since) for (before, since), (after, until) in pairwise(ends))
 
 
 _NOTHING = Move(0.0, 0.0)
@@ -59,9 +70,8 @@ class Play(NamedTuple):
 
 
 class Change(NamedTuple):
-    """What is otherwise. factor: of each rank's work; network: of the time that moving takes; data: of waiting."""
+    """What is otherwise. network: of the time that moving takes; data: of waiting for it."""
 
-    factor: Mapping[int, float] = {}
     network: float = 1.0
     data: float = 1.0
 
@@ -72,71 +82,106 @@ class WhatIf(NamedTuple):
     name: str
     step_ms: float
     speed_up: float
+    is_least: bool = False  # it may be more: how much communication was hidden is not known
 
 
-def track_of(line: Steps) -> Track:
-    """One rank's step. Its thread stands in one collective at a time."""
-    waits = sorted((op for op in line.ops or () if op.began_us >= 0), key=lambda op: op.began_us)
+def track_of(line: Steps, left: Container[Key]) -> Track:
+    """One rank's step. Its thread stands in one operation at a time; a message is there for others once it is started.
+
+    left: messages that whoever sent them had done with before they were asked for.
+    """
+    stood = [op for op in line.ops or () if op.began_us >= 0]
+    events = [(op.entered_us, False, op) for op in stood if op.is_message]
+    events += [(op.began_us, True, op) for op in stood if not (op.is_send and op.key in left)]
     stops: list[Stop] = []
     waited = 0
-    for op in waits:
-        stops.append(Stop(op.key, op.began_us - waited))
-        waited += op.waited_us
+    for at_us, stands, op in sorted(events):
+        stops.append(Stop(op.key, at_us - waited, not stands))
+        waited += op.waited_us if stands else 0
     return Track(max(0, line.wall_us - waited), line.phase("data"), tuple(stops))
 
 
-def play_of(lines: Mapping[int, Steps]) -> Play:
-    """One step, from the line of each rank. Collectives that not all of these list are taken to cost no time."""
+def play_of(
+    lines: Mapping[int, Steps],
+    began_us: Mapping[int, float] | None = None,
+    buckets: Mapping[int, Mapping[str, Any]] | None = None,
+) -> Play:
+    """One step, from the line of each rank. Collectives that not all of these list are taken to cost no time.
+
+    began_us: when it began on each, on one clock. buckets: what DistributedDataParallel said there of what it sends.
+    """
     ops: dict[Key, dict[int, Op]] = {}
     for rank, line in lines.items():
         for op in line.ops or ():
             ops.setdefault(op.key, {})[rank] = op
-    found = {key: compare(seen) for key, seen in ops.items()}
-    moves = {
-        key: Move(float(wait.op.began_us - wait.op.entered_us), float(wait.real_us))
-        for key, wait in found.items()
-        if wait is not None
-    }
-    return Play({rank: track_of(line) for rank, line in lines.items()}, moves)
+    found = {key: wait for key, seen in ops.items() if (wait := compare(seen)) is not None}
+    left = {key for key in found if _was_left(ops[key], began_us or dict.fromkeys(lines, 0.0))}
+    moves = {key: _move_of(wait, buckets or {}) for key, wait in found.items()}
+    return Play({rank: track_of(line, left) for rank, line in lines.items()}, moves)
+
+
+def _was_left(ends: Mapping[int, Op], began_us: Mapping[int, float]) -> bool:
+    """Of a message: whether its sender was done with it before the receiver asked for it."""
+    sent = [began_us[rank] + op.began_us + op.waited_us for rank, op in ends.items() if op.is_send]
+    asked = [began_us[rank] + op.entered_us for rank, op in ends.items() if not op.is_send]
+    return bool(sent and asked) and sent[0] < asked[0]
+
+
+def _move_of(wait: Wait, buckets: Mapping[int, Mapping[str, Any]]) -> Move:
+    said = buckets.get(wait.last) if wait.op.group == TAIL_GROUP else None
+    if said is None:
+        return Move(float(wait.op.began_us - wait.op.entered_us), float(wait.real_us))
+    return Move(said["hidden_us"], float(wait.real_us), said.get("last_bytes", 0) / max(1, said["bytes"]))
 
 
 def replay_us(play: Play, change: Change) -> float:
     """How long the step takes, until the slowest rank has ended it."""
-    shared: dict[Key, list[int]] = {}
+    shared: dict[Key, set[int]] = defaultdict(set)
     for rank, track in play.tracks.items():
         for stop in track.stops:
-            shared.setdefault(stop.key, []).append(rank)
+            shared[stop.key].add(rank)
     at = dict.fromkeys(play.tracks, 0)  # stops that are behind each rank
     lag = dict.fromkeys(play.tracks, 0.0)  # what it has waited
-    work = {rank: _Work(track, change.factor.get(rank, 1.0), change.data) for rank, track in play.tracks.items()}
-    arrived: dict[Key, dict[int, float]] = {}
+    arrived: dict[Key, dict[int, float]] = defaultdict(dict)
     moved = True
     while moved:
         moved = False
         for rank, track in play.tracks.items():
             while at[rank] < len(track.stops):
                 stop = track.stops[at[rank]]
-                here = arrived.setdefault(stop.key, {})
-                here.setdefault(rank, lag[rank] + work[rank].at(stop.stood_us))
-                if len(here) < len(shared[stop.key]):
-                    break
-                ended = max(here.values()) + play.moves.get(stop.key, _NOTHING).after(change.network)
-                lag[rank] = max(lag[rank], ended - work[rank].at(stop.stood_us))
+                here, done_us = arrived[stop.key], _done_us(track, stop.stood_us, change)
+                here.setdefault(rank, lag[rank] + done_us)
+                if not stop.goes_on:
+                    if len(here) < len(shared[stop.key]):
+                        break
+                    ended = max(here.values()) + play.moves.get(stop.key, _NOTHING).after(change.network)
+                    lag[rank] = max(lag[rank], ended - done_us)
                 at[rank] += 1
                 moved = True
-    return max(lag[rank] + work[rank].at(track.work_us) for rank, track in play.tracks.items())
+    return max(lag[rank] + _done_us(track, track.work_us, change) for rank, track in play.tracks.items())
 
 
-class _Work(NamedTuple):
-    """A rank's own work with something changed."""
+def _done_us(track: Track, work_us: float, change: Change) -> float:
+    """When a rank that never waits has done what took it `work_us`."""
+    return max(0.0, work_us - min(work_us, track.data_us) * (1 - change.data))
 
-    track: Track
-    factor: float
-    data: float
 
-    def at(self, work_us: float) -> float:
-        """When it has done what took it `work_us`."""
-        return max(0.0, work_us - min(work_us, self.track.data_us) * (1 - self.data)) * self.factor
+def evened(play: Play, rank: int) -> Play:
+    """`rank` takes as long from stop to stop as others usually do; where they have no such stops, for all together."""
+    own = play.tracks[rank]
+    others = [track for other, track in play.tracks.items() if other != rank]
+    if not others:
+        return play
+    usual: dict[tuple[Key | None, Key | None], list[float]] = defaultdict(list)
+    for between, took_us in (part for track in others for part in track.parts()):
+        usual[between].append(took_us)
+    factor = min(1.0, statistics.median(track.work_us for track in others) / max(1.0, own.work_us))
+    at_us, stops = 0.0, list[Stop]()
+    for (between, took_us), stop in zip_longest(own.parts(), own.stops):
+        at_us += min(took_us, statistics.median(usual[between])) if between in usual else factor * took_us
+        stops += [] if stop is None else [stop._replace(stood_us=at_us)]
+    data_us = min(own.data_us, statistics.median(track.data_us for track in others))
+    return Play({**play.tracks, rank: Track(at_us, data_us, tuple(stops))}, play.moves)
 
 
 def plays_of(run: Run) -> list[Play]:
@@ -147,23 +192,35 @@ def plays_of(run: Run) -> list[Play]:
             by_step.setdefault(line.step, {})[rank] = line
     whole = [lines for step, lines in sorted(by_step.items()) if len(lines) == len(run.ranks)]
     stops = max((sum(len(line.ops or ()) for line in lines.values()) for lines in whole[-1:]), default=0)
-    return [play_of(lines) for lines in whole[-max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))) :]]
+    newest = whole[-max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))) :]
+    zero_us = {rank: record.starts[-1].time_ns / 1e3 for rank, record in run.ranks.items()}
+    buckets = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
+    return [play_of(lines, {r: zero_us[r] + line.at_us for r, line in lines.items()}, buckets) for lines in newest]
+
+
+def buckets_of(record: RankRecord) -> Mapping[str, Any] | None:
+    """What DistributedDataParallel said last of its buckets, and how much it hid on average; None if nothing."""
+    said = [note.fields for note in record.notes if note.kind == "buckets"]
+    return {**said[-1], "hidden_us": statistics.fmean(one["hidden_us"] for one in said)} if said else None
 
 
 def what_ifs(plays: Sequence[Play]) -> list[WhatIf]:
     """As recorded, and with each thing otherwise; empty where there is nothing to play."""
     if not plays:
         return []
-    work = {rank: statistics.fmean(p.tracks[rank].work_us for p in plays) for rank in plays[0].tracks}
+    work = {rank: statistics.fmean(play.tracks[rank].work_us for play in plays) for rank in plays[0].tracks}
     slowest = max(work, key=lambda rank: work[rank])
-    others = [us for rank, us in work.items() if rank != slowest]
-    factor = min(1.0, statistics.median(others) / max(1.0, work[slowest])) if others else 1.0
-    changes = {
-        "as recorded": Change(),
-        f"rank {slowest} as fast as the others": Change(factor={slowest: factor}),
-        "network twice as fast": Change(network=0.5),
-        "communication for nothing": Change(network=0.0),
-        "data always there": Change(data=0.0),
+    recorded, never = "as recorded", Change()
+    changes: dict[str, tuple[Sequence[Play], Change]] = {
+        recorded: (plays, never),
+        f"rank {slowest} as fast as the others": ([evened(play, slowest) for play in plays], never),
+        (faster := "network twice as fast"): (plays, Change(network=0.5)),
+        "communication for nothing": (plays, Change(network=0.0)),
+        "data always there": (plays, Change(data=0.0)),
     }
-    took = {name: statistics.fmean(replay_us(play, change) for play in plays) / 1e3 for name, change in changes.items()}
-    return [WhatIf(name, ms, took["as recorded"] / max(1e-6, ms)) for name, ms in took.items()]
+    took = {
+        name: statistics.fmean(replay_us(play, how) for play in ones) / 1e3 for name, (ones, how) in changes.items()
+    }
+    tails = [move for play in plays for key, move in play.moves.items() if key[1] == TAIL_GROUP]
+    is_least = any(move.hidden_us == 0 == move.last_part for move in tails)
+    return [WhatIf(name, ms, took[recorded] / max(1e-6, ms), is_least and name == faster) for name, ms in took.items()]

@@ -29,6 +29,7 @@ from lockstep.observe.profile.step_clock import PHASES
 
 VERSION = 1
 OPERATIONS_MAX, SPANS_MAX = 64, 128  # of one step that are listed
+TAIL_GROUP = "backward"  # of all that DistributedDataParallel waits for at its end
 _WARM_UP = 2  # first lines of a run
 _WORD = ("group", "text", "site", "label", "bytes")
 _ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8
@@ -52,7 +53,7 @@ class Start:
 
 
 class Op(NamedTuple):
-    """A collective as one rank saw it; times in microseconds since its step began."""
+    """A collective or a message as one rank saw it; times in microseconds since its step began."""
 
     attempt: str
     group: str
@@ -71,6 +72,16 @@ class Op(NamedTuple):
         """Equal on all ranks."""
         return self.attempt, self.group, self.seq
 
+    @property
+    def is_send(self) -> bool:
+        """A message goes out: its sender does not stand in it until it is taken."""
+        return self.text.startswith("send ")
+
+    @property
+    def is_message(self) -> bool:
+        """Its group is the two ranks, its number that of the step and of the message in it."""
+        return self.text.startswith(("send ", "recv "))
+
 
 @dataclass(frozen=True)
 class Steps:
@@ -88,6 +99,7 @@ class Steps:
     cuda_mib: int = 0  # most so far
     operations: int = 0  # started
     every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
+    unlisted: int = 0  # operations that are not in `ops`, where the others are
     hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed
     ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX
     spans: tuple[tuple[int, int], ...] = ()  # where `ops` are: phases, and when each began, since the step did
@@ -235,7 +247,8 @@ class RankReader:
             if kind == "start":
                 version = values.pop("start")
                 if version != VERSION:
-                    raise ValueError(f"its version is {version}, and this lockstep reads {VERSION}: take a newer one")
+                    other = "an older" if version < VERSION else "a newer"
+                    raise ValueError(f"its format is {version}, and this lockstep reads {VERSION}: take {other} one")
                 self._starts.append(Start(**values))
                 self._words = {}
             elif kind == "word":

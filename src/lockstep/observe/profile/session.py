@@ -62,11 +62,12 @@ class Profile:
             self._notes.knows_loss = True
         there = {name: value for name, value in values.items() if isinstance(value, float)}
         coming = {name: [value] for name, value in values.items() if name not in there}
-        self.note("values", read_later(coming) if coming else None, step=step, **there, **dict.fromkeys(coming))
-        if self._loggers is None and self.open_loggers is not None:
-            self._loggers = self.open_loggers()
+        later = read_later(coming) if coming else None
+        self.note("values", later, step=step, **there, **dict.fromkeys(coming))
+        if self.open_loggers is not None:
+            self._loggers, self.open_loggers = self.open_loggers(), None
         if self._loggers is not None:
-            self._loggers.log(step, {name: float(value) for name, value in values.items()})
+            self._loggers.log(step, there, later)
 
     def _found(self, finding: Finding) -> None:
         self._writer.note("finding", **json.loads(finding.to_json()))
@@ -74,12 +75,15 @@ class Profile:
 
     def step_done(self, step: int, tokens: int = 0) -> None:
         """A step has ended whose phases the program has marked."""
-        self._writer.step_done(step, tokens, 0 if self._guard is None else self._guard.recorder.started)
+        guard = self._guard
+        self.clock.step_done(step, 0 if guard is None else guard.recorder.started, tokens)
+        if guard is None:  # whose thread would look
+            self._writer.look_now_and_then()
         self._profile(step)
 
     def _profile(self, step: int) -> None:
         self.step = step
-        if self._window.step_done(step):  # starting torch's profiler takes longer than a step
+        if self._window.steps and self._window.step_done(step):  # starting torch's profiler takes longer than a step
             self.clock.restart()
 
     def follow_torch(self) -> None:
@@ -126,12 +130,13 @@ def open_profile(
     command: Sequence[str] = (),
     config: Mapping[str, Any] | None = None,
     data: str = "",
+    begins_after: int = 0,
     **about: Any,
 ) -> Profile:
     """The record of this rank in `folder`, which begins with its facts.
 
-    guard: of this process, whose thread writes then. command, config, data: see `run_facts`. about: `device` and
-    `flops_per_token` of `RunWriter`.
+    guard: of this process, whose thread writes then. command, config, data: see `run_facts`. begins_after: the step
+    that the program goes on from. about: `device` and `flops_per_token` of `RunWriter`.
     Raises: ConfigError where LOCKSTEP_PROFILE is no window.
     """
     window = Window.of(environ, folder, rank)
@@ -146,17 +151,20 @@ def open_profile(
         **about,
     )
     profile = Profile(writer, window, guard)
-    if rank == 0:
-        _point_to(folder, environ.get(RUN, ""))
+    if guard is not None and begins_after:
+        guard.begin_after(begins_after)
+    launched = environ.get(RUN, "")
+    if rank == 0 and launched:
+        _point_to(folder, Path(launched))
     profile.note("facts", **run_facts(environ, command or sys.argv, config=config, data=data))
     writer.look()  # whoever is killed before the first step has left this much
     return profile
 
 
-def _point_to(folder: Path, launched: str) -> None:
+def _point_to(folder: Path, launched: Path) -> None:
     """Let who looks at the folder that the launcher has named find this record."""
-    path = Path(launched or os.devnull) / LAUNCH
-    if path.is_file() and path.parent.resolve() != folder.resolve():
+    path = launched / LAUNCH
+    if path.is_file() and launched.resolve() != folder.resolve():
         line = {"record": str(folder.resolve()), "time_ns": time.time_ns()}
         with contextlib.suppress(OSError), path.open("a") as file:  # the run goes on
             file.write(json.dumps(line) + "\n")

@@ -3,49 +3,63 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
+from operator import add
 from threading import get_ident
 from time import monotonic_ns
 from typing import NamedTuple, final
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, OTHER = range(len(PHASES))
+_RECENT = 256  # marks of a step that has not ended
 _NONE = -1  # asked for by another thread
 _STEPS = 4096  # that nobody has taken yet
-_WAITS = _MARKS = 4096  # of one step
+WAITS = _MARKS = 4096  # of one step
 
 
 class Wait(NamedTuple):
     """The thread stood still for an operation."""
 
-    number: int  # of the operation in the flight record; -1 for `TAIL`: all that backward had not finished
+    number: int  # of the operation in the flight record; or TAIL, or UNKNOWN
     began_ns: int
     ended_ns: int
 
 
+TAIL = -1  # all that backward had not finished
+UNKNOWN = -2  # an operation that is not in the record
+
+Mark = tuple[int, int]  # (a phase, when it began)
+
+
 class Step(NamedTuple):
-    """One step of one rank; times by time.monotonic_ns."""
+    """One step of one rank, as the rank's thread leaves it; times by time.monotonic_ns. Who takes it works it out."""
 
     step: int
     began_ns: int
     ended_ns: int
-    spent_ns: tuple[int, ...]  # in each of PHASES; together the step
     tokens: int
     samples: int
     operations: tuple[int, int]  # numbers in the flight record: from, to
-    waits: tuple[Wait, ...]
-    marks: tuple[tuple[int, int], ...] = ()  # (phase, when it began), by time; waits of `waits` lie in between
+    waits: Sequence[tuple[int, int, int]]  # fields of Wait, by their ends; also such as lie in others
+    marks: Sequence[Mark]  # by time, the first where the step began; none where there were too many to keep
+    summed_ns: Sequence[int] = ()  # of each of PHASES, where there are no marks
+
+    def spent_ns(self) -> Sequence[int]:
+        """In each of PHASES; together the step."""
+        return self.summed_ns or _spent_ns(self.marks, outermost(self.waits, self.began_ns), self.ended_ns)
 
 
-_wait_of = partial(tuple.__new__, Wait)  # as Wait._make, without a call of Python
-TAIL = -1
+_step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
 
 
 @final
 class StepClock:
-    """Stamps of one thread, the one that makes it; calls of others do nothing. A stamp costs half a microsecond."""
+    """Stamps of one thread, the one that makes it; calls of others do nothing.
+
+    A stamp costs a quarter of a microsecond: what they add up to is worked out by who takes the steps.
+    """
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque(maxlen=_STEPS)  # ended, to be taken by any one thread
@@ -56,49 +70,31 @@ class StepClock:
         self.tail_site = ""  # the line whose backward waited last for all that it had started
         self._owner = get_ident()
         self._phase = OTHER
-        self._spent = [0] * len(PHASES)
-        self._began = self._since = monotonic_ns()
+        self._began = monotonic_ns()
         self._samples = 0
         self._first = 0
-        self._waits: list[tuple[int, int, int]] = []  # fields of Wait
-        self._marks = [(OTHER, self._began)]
+        self.waits: list[tuple[int, int, int]] = []  # fields of Wait; the recorder adds to them, up to WAITS
+        self._marks: list[Mark] = [(OTHER, self._began)]
+        self._summed: Sequence[int] = ()  # of the step's beginning, where it has too many marks
+        self._first_waits = self.waits  # of that
 
     def switch(self, phase: int) -> int:
         """From now on the thread is in `phase`; the one before, to be given back by the next call."""
         if phase < 0 or get_ident() != self._owner:
             return _NONE
-        now_ns = monotonic_ns()
-        before, since_ns = self._phase, self._since
-        self._spent[before] += now_ns - since_ns
-        self._phase, self._since = phase, now_ns
-        if len(self._marks) < _MARKS:
-            if before == EXPOSED:  # a wait that ends by this
-                self._marks.append((EXPOSED, since_ns))
-            self._marks.append((phase, now_ns))
+        before, self._phase = self._phase, phase
+        marks = self._marks
+        marks.append((phase, monotonic_ns()))
+        if len(marks) >= _MARKS:
+            self.sum_up(marks[-1][1])
         return before
 
-    def wait_begins(self) -> int:
-        """The thread stands still for other ranks, maybe within such a wait; what `wait_ends` takes."""
-        if self.close_reader is None or get_ident() != self._owner:
-            return _NONE
-        before = self._phase
-        if before != EXPOSED:
-            now_ns = monotonic_ns()
-            self._spent[before] += now_ns - self._since
-            self._phase, self._since = EXPOSED, now_ns
-        return before
-
-    def wait_ends(self, before: int, number: int | None = None) -> None:
-        """It goes on. number: of the operation in the flight record, where it has one."""
-        if before in (_NONE, EXPOSED) or self._phase != EXPOSED:
-            return
-        now_ns, began_ns = monotonic_ns(), self._since
-        self._spent[EXPOSED] += now_ns - began_ns
-        self._phase, self._since = before, now_ns
-        if number is None and len(self._marks) < _MARKS:
-            self._marks += (EXPOSED, began_ns), (before, now_ns)
-        elif number is not None and self.close_reader is not None and len(self._waits) < _WAITS:
-            self._waits.append((number, began_ns, now_ns))
+    def waited(self, number: int, began_ns: int, ended_ns: int) -> None:
+        """The thread stood still for other ranks, for operation `number` of the flight record. See `Wait`."""
+        if self.close_reader is not None and get_ident() == self._owner:
+            self.waits.append((number, began_ns, ended_ns))
+            if len(self.waits) >= WAITS:
+                self.sum_up(ended_ns)
 
     def count(self, samples: int) -> None:
         """The step has `samples` more."""
@@ -107,34 +103,80 @@ class StepClock:
 
     def step_done(self, step: int, operations: int, tokens: int = 0) -> None:
         """A step ends and the next one begins. operations: started by this rank so far."""
-        if self.switch(self.rest) == _NONE:
+        if get_ident() != self._owner:
             return
+        now_ns = monotonic_ns()
         if self.close_reader is not None:
-            span, spent, waits = (self._first, operations), tuple(self._spent), tuple(map(_wait_of, self._waits))
-            marks = tuple(self._marks) if len(self._marks) < _MARKS else ()
-            self.steps.append(Step(step, self._began, self._since, spent, tokens, self._samples, span, waits, marks))
-        self._begin(operations)
+            if self._summed:
+                self.sum_up(now_ns)
+                self.waits, self._marks = self._first_waits, []
+            span = self._first, operations
+            parts = step, self._began, now_ns, tokens, self._samples, span, self.waits, self._marks, self._summed
+            self.steps.append(_step_of(parts))
+        self._begin(now_ns, operations)
         if self.after_step is not None:
             self.after_step(step)
 
+    def so_far(self, most: int) -> list[Mark]:
+        """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""
+        marks = self._marks[-_RECENT:]
+        return spans_in(Step(0, marks[0][1], monotonic_ns(), 0, 0, (0, 0), self.waits[-_RECENT:], marks), most)
+
     def restart(self) -> None:
         """What was before now belongs to no step."""
-        if self.switch(self.rest) != _NONE:
-            self._begin(self._first)
+        if get_ident() == self._owner:
+            self._begin(monotonic_ns(), self._first)
 
-    def _begin(self, operations: int) -> None:
-        self._began, self._first, self._samples = self._since, operations, 0
-        self._spent[:] = [0] * len(PHASES)
-        self._waits.clear()
-        self._marks[:] = [(self._phase, self._since)]
+    def _begin(self, now_ns: int, operations: int) -> None:
+        self._phase, self._began, self._first, self._samples = self.rest, now_ns, operations, 0
+        self.waits, self._marks, self._summed = [], [(self.rest, now_ns)], ()
+
+    def sum_up(self, now_ns: int) -> None:
+        """The step has more than is kept of one: of what was before now only the sums are."""
+        if not self._summed:
+            self._first_waits = self.waits
+        part = _spent_ns(self._marks, outermost(self.waits, self._marks[0][1]), now_ns)
+        self._summed = tuple(map(add, self._summed, part)) if self._summed else part
+        self.waits, self._marks = [], [(self._phase, now_ns)]
 
 
-def spans_in(step: Step, most: int) -> list[tuple[int, int]]:
+def outermost(waits: Iterable[tuple[int, int, int]], since_ns: int) -> list[Wait]:
+    """Those that lie in no other one, by time; without what was before `since_ns`."""
+    found: list[Wait] = []
+    for number, began_ns, ended_ns in waits:
+        while found and found[-1].began_ns >= began_ns:
+            found.pop()
+        if ended_ns > since_ns:
+            found.append(Wait(number, max(began_ns, since_ns), ended_ns))
+    return found
+
+
+def _spent_ns(marks: Sequence[Mark], waits: Sequence[Wait], ended_ns: int) -> tuple[int, ...]:
+    """In each of PHASES, from the first mark on. waits: those that are `outermost`."""
+    spent = [0] * len(PHASES)
+    for (phase, at), (_, until) in pairwise([*marks, (OTHER, ended_ns)]):
+        spent[phase] += until - at
+    last = len(marks) - 1
+    at = 0  # the mark before
+    for _, began, ended in waits:
+        spent[EXPOSED] += ended - began
+        while at < last and marks[at + 1][1] <= began:
+            at += 1
+        within = at
+        while within < last and marks[within + 1][1] < ended:  # the thread has changed its phase meanwhile
+            until = marks[within + 1][1]
+            spent[marks[within][0]] -= until - began
+            began, within = until, within + 1
+        spent[marks[within][0]] -= ended - began
+    return tuple(spent)
+
+
+def spans_in(step: Step, most: int) -> list[Mark]:
     """(phase, when it began) of all that the thread did in a step; nothing where that is not known.
 
     most: at least 1; where there are more, the shortest are taken for what was before them.
     """
-    spans = list(_spans(step)) if step.marks and len(step.waits) < _WAITS else []
+    spans = list(_spans(step)) if step.marks else []
     shortest_ns = (step.ended_ns - step.began_ns) >> 12
     while len(spans) > most:
         kept = spans[:1]
@@ -149,9 +191,9 @@ def _time(event: tuple[int, int, int]) -> tuple[int, int]:
     return event[:2]  # of the same moment: the end of a wait, then marks as they came, then the next wait
 
 
-def _spans(step: Step) -> Iterator[tuple[int, int]]:
+def _spans(step: Step) -> Iterator[Mark]:
     """The marks with the waits laid over them, without what took no time."""
-    waits = [wait for wait in step.waits if wait.ended_ns > wait.began_ns]
+    waits = [wait for wait in outermost(step.waits, step.began_ns) if wait.ended_ns > wait.began_ns]
     events = [(at, 1, phase) for phase, at in step.marks]
     events += [(wait.ended_ns, 0, OTHER) for wait in waits] + [(wait.began_ns, 2, OTHER) for wait in waits]
     below, is_waiting, shown = OTHER, False, _NONE

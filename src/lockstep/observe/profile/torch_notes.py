@@ -13,16 +13,19 @@ import zlib
 from collections.abc import Callable
 from typing import Any, final
 
+from lockstep.observe.facts import topics_told
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.profile.device_values import read_later
 from lockstep.observe.profile.run_record import steps_per_line
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.replica_diff import agree
+from lockstep.observe.replica_findings import are_meant_equal
 from lockstep.observe.torch_import import when_imported
-from lockstep.observe.training_findings import are_meant_equal, topics_told
 
 _BACKWARDS = 256  # of one step whose losses are taken
+# after these steps the log of DistributedDataParallel has the times of the backward before: of warm ones
+_LOGGED_FROM, _LOGGED_TO, _LOGGED_EVERY = 4, 11, 100
 _WHAT = "parameters, buffers, optimizer state"
 
 
@@ -35,6 +38,7 @@ class TorchNotes:
         self._writer = writer
         self._guard = guard
         self._losses: list[Any] = []  # numbers, or tensors on a device
+        self._is_coming = False  # there is such a tensor among them
         self._scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
         self._optimizer: Any = None  # the outermost that steps, weakly
         self._is_stepping = False
@@ -43,6 +47,7 @@ class TorchNotes:
         self._step = self._noted = 0
         self._has_layout = False
         self._compared: set[tuple[str, str]] = set()
+        self._logs: weakref.WeakSet[Any] = weakref.WeakSet()  # of DistributedDataParallel, one for each
         self._patches, self._seeing = Patches(), Patches()
 
     def attach(self) -> Callable[[], None]:
@@ -51,6 +56,7 @@ class TorchNotes:
             when_imported("torch.autograd", self._watch_backward),
             when_imported("torch.amp.grad_scaler", self._watch_scaler),
             when_imported("torch.optim.optimizer", self._look_at_optimizers),
+            when_imported("torch.nn.parallel.distributed", self._watch_buckets),
         ]
         if self._guard is not None:
             self._guard.before_look.insert(0, self.look)  # before what it notes is written
@@ -87,12 +93,13 @@ class TorchNotes:
         if self._scaled is not None and self._scaled[0] is root:
             root = self._scaled[1]
         self._scaled = None
-        if self.knows_loss or len(self._losses) >= _BACKWARDS:
+        if self.knows_loss or len(self._losses) >= _BACKWARDS or not self._is_due(self._step + 1):
             return
         if root.is_cpu:
             self._losses.append(root.item())
-        elif root.is_cuda and self._is_due(self._step + 1):
+        elif root.is_cuda:
             self._losses.append(root.detach())
+            self._is_coming = True
 
     def _is_due(self, step: int) -> bool:
         return not 0 < step - self._noted < steps_per_line(step)
@@ -144,10 +151,36 @@ class TorchNotes:
         layout = layout_of(holding[0] if holding else None, optimizer, holding)
         self._writer.note("layout", step=self._step, **layout)
 
+    def _watch_buckets(self) -> None:
+        def keeping(old: Callable[..., None]) -> Callable[..., None]:
+            def init(log: Any, *args: Any, **kwargs: Any) -> None:
+                old(log, *args, **kwargs)
+                self._logs.add(log)
+
+            return init
+
+        self._patches.replace(sys.modules["torch.distributed"].Logger, "__init__", keeping)
+
+    def _note_buckets(self, step: int) -> None:
+        """What C++ has sent during backward, of which the guard sees no more than how often.
+
+        By this thread: the log is locked while DistributedDataParallel waits.
+        """
+        logs = [{**data.strs_map, **data.ints_map} for data in (log._get_ddp_logging_data() for log in self._logs)]
+        listed = [log.get("rebuilt_bucket_sizes") or log.get("bucket_sizes", "") for log in logs]
+        sizes = [int(size) for sizes in listed for size in sizes.split(", ") if size]
+        hidden_ns = sum(max(0, log.get("backward_compute_comm_overlap_time", 0)) for log in logs)
+        if sizes and any(log.get("backward_comm_time", 0) > 0 for log in logs):
+            sent = {"count": len(sizes), "bytes": sum(sizes), "last_bytes": sizes[-1]}
+            self._writer.note("buckets", step=step, **sent, hidden_us=hidden_ns // 1000)
+
     def stepped(self, step: int) -> None:
         """The step has ended."""
         self._step = step
+        if self._logs and (_LOGGED_FROM <= step <= _LOGGED_TO or step % _LOGGED_EVERY == 1):
+            self._note_buckets(step)
         losses, self._losses, self._scaled = self._losses, [], None
+        is_coming, self._is_coming = self._is_coming, False
         if not self._is_due(step):
             return
         self._noted = step
@@ -158,10 +191,9 @@ class TorchNotes:
         rate = learning_rate(optimizer)
         if rate is not None:
             fields["lr"] = rate
-        is_here = all(isinstance(loss, float | int) for loss in losses)
         if losses:
-            fields["loss"] = sum(losses) if is_here else None
-        self._writer.note("values", None if is_here else read_later({"loss": losses}), **fields)
+            fields["loss"] = None if is_coming else sum(losses)
+        self._writer.note("values", read_later({"loss": losses}) if is_coming else None, **fields)
 
     # ------------------------------------------------------------------ replicas
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, TAIL, StepClock
+from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, TAIL, Step, StepClock
 from lockstep.observe.torch_import import when_imported
 
 
@@ -40,25 +41,24 @@ class TorchPhases:
 
     def __init__(self, clock: StepClock) -> None:
         self._clock = clock
-        self._has_begun = False
+        # The thread does a phase; what it did before, to be given back to `switch`
+        self._enter: Callable[[int], int] = self._begin
         self._has_ddp = False
-        self._tail: int | None = None  # the wait of the backward that runs
+        self._tail: int | None = None  # since when the backward that runs waits
         self._undo: list[Callable[[], None]] = []
         clock.rest = FORWARD
 
     def close(self) -> None:
-        """Put back what was replaced."""
+        """Put back what was replaced; what somebody else has wrapped meanwhile stays, and does nothing any more."""
+        self._enter = lambda phase: -1
         while self._undo:
             self._undo.pop()()
 
-    def _enter(self, phase: int) -> int:
-        """The thread does `phase`; what it did before, to be given back to `switch`. The first one begins a step."""
-        if self._clock.is_marked:
-            return -1
-        if not self._has_begun:
-            self._has_begun = True
-            self._clock.restart()
-        return self._clock.switch(phase)
+    def _begin(self, phase: int) -> int:
+        """The first phase begins a step."""
+        self._enter = self._clock.switch
+        self._clock.restart()
+        return self._enter(phase)
 
     def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
         old = vars(owner)[name]
@@ -120,7 +120,7 @@ class TorchPhases:
                     hook.remove()
                 if self._tail is not None:
                     clock.tail_site = call_site()
-                    clock.wait_ends(self._tail, TAIL)
+                    clock.waited(TAIL, self._tail, monotonic_ns())
                     self._tail = None
                 clock.switch(before if before == OPTIMIZER else OTHER)
 
@@ -131,7 +131,7 @@ class TorchPhases:
         sys.modules["torch.autograd"].Variable._execution_engine.queue_callback(self._gradients_are_there)
 
     def _gradients_are_there(self) -> None:
-        self._tail = self._clock.wait_begins()
+        self._tail = monotonic_ns()
 
     def watch_optimizers(self) -> None:
         """Steps of any optimizer."""
@@ -144,10 +144,21 @@ class TorchPhases:
         def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
             before = befores.pop() if befores else -1
             if before >= 0:
-                clock.switch(clock.rest if before == FORWARD else before)
+                clock.switch(clock.rest if before in (FORWARD, OTHER) else before)
 
         self._undo.append(optimizers.register_optimizer_step_pre_hook(begins).remove)
         self._undo.append(optimizers.register_optimizer_step_post_hook(ends).remove)
+
+
+def forwards_found(step: Step) -> Step:
+    """What lies between two backwards is the second one's forward, where nobody says when that runs."""
+    marks = list(step.marks)
+    if not marks or marks[0][0] != FORWARD:  # a step begins with what the thread does where nothing is known
+        return step
+    for at in range(1, len(marks) - 1):
+        if (marks[at - 1][0], marks[at][0], marks[at + 1][0]) == (BACKWARD, OTHER, BACKWARD):
+            marks[at] = FORWARD, marks[at][1]
+    return step._replace(marks=marks)
 
 
 def samples_in(batch: Any) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lockstep.observe.profile.replay import WhatIf, plays_of, what_ifs
-from lockstep.observe.profile.run_record import RankRecord, Run
+from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
+from lockstep.observe.profile.run_record import Op, RankRecord, Run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Waits, waits_of, weighted
 
@@ -16,6 +18,11 @@ _COMMUNICATION, _IDLE, _DATA, _OTHER = 0.30, 0.10, 0.15, 0.30  # shares of the s
 _IMBALANCE = 1.10  # slowest rank's work over the mean
 _SMALL_BYTES, _MANY = 256 << 10, 8  # a collective that is mostly latency; of how many in a step
 _ONE_CAUSES = 0.6  # of all waiting: then it has a name
+_OWN_FAULT = 0.1  # of that: what it does longer than the others, in one phase
+_SEND_LESS = (  # of a model that is replicated; of one that is sharded
+    "accumulate gradients over more microbatches with no_sync(), send bf16 (bf16_compress_hook)",
+    "keep parameters after forward (reshard_after_forward=False), send bf16 (MixedPrecisionPolicy), shard larger units",
+)
 
 
 class Share(NamedTuple):
@@ -109,7 +116,7 @@ def share_of(record: RankRecord, waits: Waits) -> Share | None:
         steps=steps,
         step_ms=wall_us / steps / 1e3,
         phases_ms={name: sum(line.phases_us[at] for line in lines) / steps / 1e3 for at, name in enumerate(PHASES)},
-        hidden_ms=statistics.fmean(listed) / 1e3 if listed else 0.0,
+        hidden_ms=(statistics.fmean(listed or [0]) + (buckets_of(record) or {"hidden_us": 0})["hidden_us"]) / 1e3,
         waited_ms=1e3 * waits.waited_s.get(record.rank, 0.0) / steps,
         longest_ms=max(line.longest_us for line in lines) / 1e3,
         tokens_per_s=sum(line.tokens for line in lines) / max(1e-9, wall_us / 1e6),
@@ -130,9 +137,9 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
             Advice(
                 "communication",
                 moving,
-                f"communication that nothing hides takes {mean['exposed'] / step_ms:.0%} of the step",
-                "accumulate gradients over more microbatches with no_sync(), send bf16 (bf16_compress_hook), or use "
-                "larger batches per rank",
+                f"communication that nothing hides takes {mean['exposed'] / step_ms:.0%} of the step (moving data "
+                f"{moving:.0%}, waiting for other ranks {waited / step_ms:.0%})",
+                f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank",
             )
         )
     late = _straggler(shares, waits)
@@ -143,8 +150,9 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
             Advice(
                 "bubbles",
                 waited / step_ms,
-                f"ranks stand still {waited / step_ms:.0%} of the step for others, each time for another one",
-                "even out the work: batches of equal length, the same number of microbatches, fewer processes per core",
+                f"ranks stand still {waited / step_ms:.0%} of the step for others, and none of these does more",
+                "even out the work: batches of equal length, the same number of microbatches (in a pipeline more), "
+                "fewer processes per core",
             )
         )
     rest = [share for share in shares if late is None or share.rank != late.rank]
@@ -188,6 +196,8 @@ def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
         return None
     usual = {name: statistics.median(share.phases_ms[name] for share in others) for name in PHASES if name != "exposed"}
     phase = max(usual, key=lambda name: mine.phases_ms[name] - usual[name])
+    if mine.phases_ms[phase] - usual[phase] < _OWN_FAULT * lost_ms:
+        return None  # the middle of a pipeline: all wait for it, and it does no more than they
     return Advice(
         "straggler",
         lost_ms / mine.step_ms,
@@ -205,11 +215,14 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
     """Many small collectives: each pays the latency anew."""
     record = run.ranks[min(run.ranks)]
     listed = [line for line, _ in weighted(record.lines) if line.ops][-_MANY:]
-    small = [[op for op in line.ops or () if 0 < op.bytes < _SMALL_BYTES and op.began_us >= 0] for line in listed]
-    if not small or min(map(len, small)) < _MANY or moving < _COMMUNICATION / 3:
+    small = [[op.bytes for op in line.ops or () if _is_small(op)] for line in listed]
+    count = statistics.fmean(map(len, small)) if small and min(map(len, small)) >= _MANY else 0.0
+    size = statistics.fmean(itertools.chain(*small)) if count else 0.0
+    sent = buckets_of(record)
+    if sent is not None and sent["count"] >= _MANY and sent["bytes"] < _SMALL_BYTES * sent["count"]:
+        count, size = sent["count"], sent["bytes"] / sent["count"]
+    if not count or moving < _COMMUNICATION / 3:
         return []
-    count = statistics.fmean(map(len, small))
-    size = statistics.fmean(op.bytes for ops in small for op in ops)
     return [
         Advice(
             "small buckets",
@@ -218,3 +231,12 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
             "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics per step",
         )
     ]
+
+
+def _is_sharded(run: Run) -> bool:
+    layouts = [note.fields for record in run.ranks.values() for note in record.notes if note.kind == "layout"]
+    return any(re.search("shard|FSDP|FullySharded", layout.get("strategy", "")) for layout in layouts[-1:])
+
+
+def _is_small(op: Op) -> bool:
+    return 0 < op.bytes < _SMALL_BYTES and op.began_us >= 0 and not op.is_message

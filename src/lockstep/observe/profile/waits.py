@@ -100,7 +100,7 @@ def waits_of(run: Run) -> Waits:
         real_us += found.real_us * weight
         for rank, us in found.waited_us.items():
             if us:
-                totals[rank, found.last][found.op.site, found.op.text, found.op.label] += us * weight
+                totals[rank, found.last][ops[rank].site, ops[rank].text, ops[rank].label] += us * weight
     waited: dict[int, float] = dict.fromkeys(run.ranks, 0.0)
     caused = dict(waited)
     pairs: list[Pair] = []

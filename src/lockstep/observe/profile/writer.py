@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from lockstep.observe.profile.notes import Later, note_line
 from lockstep.observe.profile.run_record import (
     OPERATIONS_MAX,
     SPANS_MAX,
+    TAIL_GROUP,
     Start,
     Steps,
     file_of,
@@ -27,12 +28,15 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait, spans_in
+from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait, outermost, spans_in
+from lockstep.observe.profile.torch_phases import forwards_found
+from lockstep.observe.scene import read_message
 from lockstep.observe.torch_groups import FROM_CPP
 
 _PERIOD_S = 0.25  # without a guard
 _NOTES = 4096  # that nobody has written yet
 _TAILS_MAX = 64  # backward passes of one step that are told apart
+_MESSAGES_MAX = 64  # from one rank to another in one step that are listed: if they are more, none is
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
 
 Records = Callable[[int, int], Sequence[Record]]  # of the flight record, from a number to a number
@@ -75,7 +79,7 @@ class RunWriter:
         flops_per_token: float = 0.0,
         window: range = range(0),
     ) -> None:
-        """records: None where there is no flight record, and nobody who calls `look`: `step_done` does then.
+        """records: None where there is no flight record, and no thread that calls `look`.
 
         window: steps whose operations are listed in any case.
         """
@@ -96,10 +100,9 @@ class RunWriter:
         self._pid = os.getpid()
         self._looked_s = time.monotonic()
 
-    def step_done(self, step: int, tokens: int = 0, operations: int = 0) -> None:
-        """The rank has ended a step whose phases the program has marked itself."""
-        self.clock.step_done(step, operations, tokens)
-        if self._records is None and time.monotonic() - self._looked_s > _PERIOD_S:
+    def look_now_and_then(self) -> None:
+        """`look`, where the last time is a while ago."""
+        if time.monotonic() - self._looked_s > _PERIOD_S:
             self.look()
 
     def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
@@ -108,10 +111,6 @@ class RunWriter:
         later: more fields, made by who looks; None as long as they are not known. Of values, it fills those given as
             None.
         """
-        if kind == "values":
-            fields = self._thinned(fields)
-            if len(fields) == 1:
-                return
         self._notes.append(_Pending(kind, time.monotonic_ns(), fields, later))
 
     def _thinned(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -129,7 +128,7 @@ class RunWriter:
             return
         memory = _memory_mib()
         with self._lock:
-            steps = list(_taken(self.clock.steps))
+            steps = list(map(forwards_found, _taken(self.clock.steps)))
             if not self._start_ns:
                 self._start_ns = min([self._opened_ns, *(step.began_ns for step in steps[:1])])
             lines = [line for step in steps for line in self._add(step, memory)]
@@ -139,6 +138,10 @@ class RunWriter:
         """The lines of what was noted; what is not known yet stays."""
         unknown: list[_Pending] = []
         for one in _taken(self._notes):
+            if one.kind == "values":
+                one = one._replace(fields=self._thinned(one.fields))
+                if len(one.fields) == 1:
+                    continue
             more = {} if one.later is None else one.later()
             if more is None:
                 unknown.append(one)
@@ -179,37 +182,42 @@ class RunWriter:
 
     def _listed(self, step: Step, memory: tuple[int, int]) -> Iterable[str]:
         records = [] if self._records is None else self._records(*step.operations)
-        rows, new, every = self._rows(step, records)
+        stood = outermost(step.waits, step.began_ns)
+        timed = [record for record in records if record.text != FROM_CPP]  # of the others a note has the sum
+        rows, new, about = self._rows(step, stood, timed)
         yield from new
-        waits = [(wait.began_ns, wait.ended_ns) for wait in step.waits]
-        opened = [(record.entered_ns, record.left_ns or step.ended_ns) for record in records]
+        waits = [(wait.began_ns, wait.ended_ns) for wait in stood]
+        opened = [(record.entered_ns, record.left_ns or step.ended_ns) for record in timed]
         inside = step.began_ns, step.ended_ns
         hidden_ns = covered_ns([*opened, *waits], *inside) - covered_ns(waits, *inside)
         spans = tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX))
-        line = replace(self._line([step], memory), spans=spans)
-        yield steps_line(replace(line, hidden_us=hidden_ns // 1000, every=every if every > 1 else 0), rows)
+        line = self._line([step], memory)
+        line = replace(line, spans=spans, hidden_us=hidden_ns // 1000, **about)
+        yield steps_line(line, rows)
 
-    def _rows(self, step: Step, records: Sequence[Record]) -> tuple[list[list[int]], list[str], int]:
-        """(a row for each collective, lines of words that were not used before, of how many one is listed)."""
+    def _rows(
+        self, step: Step, stood: Sequence[Wait], records: Sequence[Record]
+    ) -> tuple[list[list[int]], list[str], dict[str, int]]:
+        """(a row for each operation, lines of words that were not used before, fields of the step about the rows)."""
         rows: list[list[int]] = []
         new: list[str] = []
-        collectives = [record for record in records if not record.is_message and record.text != FROM_CPP]
+        collectives = [record for record in records if not record.is_message]
         every = 1 << max(0, -(-len(collectives) // OPERATIONS_MAX) - 1).bit_length()
-        waits = waits_by_number(step.waits)
-        for record in collectives:
-            if record.seq % every:  # all ranks list the same ones
-                continue
+        waits = waits_by_number(stood)
+        listed = [record for record in collectives if record.seq % every == 0]  # all ranks list the same ones
+        for record in (*listed, *messages_in(records, self._about[0], step.step)):
             began_ns, waited_ns = waits.get(record.number, (-1, 0))
             word = record.group, record.text, record.site, record.label
             times = record.entered_ns, record.left_ns or step.ended_ns, began_ns
             rows.append(self._row(word, record.seq, step.began_ns, times, waited_ns, new))
-        tails = [wait for wait in step.waits if wait.number == TAIL][:_TAILS_MAX]
+        about = {"every": every if every > 1 else 0, "unlisted": len(records) - len(rows)}
+        tails = [wait for wait in stood if wait.number == TAIL][:_TAILS_MAX]
         for number, tail in enumerate(tails):
-            word = "backward", "all that DistributedDataParallel waits for", self.clock.tail_site, ""
+            word = TAIL_GROUP, "all that DistributedDataParallel waits for", self.clock.tail_site, ""
             times = tail.began_ns, tail.ended_ns, tail.began_ns
             seq = step.step * _TAILS_MAX + number
             rows.append(self._row(word, seq, step.began_ns, times, tail.ended_ns - tail.began_ns, new))
-        return rows, new, every
+        return rows, new, about
 
     def _row(
         self, word: Word, seq: int, zero_ns: int, times: tuple[int, int, int], waited_ns: int, new: list[str]
@@ -222,7 +230,7 @@ class RunWriter:
         return [number, seq, entered, left, began, waited_ns // 1000]
 
     def _line(self, steps: Sequence[Step], memory: tuple[int, int]) -> Steps:
-        phases = [sum(step.spent_ns[at] for step in steps) // 1000 for at in range(len(steps[0].spent_ns))]
+        phases = [sum(spent_ns) // 1000 for spent_ns in zip(*(step.spent_ns() for step in steps), strict=True)]
         return Steps(
             step=steps[-1].step,
             count=len(steps),
@@ -279,6 +287,19 @@ def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, f
     """Seven digits of each: as many as a curve shows, and a float32 has."""
     known = {name: more.get(name) if value is None else value for name, value in fields.items()}
     return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in known.items() if v is not None}
+
+
+def messages_in(records: Iterable[Record], rank: int, step: int) -> Iterator[Record]:
+    """Those that are known by both ranks: as of a group of these two, with numbers that are equal on both."""
+    ways: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        message = read_message(record.text) if record.is_message else None
+        if message is not None and message.peer is not None:
+            ends = (rank, message.peer) if message.is_send else (message.peer, rank)
+            ways["{} {} > {}".format(record.group, *ends)].append(record)
+    for way, ones in ways.items():
+        for number, one in enumerate(ones if len(ones) <= _MESSAGES_MAX else ()):
+            yield one._replace(group=way, seq=step * _MESSAGES_MAX + number)
 
 
 def waits_by_number(waits: Iterable[Wait]) -> dict[int, tuple[int, int]]:

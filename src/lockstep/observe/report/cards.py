@@ -48,7 +48,7 @@ def cards_of(
         *_covered(coverage),
         *_equal(replicas),
     ]
-    if not any(card["severity"] != "good" for card in found) and verdict.shares:
+    if not any(card["severity"] != "good" for card in found) and _is_judged(verdict):
         found.append(_card("good", "Nothing stands out", _summary(verdict)))
     return sorted(found, key=lambda card: SEVERITIES.index(card["severity"]))[:_CARDS_MAX]
 
@@ -64,10 +64,6 @@ def _card(
 ) -> Card:
     text = text if len(text) <= _TEXT_MAX else text[: _TEXT_MAX - 3] + "..."
     return {"severity": severity, "title": title, "text": text, "ranks": list(ranks), "step": step, "lever": lever}
-
-
-def _times(count: int, what: str) -> str:
-    return f"{count} {what}{'s' * (count != 1)}"
 
 
 # ------------------------------------------------------------------ what went wrong
@@ -94,10 +90,11 @@ def _was_asked(source: Source, finding: Mapping[str, Any]) -> bool:
 
 
 def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None]]:
-    """(finding, the attempt, the step that its first rank was in), each once."""
+    """(finding, the attempt, the step that it is about, or that its first rank was in), each once."""
     found: dict[str, tuple[Mapping[str, Any], str, int | None]] = {}
     for rank, note in source.notes("finding"):
-        step = step_at(source.run, rank, note.attempt, note.at_us)
+        done = note.fields.get("done")
+        step = step_at(source.run, rank, note.attempt, note.at_us) if done is None else done + 1
         found.setdefault(note.fields["key"], (note.fields, note.attempt, step))
     return list(found.values())
 
@@ -184,9 +181,9 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
     size = world_size_of(source)
     silent = sorted(set(range(size)) - set(source.run.of_last_attempt().ranks))
     if silent and status == "running":
-        yield _card("note", f"{names(silent)} of {size} have not begun yet".capitalize(), ranks=silent)
+        yield _card("note", f"{names(silent)} of {size}: not begun yet".capitalize(), ranks=silent)
     elif silent and not source.problems:
-        text = "They ended before they had begun, or another machine has its own folder of that name."
+        text = "Nothing was recorded before the end, or another machine has its own folder of that name."
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
     if ranks and not any(record.lines for record in ranks.values()):
         when = "has ended yet" if status == "running" else "was ended"
@@ -197,8 +194,12 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
 # ------------------------------------------------------------------ what it costs
 
 
+def _is_judged(verdict: Verdict) -> bool:
+    return min((share.steps for share in verdict.shares), default=0) >= _STEPS_MIN
+
+
 def _costs(verdict: Verdict) -> Iterator[Card]:
-    if min((share.steps for share in verdict.shares), default=0) < _STEPS_MIN:
+    if not _is_judged(verdict):
         return
     for advice in verdict.advice:
         title = _TITLES[advice.kind].format(share=advice.share, rank=advice.rank)
@@ -240,5 +241,6 @@ def _equal(replicas: Mapping[str, Any] | None) -> Iterator[Card]:
         text = "they were never equal" if since is None else f"after step {since} they were equal"
         yield _card("error", f"The ranks' models differ at step {differing[0]}", text, step=differing[0])
     else:
+        count = replicas["count"]
         title = f"The ranks held one model through step {replicas['sealed_until']}"
-        yield _card("good", title, f"{_times(replicas['count'], 'comparison')} of {replicas['what']}")
+        yield _card("good", title, f"{count} comparison{'s' * (count != 1)} of {replicas['what']}")

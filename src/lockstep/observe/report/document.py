@@ -26,7 +26,7 @@ def document_of(source: Source, status: Status, now_ns: int) -> Document:
     """
     verdict = judge(source.run)
     coverage, replicas = coverage_of(source), replicas_of(source)
-    steps = [step - 1 for *_, step in findings_of(source) if step is not None]
+    steps = [step for *_, step in findings_of(source) if step is not None]
     return {
         "version": VERSION,
         "run": run_of(source, status, now_ns),

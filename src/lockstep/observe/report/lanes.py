@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from lockstep.observe.profile.chrome_trace import align, moments_of, placed_lines
-from lockstep.observe.profile.run_record import Op, Run, Steps
+from lockstep.observe.profile.replay import buckets_of
+from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import compare
 from lockstep.observe.report.open_step import Moment, line_of
@@ -15,11 +17,11 @@ from lockstep.observe.report.open_step import Moment, line_of
 _STEPS_MAX = 12
 _ROWS_MAX = 14_000  # operations and spans together: some 40 bytes each
 _WARM_UP = 2  # first steps, which allocate and compile
-_ORDER = ("data", "forward", "backward", "exposed", "optimizer", "other")  # of what is known as a sum only
 
 Row = list[Any]
+Sent = Mapping[str, Any]  # what DistributedDataParallel says of its buckets
 Key = tuple[str, str, int]
-NOBODY: Mapping[Key, int] = {}
+_NOBODY: Mapping[Key, int] = {}
 
 
 class Choice(NamedTuple):
@@ -49,13 +51,14 @@ def lanes_of(
     not ended, if there is one; culprits: ranks that are to blame for that.
     """
     by_step = _listed(run)
+    sent = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
     words: dict[tuple[Any, ...], int] = {}
     steps: list[dict[str, Any]] = []
     room = _ROWS_MAX
     choices = choose(by_step, findings)
     placed, ahead_us = _placed(run, {choice.step: by_step[choice.step] for choice in choices})
     for choice in choices:  # the most telling first
-        lane = _step(choice, placed[choice.step], began_us, words)
+        lane = _step(choice, placed[choice.step], began_us, words, sent)
         room -= sum(len(rank["spans"]) + len(rank["ops"]) for rank in lane["ranks"]) + len(lane["joins"])
         if room < 0 and steps:
             break
@@ -119,7 +122,8 @@ def _step(
     chosen: Chosen,
     began_us: float,
     words: dict[tuple[Any, ...], int],
-    absent: Mapping[Key, int] = NOBODY,
+    sent: Mapping[int, Sent],
+    absent: Mapping[Key, int] = _NOBODY,
 ) -> dict[str, Any]:
     """absent: of operations that did not come about, a rank that was not there."""
     first_us = min(chosen.zeros.values())
@@ -127,8 +131,14 @@ def _step(
     ops: dict[Key, dict[int, Op]] = defaultdict(dict)
     for rank, line in chosen.lines.items():
         for op in line.ops or ():
-            ops[op.key][rank] = op
+            ops[op.key][rank] = with_buckets(op, sent.get(rank)) if op.group == TAIL_GROUP else op
     keys = {key: number for number, key in enumerate(ops)}
+    joins = (
+        [keys[key], absent[key], 0, 0, None]
+        if key in absent
+        else join_of(keys[key], seen, sent if key[1] == TAIL_GROUP else {})
+        for key, seen in ops.items()
+    )
     return {
         "step": choice.step,
         "why": choice.why,
@@ -139,17 +149,14 @@ def _step(
                 "rank": rank,
                 "began_us": lags[rank],
                 "ended_us": lags[rank] + line.wall_us,
+                "unlisted": line.unlisted,
                 "spans": [[name, lags[rank] + begin, lags[rank] + end] for name, begin, end in spans_of(line)],
-                "ops": [_row(op, keys[op.key], lags[rank], words) for op in line.ops or ()],
+                "ops": [_row(ops[op.key][rank], keys[op.key], lags[rank], words) for op in line.ops or ()],
             }
             for rank, line in chosen.lines.items()
         ],
         "estimated": not all(line.spans for line in chosen.lines.values()),
-        "joins": [
-            row
-            for key, seen in ops.items()
-            if (row := [keys[key], absent[key], 0, 0, None] if key in absent else join_of(keys[key], seen)) is not None
-        ],
+        "joins": [row for row in joins if row is not None],
     }
 
 
@@ -176,11 +183,14 @@ def _open_step(
         if op.absent
     }
     choice = Choice(max(line.step for line in lines.values()), "open")
-    lane = _step(choice, Chosen(lines, zeros), began_us, words, absent)
+    lane = _step(choice, Chosen(lines, zeros), began_us, words, {}, absent)
     for row in lane["ranks"]:
         row |= {"says": by_rank[row["rank"]].says, "culprit": row["rank"] in culprits}
-        row["spans"] = [["open", row["began_us"], row["ended_us"]]]
-    yield lane
+        known = row["spans"] if lines[row["rank"]].spans else []
+        unknown = ["open", row["began_us"], known[0][1] if known else row["ended_us"]]
+        is_seen = 1000 * (unknown[2] - unknown[1]) > lane["ended_us"] - lane["began_us"]
+        row["spans"] = [unknown] * is_seen + known
+    yield lane | {"estimated": False}
 
 
 def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int]) -> Row:
@@ -189,11 +199,18 @@ def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int]) -> Ro
     return [word, key, lag_us + op.entered_us, lag_us + op.left_us, began, op.waited_us]
 
 
-def join_of(key: int, ops: Mapping[int, Op]) -> Row | None:
+def with_buckets(op: Op, sent: Sent | None) -> Op:
+    """All that DistributedDataParallel waits for, with what it says that this is."""
+    count, size = (sent["count"], sent["bytes"]) if sent else (0, 0)
+    label = f"{count} bucket{'s' * (count != 1)}" if sent else ""
+    return op._replace(group="that of DistributedDataParallel", label=label, bytes=size)
+
+
+def join_of(key: int, ops: Mapping[int, Op], sent: Mapping[int, Sent]) -> Row | None:
     """[key, rank that came last, real microseconds, microseconds waited in all, bytes per second]; None of one rank.
 
     The rank that was in it for the shortest time came last; its time is what the communication takes. No clock of
-    another rank is needed for that.
+    another rank is needed for that. sent: by each rank as buckets, a part of which was under way before.
     """
     if len(ops) < 2:
         return None
@@ -203,7 +220,8 @@ def join_of(key: int, ops: Mapping[int, Op]) -> Row | None:
     if waited is not None:
         last = waited.last
     real_us = max(0, min(inside.values()))
-    rate = round(1e6 * ops[last].bytes / real_us) if ops[last].bytes and real_us else None
+    moved_us = real_us + (sent[last]["hidden_us"] if last in sent else 0)
+    rate = round(1e6 * ops[last].bytes / moved_us) if ops[last].bytes and moved_us else None
     return [key, last, real_us, 0 if waited is None else sum(waited.waited_us.values()), rate]
 
 
@@ -211,48 +229,8 @@ Span = tuple[str, int, int]
 
 
 def spans_of(line: Steps) -> list[Span]:
-    """What the rank's thread did when: (phase, from, to), without gaps.
-
-    A record of before there were spans knows when it stood in collectives. Of the rest it has sums, which are put in
-    between in their usual order.
-    """
-    if line.spans:
-        ends = [*(at for _, at in line.spans[1:]), line.wall_us]
-        return [(PHASES[phase], at, end) for (phase, at), end in zip(line.spans, ends, strict=True) if end > at]
-    waits = sorted((op.began_us, op.began_us + op.waited_us) for op in line.ops or () if op.began_us >= 0)
-    known = [("exposed", max(0, begin), min(line.wall_us, end)) for begin, end in waits]
-    left = {name: line.phase(name) for name in PHASES}
-    left["exposed"] -= sum(end - begin for _, begin, end in known)
-    spans: list[Span] = []
-    at = 0
-    for name, begin, end in [*known, ("", line.wall_us, line.wall_us)]:
-        spans += _fill(at, begin, left)
-        if end > max(at, begin):
-            spans.append((name, max(at, begin), end))
-        at = max(at, end)
-    return list(_joined(spans))
-
-
-def _fill(begin: int, end: int, left: dict[str, int]) -> Iterator[Span]:
-    """The time from `begin` to `end` with what is left of each phase."""
-    for name in _ORDER:
-        took = min(left[name], end - begin)
-        if took > 0:
-            left[name] -= took
-            yield name, begin, begin + took
-            begin += took
-    if begin < end:  # more waits than phases say: a clock of whole microseconds
-        yield "other", begin, end
-
-
-def _joined(spans: Sequence[Span]) -> Iterator[Span]:
-    held: Span | None = None
-    for span in spans:
-        if held is not None and held[0] == span[0] and held[2] == span[1]:
-            held = held[0], held[1], span[2]
-            continue
-        if held is not None:
-            yield held
-        held = span
-    if held is not None:
-        yield held
+    """What the rank's thread did when: (phase, from, to), without gaps; of too many changes only the sums are known."""
+    ends = list(accumulate(line.phases_us))
+    spans = line.spans or tuple(enumerate([0, *ends[:-1]]))
+    untils = [*(at for _, at in spans[1:]), line.wall_us]
+    return [(PHASES[phase], at, until) for (phase, at), until in zip(spans, untils, strict=True) if until > at]

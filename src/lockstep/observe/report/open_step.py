@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.run_record import Op, RankRecord, Steps, bytes_of
-from lockstep.observe.profile.step_clock import OTHER, PHASES
+from lockstep.observe.profile.step_clock import EXPOSED, PHASES
 from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import GONE, stand_of
 from lockstep.observe.scene import Limits, Scene, read_message
@@ -39,10 +39,11 @@ class Moment(NamedTuple):
     """One rank when it was last seen."""
 
     rank: int
-    steps: int  # that it had ended, as its guard counts them
+    steps: int  # that it had ended
     until_ns: int
     says: str
     ops: Sequence[OpenOp]
+    phases: Sequence[tuple[int, int]] = ()  # of its thread, and when each began; nothing where that is not known
 
     def told(self, was_ended: bool) -> Moment:
         """As its launcher tells of it. was_ended: by that, because of another rank."""
@@ -78,9 +79,13 @@ def _moment(rank: int, before: Scene, as_they_are: Scene) -> Moment:
     seen_ns = time.monotonic_ns() - (round(1e9 * sight.age_s) if sight.is_gone else 0)
     until_ns = max([seen_ns, *(max(op.entered_ns, op.left_ns) for op in ops)])
     missed, words = next((op for op in ops if op.absent), None), status.words
-    if missed is not None and words is not None and (words.is_consequence or words.kind == "KeyboardInterrupt"):
+    is_left = words is not None and (words.is_consequence or words.kind in ("KeyboardInterrupt", "SystemExit"))
+    if missed is not None and words is not None and is_left:
         says = f"waited for {names(missed.absent)}: {missed.text} at {missed.site}; then {words.kind}"
-    return Moment(rank, status.step, until_ns, says, ops)
+    phases = list(status.phases)
+    if phases and (wait := before.blocked.get(rank)) is not None:  # a clock knows of waits that have ended
+        phases.append((EXPOSED, max(phases[-1][1], wait.record.entered_ns)))
+    return Moment(rank, status.step, until_ns, says, ops, phases)
 
 
 def _absent(scene: Scene, rank: int, record: Record) -> list[int]:
@@ -96,27 +101,34 @@ def _absent(scene: Scene, rank: int, record: Record) -> list[int]:
 
 def moment_of(values: Sequence[Any]) -> Moment:
     """From a line of JSON.  Raises: TypeError where it is none."""
-    *about, ops = values
-    return Moment(*about, ops=[OpenOp(*op) for op in ops])
+    rank, steps, until_ns, says, ops, *more = values  # of phases older launchers know nothing
+    phases = [(phase, began_ns) for each in more for phase, began_ns in each]
+    return Moment(rank, steps, until_ns, says, [OpenOp(*op) for op in ops], phases)
 
 
 def line_of(moment: Moment, record: RankRecord) -> Steps:
     """The step as far as the rank had come, in the numbers and on the clock of its record."""
     start = record.starts[-1]
     own = [line for line, name in zip(record.lines, record.attempts, strict=True) if name == start.attempt]
-    step = moment.steps + (own[0].step - own[0].count + 1 if own else 1)
-    entered = [(op.entered_ns - start.clock_ns) // 1000 for op in moment.ops]
-    began = min([own[-1].at_us + own[-1].wall_us, *entered]) if own else 0
-    if own and own[-1].step < step - 1 and entered:  # killed before it had written down the last ones
-        began = min(entered)
+    step = moment.steps + 1
+    seen = [(op.entered_ns - start.clock_ns) // 1000 for op in moment.ops]
+    seen += [(began_ns - start.clock_ns) // 1000 for _, began_ns in moment.phases[:1]]
+    began = min([own[-1].at_us + own[-1].wall_us, *seen]) if own else 0
+    if own and own[-1].step < step - 1 and seen:  # killed before it had written down the last ones
+        began = min(seen)
     wall = max(0, (moment.until_ns - start.clock_ns) // 1000 - began)
-    ops = tuple(_op(op, start.attempt, start.clock_ns + 1000 * began, wall) for op in moment.ops)
-    return Steps(step, 1, began, wall, wall, (0,) * len(PHASES), ops=ops, spans=((OTHER, 0),))
+    zero_ns = start.clock_ns + 1000 * began
+    missed = next((op for op in moment.ops if op.absent), None)  # the first is where the thread stood
+    ops = tuple(_op(op, start.attempt, zero_ns, wall, stands=op is missed) for op in moment.ops)
+    phases = [(phase, (at_ns - zero_ns) // 1000) for phase, at_ns in moment.phases]
+    first = max((n for n, (_, at) in enumerate(phases) if at <= 0), default=0)
+    spans = tuple((phase, max(0, at)) for phase, at in phases[first:])
+    return Steps(step, 1, began, wall, wall, (0,) * len(PHASES), ops=ops, spans=spans)
 
 
-def _op(op: OpenOp, attempt: str, zero_ns: int, wall_us: int) -> Op:
-    """Where ranks were absent, the thread stood in it to the end, though its wait may have been broken off."""
+def _op(op: OpenOp, attempt: str, zero_ns: int, wall_us: int, *, stands: bool) -> Op:
+    """Where ranks were absent, it was under way to the end, though the wait for it may have been broken off."""
     entered = (op.entered_ns - zero_ns) // 1000
     left = (op.left_ns - zero_ns) // 1000 if op.left_ns and not op.absent else wall_us
-    stood = (entered, left - entered) if op.absent else (-1, 0)
+    stood = (entered, left - entered) if stands else (-1, 0)
     return Op(attempt, op.group, op.seq, op.text, op.site, op.label, bytes_of(op.text), entered, left, *stood)

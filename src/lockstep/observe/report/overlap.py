@@ -27,7 +27,12 @@ def overlap_of(verdict: Verdict) -> dict[str, Any]:
             for share in verdict.shares
         ],
         "what_if": [
-            {"name": answer.name, "step_us": round(1e3 * answer.step_ms), "gain": round(answer.speed_up, 3)}
+            {
+                "name": answer.name,
+                "step_us": round(1e3 * answer.step_ms),
+                "gain": round(answer.speed_up, 3),
+                "is_least": answer.is_least,
+            }
             for answer in verdict.what_ifs
         ],
         "waiting": [

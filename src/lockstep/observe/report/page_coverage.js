@@ -13,7 +13,7 @@ section("coverage", "Data, exactly once", ["coverage"], (document) => {
       code("DataLoader"),
       " with a ",
       code("DistributedSampler"),
-      " under ",
+      ", or one of Accelerate, under ",
       code("lockstep run"),
       " once an epoch has ended.",
     );
@@ -71,9 +71,11 @@ function coverageSeal(epoch) {
       digest,
     );
   if (!isBroken(epoch)) {
-    const why = ["running", "unknown"].includes(page.document.run?.status)
-      ? "the seal is set when the epoch has ended."
-      : "it did not end, so that there is no seal.";
+    const why = epoch.earlier
+      ? `it went on from where an earlier start had used ${count(epoch.earlier)}, which is not known to this one.`
+      : ["running", "unknown"].includes(page.document.run?.status)
+        ? "the seal is set when the epoch has ended."
+        : "it did not end, so that there is no seal.";
     return seal(
       "open",
       `Epoch ${epoch.epoch}: so far`,
@@ -112,7 +114,8 @@ function coveragePicture(epoch) {
     bounds[column + 1] - bounds[column] === 1
       ? `sample ${count(bounds[column])}`
       : `samples ${count(bounds[column])}\u2013${count(bounds[column + 1] - 1)}`;
-  const none = epoch.running ? "open" : "missing";
+  const none = epoch.running || epoch.earlier ? "open" : "missing";
+  const words = epoch.running || !epoch.earlier ? COVERED : { ...COVERED, open: "not by the starts that are known" };
   const state = ({ mean, least, most }) =>
     most > 1 + 1e-4 || mean > 1 + 1e-4 ? "twice" : least < 1 - 1e-4 && mean < 1 - 1e-4 ? none : "once";
   const picture = matrix({
@@ -140,7 +143,7 @@ function coveragePicture(epoch) {
             "each once",
           ),
         ];
-      return [ids(column), `${state(each) === "once" ? "each" : "some"} ${COVERED[state(each)]}`];
+      return [ids(column), `${state(each) === "once" ? "each" : "some"} ${words[state(each)]}`];
     },
   });
   return [
@@ -149,7 +152,7 @@ function coveragePicture(epoch) {
       "ul",
       { class: "legend" },
       ["once", "twice", none].map((name) =>
-        element("li", null, element("i", { class: `swatch seen-${name}` }), COVERED[name]),
+        element("li", null, element("i", { class: `swatch seen-${name}` }), words[name]),
       ),
     ),
     asTable(

@@ -64,8 +64,9 @@ function joinsOf(ranks, given) {
   }
   for (const [key, last, real, waited, bandwidth] of given) {
     const join = joins.get(key);
-    if (join) Object.assign(join, { last, real, waited, bandwidth });
-    if (join) join.isMissed = last !== null && !join.members.some((each) => each.rank === last); // it never came
+    if (!join) continue;
+    const isMissed = last !== null && !join.members.some((each) => each.rank === last); // it never came
+    Object.assign(join, { last, real, waited, bandwidth, isMissed });
   }
   for (const join of joins.values())
     join.waited = join.members.reduce((sum, each) => sum + parts(each, join).waiting, 0);
@@ -94,7 +95,7 @@ function operationLines(operation, join) {
   );
   if (operation.stood)
     lines.push(`stood ${time(operation.waited)}: ${time(waiting)} waiting, ${time(real)} communication`);
-  else if (laneNow.step.why !== "open") lines.push("did not stand still for it: hidden behind its own work");
+  else if (!isOpen(laneNow.step)) lines.push("did not stand still for it: hidden behind its own work");
   if (about.bytes) lines.push(size(about.bytes) + (join?.bandwidth ? ` at ${size(join.bandwidth)}/s` : ""));
   if (join?.last !== null && join?.last !== undefined) {
     if (join.isMissed) lines.push(`rank ${join.last} never came`);
@@ -106,8 +107,10 @@ function operationLines(operation, join) {
 
 function spanLines(rank, span) {
   const [took, whole] = [span.to - span.from, Math.max(1, rank.ended - rank.began)];
+  const isLast = rank.says && span === rank.spans.at(-1);
   return [
-    rank.says || PHASE_NAMES[span.phase] || span.phase,
+    ...(isLast ? [rank.says] : []),
+    ...(isLast && span.phase === "open" ? [] : [PHASE_NAMES[span.phase] || span.phase]),
     `rank ${rank.rank}, ${time(took)} (${percent(took / whole)} of its step)`,
     `from ${time(span.from)} to ${time(span.to)}`,
   ];

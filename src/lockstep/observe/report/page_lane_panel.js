@@ -11,9 +11,9 @@ function operationPanel() {
   const { about } = join;
   const facts = [
     ["bytes", about.bytes ? size(about.bytes) : "not known"],
-    ["bandwidth", join.bandwidth ? `${size(join.bandwidth)}/s` : "not known"],
+    join.isMissed ? null : ["bandwidth", join.bandwidth ? `${size(join.bandwidth)}/s` : "not known"],
     [join.isMissed ? "never came" : "last to arrive", join.last === null ? "not known" : `rank ${join.last}`],
-    ["communication", time(join.real)],
+    join.isMissed ? null : ["communication", time(join.real)],
     ["waited, all ranks", time(join.waited)],
     ["group", about.group || "all ranks"],
   ];
@@ -51,7 +51,9 @@ function operationPanel() {
       element(
         "dl",
         { class: "facts" },
-        facts.map(([name, value]) => element("div", null, element("dt", null, name), element("dd", null, value))),
+        facts
+          .filter(Boolean)
+          .map(([name, value]) => element("div", null, element("dt", null, name), element("dd", null, value))),
       ),
     ),
     table(

@@ -99,16 +99,21 @@ function paintRank(context, g, rank, model) {
     context.fillStyle = colour(`phase-${known(span.phase)}`);
     context.fillRect(x, y, Math.max(0.75, w - (w > 3 ? 1 : 0)), g.phases);
   }
+  const last = rank.spans.at(-1); // of a step that was not ended: what the rank says is said of it
   const waits = rank.operations.map((each) => paintWaiting(context, g, each, model.joins.get(each.key), y));
+  const begins = rank.operations.filter((each) => each.stood).map((each) => g.x(each.waitFrom));
   for (const span of g.phases >= 11 ? rank.spans : []) {
-    if (rank.says && rank.operations.some((each) => each.stood)) continue; // its wait has a name
-    const to = Math.min(g.x(span.to), g.width);
+    const says = span === last && rank.says;
+    const isWait = says || (rank.says && span.phase === "exposed");
+    if (isWait && rank.operations.some((each) => each.stood)) continue; // it has a name below
+    const laid = begins.filter((x) => span.phase !== "exposed" && x > g.x(span.from)); // a wait over the end of it
+    const to = Math.min(g.x(span.to), g.width, ...laid);
     const covered = waits.filter((end) => end > g.x(span.from) && end <= g.x(span.to) + 1);
     const from = Math.max(g.x(span.from), g.gutter, ...(span.phase === "exposed" ? covered : []));
-    if (to - from < (rank.says ? 90 : 34)) continue;
+    if (to - from < (says ? 90 : 34)) continue;
     context.fillStyle = colour(`on-${known(span.phase)}`);
     context.textAlign = "left";
-    const text = rank.says ? trimmed(context, shown(rank.says), to - from - 10) : shown(span.phase);
+    const text = says ? trimmed(context, shown(says), to - from - 10) : shown(span.phase);
     if (context.measureText(text).width <= to - from - 8) context.fillText(text, from + 5, y + g.phases / 2 + 0.5);
   }
   const seen = rank.operations.filter((each) => g.x(each.entered) <= g.width && g.x(each.to) >= g.gutter);

@@ -41,6 +41,7 @@ section("lanes", "Every rank on one clock", ["lanes"], (document) => {
     laneTools(steps, step),
     laneLegend(step),
     element("div", { class: "picture" }, picture),
+    unlisted(step),
     element(
       "p",
       { class: "hint" },
@@ -65,6 +66,19 @@ section("lanes", "Every rank on one clock", ["lanes"], (document) => {
   ];
 });
 
+// A record has a bounded number of operations of a step.
+function unlisted(step) {
+  const [most, all] = step.ranks.reduce(
+    ([a, b], each) => [Math.max(a, each.unlisted || 0), b + (each.unlisted || 0)],
+    [0, 0],
+  );
+  if (!all) return null;
+  const text =
+    `Not drawn: ${plural(all, "operation")}, of one rank up to ${count(most)}. Of more than 64 collectives some are ` +
+    "recorded, of more than 64 messages from one rank to another none.";
+  return element("p", { class: "aside", id: "lanes-unlisted" }, text);
+}
+
 function mostWaited(model) {
   const joins = [...model.joins.values()].filter((each) => each.waited > 0);
   return joins.length ? joins.reduce((a, b) => (b.waited > a.waited ? b : a)).key : null;
@@ -85,7 +99,7 @@ function whereRanksWere({ ranks }) {
       { class: group[0].isCulprit ? "culprit" : null },
       group[0].isCulprit ? icon("error") : null,
       element("b", null, rankNames(group.map((each) => each.rank))),
-      ` ${group[0].says}`,
+      `: ${group[0].says}`,
     );
   return element("ul", { class: "says" }, [...together.values()].map(line));
 }
@@ -99,7 +113,7 @@ function laneLead({ step, joins }) {
   const [rank, most] = [...totals].reduce((a, b) => (b[1] > a[1] ? b : a), [null, 0]);
   const took = step.ended_us - step.began_us;
   const length = `Step ${count(step.step)} took ${time(took)}`;
-  const rest = step.estimated ? " Only communication has times of its own: other phases are drawn as sums." : "";
+  const rest = step.estimated ? " Its phases changed too often to be kept: they are drawn as sums." : "";
   if (step.ranks.length < 2) return `${length}.${rest}`;
   if (all < took * 0.02 || most < all * 0.4)
     return `${length}. Arrows run from the rank that came last to those that waited for it.${rest}`;
@@ -147,7 +161,9 @@ function laneTools(steps, step) {
 }
 
 function laneLegend(step) {
-  const phases = (isOpen(step) ? ["open"] : PHASES).map((name) =>
+  const isThere = (name) => step.ranks.some((rank) => rank.spans.some(([phase]) => phase === name));
+  const names = isOpen(step) ? [...PHASES, "open"].filter(isThere) : PHASES;
+  const phases = names.map((name) =>
     element("li", null, element("i", { class: `swatch phase-${name}` }), PHASE_NAMES[name]),
   );
   return element(

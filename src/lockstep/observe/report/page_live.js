@@ -32,10 +32,16 @@ function drawnOrTold(each) {
 }
 
 function keepingPlace(place, change) {
+  const boxes = () => {
+    [...place.querySelectorAll(".scroll, summary")].forEach((each, at) => {
+      each.id = `${place.id}-part-${at}`;
+    });
+    return place.querySelectorAll(".tall, .scroll");
+  };
+  for (const box of boxes()) page.scrolled[box.id] = box.scrollTop;
   const focused = place.contains(document.activeElement) ? document.activeElement.id : "";
-  for (const box of place.querySelectorAll("[id].tall")) page.scrolled[box.id] = box.scrollTop;
   change();
-  for (const box of place.querySelectorAll("[id].tall")) box.scrollTop = page.scrolled[box.id] || 0;
+  for (const box of boxes()) box.scrollTop = page.scrolled[box.id] || 0;
   if (focused) document.getElementById(focused)?.focus({ preventScroll: true });
 }
 

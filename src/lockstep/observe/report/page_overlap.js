@@ -15,7 +15,7 @@ section("overlap", "Communication", ["overlap"], (document) => {
       "div",
       { class: "columns" },
       element("div", null, element("h3", null, "Hidden and exposed, of a step"), overlapBars(overlap.ranks)),
-      element("div", null, element("h3", null, "What if"), whatIfs(overlap.what_if || [])),
+      element("div", null, element("h3", null, "What if"), whatIfs(overlap.what_if || []), estimated(overlap.what_if)),
     ),
     element("h3", null, "Who waited for whom"),
     element(
@@ -74,7 +74,8 @@ function whatIfs(all) {
       { class: "bar", "aria-hidden": "true" },
       element("i", { class: "plain", style: { width: `${(100 * each.step_us) / most}%` } }),
     );
-  const gain = (each) => (Math.abs(each.gain - 1) < 0.005 ? "\u2013" : `${digits(each.gain, 2)}\u00d7`);
+  const least = (each) => (each.is_least ? "\u2265 " : "");
+  const gain = (each) => (Math.abs(each.gain - 1) < 0.005 ? "\u2013" : `${least(each)}${digits(each.gain, 2)}\u00d7`);
   return table(
     [
       ["", "t"],
@@ -85,6 +86,13 @@ function whatIfs(all) {
     all.map((each) => [each.name, bar(each), time(each.step_us), gain(each)]),
     { "aria-label": "Steps played again with something changed" },
   );
+}
+
+function estimated(all) {
+  if (!all?.length) return null;
+  const hidden = "What DistributedDataParallel has hidden is not known: a faster network gains at least that much.";
+  const text = "Estimates: recorded steps, played again. \u201cAs recorded\u201d changes nothing.";
+  return element("p", { class: "aside" }, text, all.some((each) => each.is_least) ? ` ${hidden}` : "");
 }
 
 // One row for all ranks that waited for the same one at the same place.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 from lockstep.observe.report.source import Source
@@ -13,6 +14,7 @@ _CELLS_MAX, _ALL_CELLS_MAX, _EPOCHS_MAX = 2000, 6000, 200
 _CHECKS_MAX = 1000
 
 Fields = Mapping[str, Any]
+Told = tuple[int, Fields]  # by which rank
 
 
 # ------------------------------------------------------------------ coverage
@@ -20,9 +22,9 @@ Fields = Mapping[str, Any]
 
 def coverage_of(source: Source) -> dict[str, Any] | None:
     """Epoch by epoch; None where no rank has said which samples it used."""
-    said: dict[int, dict[str, dict[int, Fields]]] = defaultdict(lambda: defaultdict(dict))
+    said: dict[int, dict[str, list[Told]]] = defaultdict(lambda: defaultdict(list))
     for rank, note in source.notes("coverage"):
-        said[note.fields["epoch"]][note.attempt][rank] = note.fields
+        said[note.fields["epoch"]][note.attempt].append((rank, note.fields))
     if not said:
         return None
     order: dict[str, int] = {}  # of the attempts: a rank that came later has not seen the first ones
@@ -32,8 +34,8 @@ def coverage_of(source: Source) -> dict[str, Any] | None:
     epochs: list[dict[str, Any]] = []
     room = _ALL_CELLS_MAX
     for epoch in sorted(said, reverse=True)[:_EPOCHS_MAX]:  # the newest are drawn, where not all can be
-        by_rank = said[epoch][max(said[epoch], key=order.__getitem__)]
-        found = _epoch(epoch, by_rank, is_last=epoch == max(said))
+        starts = [said[epoch][name] for name in sorted(said[epoch], key=order.__getitem__)]
+        found = _epoch(epoch, starts, is_last=epoch == max(said))
         room -= len(found["cells"])
         if room < 0:
             found["cells"] = []
@@ -41,29 +43,63 @@ def coverage_of(source: Source) -> dict[str, Any] | None:
     return {"epochs": epochs[::-1]}
 
 
-def _epoch(epoch: int, by_rank: Mapping[int, Fields], *, is_last: bool) -> dict[str, Any]:
+def _epoch(epoch: int, starts: Sequence[Sequence[Told]], *, is_last: bool) -> dict[str, Any]:
+    """starts: all that ranks have told of that epoch, by the start of the run."""
+    by_rank = dict(starts[-1])
     some = by_rank[min(by_rank)]
-    length, bins = some["length"], {rank: fields.get("bins", ()) for rank, fields in by_rank.items()}
+    length, (bins, unknown) = some["length"], _bins(starts)
     total = next((fields["total"] for fields in by_rank.values() if "total" in fields), None)
     used = sum((_tally(fields["digest"]) for fields in by_rank.values()), start=Tally())
     samples = total["samples"] if total else sum(fields["samples"] for fields in by_rank.values())
     words = total.get("words", "") if total else ""
     is_sealed = total.get("verdict") == "exact" if total else used == _due(some)
+    is_open = is_last or any(fields.get("left_early") for fields in by_rank.values())
+    earlier = some.get("earlier", 0)
     twice, missing, where = (0, 0, "") if is_sealed else _uneven(length, bins)
     return {
         "epoch": epoch,
         "length": length,
         "samples": samples,
         "sealed": is_sealed,
-        "running": is_last and not is_sealed and samples < length - some.get("dropped", 0),
+        "running": is_open and not is_sealed and samples < length - some.get("dropped", 0) - earlier,
         "digest": total["digest"] if total else used.digest().hex(),
         "twice": max(0, twice - some.get("repeated", 0)),
-        "missing": max(0, missing - some.get("dropped", 0)),
+        "missing": max(0, missing - some.get("dropped", 0) - earlier),
+        "earlier": earlier or unknown,
         "repeated": some.get("repeated", 0),
         "dropped": some.get("dropped", 0),
         "examples": "; ".join(filter(None, ("" if is_sealed else words, where))),
         "cells": _cells(length, bins),
     }
+
+
+def _bins(starts: Sequence[Sequence[Told]], samples: int | None = None) -> tuple[dict[int, list[int]], int]:
+    """By rank: how often the last start, and those that it went on from, used samples of each part of the epoch.
+
+    samples: that all had used when this was told; None: the newest. And how many of them are of a start of which
+    nothing is known.
+    """
+    *before, told = starts
+    by_rank = {rank: fields for rank, fields in told if samples is None or _whole(fields) == samples}
+    bins = {rank: list(fields.get("bins", ())) for rank, fields in by_rank.items()}
+    wholes = {_whole(fields) for fields in by_rank.values()}
+    whole = wholes.pop() if len(wholes) == 1 else None
+    earlier = 0 if whole is None else whole - sum(fields["samples"] for fields in by_rank.values())
+    if earlier <= 0:
+        return bins, 0
+    while before and not any(_whole(fields) == earlier for _, fields in before[-1]):
+        before.pop()
+    if not before:
+        return bins, earlier
+    others, unknown = _bins(before, earlier)
+    for rank, counts in others.items():
+        bins[rank] = [sum(each) for each in zip_longest(bins.get(rank, ()), counts, fillvalue=0)]
+    return dict(sorted(bins.items())), unknown
+
+
+def _whole(fields: Fields) -> int | None:
+    """Samples of all ranks, of all starts, where they have put together what they know."""
+    return fields["total"]["samples"] if "total" in fields else None
 
 
 def _due(fields: Fields) -> Tally | None:

@@ -65,47 +65,43 @@ class Source(NamedTuple):
 def find_run(folder: Path | None, below: Path) -> Path:
     """The folder of a run: `folder`, or the newest one in `below`.  Raises: ConfigError where there is none."""
     if folder is None:
-        found = {place: _files(record_in(place)) for place in below.glob("*") if place.is_dir()}
+        found = {place: files_in(record_in(place)) for place in below.glob("*") if place.is_dir()}
         times = {max(path.stat().st_mtime for path in files): place for place, files in found.items() if files}
         if not times:
             raise ConfigError(f"there is no run in {below}/: `lockstep run` makes one, or give the folder of a run")
         return times[max(times)].resolve()
     folder = folder.resolve()
-    if not _files(record_in(folder)):
+    if not files_in(record_in(folder)):
         raise ConfigError(
             f"{folder} holds no record of a run: give the folder that `lockstep run` or `train` has named, or none "
             "for the newest one in runs/"
         )
-    return folder.parent if folder.name == RECORD and not _files(folder.parent) else folder
+    return folder.parent if folder.name == RECORD and not files_in(folder.parent) else folder
 
 
 def record_in(folder: Path) -> Path:
     """Where the record of the run in `folder` lies."""
-    return next((place for place in (folder, folder / RECORD) if _files(place)), folder)
+    return next((place for place in (folder, folder / RECORD) if files_in(place)), folder)
 
 
-def _files(place: Path) -> list[Path]:
+def files_in(place: Path) -> list[Path]:
+    """Those of a record."""
     return [*place.glob("rank-*.jsonl"), *place.glob(LAUNCH)]
 
 
-def flights_of(folder: Path) -> tuple[Path, ...]:
-    """Where the newest start of the run in `folder` has its flight records, as its launchers of this machine say."""
-    launch = _launch_in(folder)
-    return launch.attempts[-1].flights if launch is not None and launch.attempts else ()
-
-
-def ranks_in(folder: Path) -> Path:
-    """Where the ranks of the run that was launched in `folder` record."""
-    launch = _launch_in(folder)
-    return folder if launch is None or launch.record is None else record_in(launch.record)
-
-
-def _launch_in(folder: Path) -> Launch | None:
+def places_of(folder: Path) -> tuple[Path, tuple[Path, ...]]:
+    """Where the ranks of the run that was launched in `folder` record; and where its newest start has its flight
+    records, as its launchers of this machine say.
+    """
     launches = _Launches()
     with suppress(OSError, ConfigError):  # there is none, or what follows is none of ours
         for line in _Tail(folder / LAUNCH).lines():
             launches.feed(line)
-    return launches.launch
+    launch = launches.launch
+    if launch is None:
+        return folder, ()
+    record = folder if launch.record is None else record_in(launch.record)
+    return record, launch.attempts[-1].flights if launch.attempts else ()
 
 
 @final
@@ -194,13 +190,10 @@ class _Launches:
 
     def feed(self, line: str) -> None:
         """The next line.  Raises: ConfigError where it is none of ours."""
-        with suppress(json.JSONDecodeError):  # cut off by the end of a launcher that was killed
-            values = json.loads(line)
-            self._take(values)
-
-    def _take(self, values: Any) -> None:
         try:
-            self.launch = _with(self.launch, values)
+            self.launch = _with(self.launch, json.loads(line))
+        except json.JSONDecodeError:  # cut off by the end of a launcher that was killed
+            return
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"a line is none of a launcher: {error!r}") from error
 

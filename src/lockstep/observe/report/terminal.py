@@ -19,7 +19,7 @@ from rich.live import Live
 from lockstep.errors import ConfigError
 from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Stand, Tail, rows_of
-from lockstep.observe.report.source import flights_of, ranks_in
+from lockstep.observe.report.source import places_of
 from lockstep.observe.report.terminal_frame import Picture, card_lines, frame, header
 from lockstep.observe.scene import Limits, Scene
 from lockstep.observe.wording import names
@@ -34,13 +34,16 @@ class TerminalView:
     """Shows the run in `folder`: live in a terminal, as a line per change where the output is a file or a pipe.
 
     document: gives the report's newest document, and is asked twice a second; it may raise ConfigError while nothing
-    is recorded.
+    is recorded. about: a line that stays on the screen meanwhile.
     """
 
-    def __init__(self, folder: Path, document: Callable[[], Mapping[str, Any]], file: TextIO = sys.stdout) -> None:
+    def __init__(
+        self, folder: Path, document: Callable[[], Mapping[str, Any]], file: TextIO = sys.stdout, about: str = ""
+    ) -> None:
         self._folder = folder
         self._document = document
         self._file = file
+        self._about = about
         self._newest: Mapping[str, Any] = {"run": {"id": folder.name, "status": "unknown"}, "cards": []}
         self._tails: dict[int, Tail] = {}
         self._onlooker = Onlooker()
@@ -58,14 +61,15 @@ class TerminalView:
 
     def look(self) -> Picture:
         """The run as it is now."""
-        self._onlooker.follow(flights_of(self._folder))
+        record, flights = places_of(self._folder)
+        self._onlooker.follow(flights)
         scene = Scene(-1, self._onlooker.sights(), self._onlooker.records_of, Limits())
         with contextlib.suppress(ConfigError):  # nothing is recorded yet
             self._newest = self._document()
         run = self._newest["run"]
         if run["status"] == "running" and run.get("began"):  # a document is only built where there is something new
             run = {**run, "wall_s": time.time() - datetime.fromisoformat(run["began"]).timestamp()}
-        for path in ranks_in(self._folder).glob("rank-*.jsonl"):
+        for path in record.glob("rank-*.jsonl"):
             if path.stem[5:].isdigit():
                 self._tails.setdefault(int(path.stem[5:]), Tail(path))
         for tail in self._tails.values():
@@ -94,7 +98,8 @@ class TerminalView:
             try:
                 with Live(console=console, screen=True, auto_refresh=False) as live:
                     while not (picture.is_over or stop.is_set()):
-                        live.update(Group(*frame(picture, *console.size)), refresh=True)
+                        shown = picture._replace(about=self._about)
+                        live.update(Group(*frame(shown, *console.size)), refresh=True)
                         stop.wait(_PERIOD_S)
                         picture = self.look()
             finally:  # the screen is what it was before, and the last picture stays

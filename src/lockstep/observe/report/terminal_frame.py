@@ -33,6 +33,7 @@ class Picture(NamedTuple):
     rows: Sequence[RankRow]
     values: Mapping[str, float]  # the newest scalars
     cards: Sequence[Mapping[str, Any]]  # of the document, the worst first
+    about: str = ""  # where else it is shown
 
     @property
     def is_over(self) -> bool:
@@ -57,7 +58,7 @@ def frame(picture: Picture, width: int, height: int | None = None) -> list[Text]
     Ranks that do the same share a row where there is no room for all.
     """
     columns = _columns(picture.rows, width)
-    lines = header(picture)
+    lines = [*header(picture), *([Text(picture.about, "bright_black")] if picture.about else [])]
     legend = [Text(_LEGEND, "bright_black")] if any(column.title == "time" for column in columns) else []
     rows, per_row, room = picture.rows, 2, None
     if height is not None:

@@ -1,0 +1,67 @@
+"""Functional collectives, which DTensor and torch.compile make: they go from the dispatcher to C++, past ProcessGroup.
+
+So a kernel is put before those of the dispatcher: it calls the next one, and enters what that has started. It runs for
+compiled code too, which knows nothing of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lockstep.observe.call_site import call_site
+from lockstep.observe.torch_groups import WatchedGroup
+from lockstep.observe.torch_operations import CALLS
+
+_NAMESPACE = "_c10d_functional"
+_BEFORE = "ADInplaceOrView"  # a key of every tensor, which comes after autograd's
+_METHODS = {  # of ProcessGroup, by the functions that call them
+    "all_reduce": "allreduce",
+    "all_reduce_": "allreduce",
+    "all_reduce_coalesced": "allreduce_coalesced",
+    "all_reduce_coalesced_": "allreduce_coalesced",
+    "all_gather_into_tensor": "_allgather_base",
+    "all_gather_into_tensor_out": "_allgather_base",
+    "all_gather_into_tensor_coalesced": "allgather_into_tensor_coalesced",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "reduce_scatter_tensor_out": "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_tensor_coalesced",
+    "all_to_all_single": "alltoall_base",
+    "broadcast": "broadcast",
+    "broadcast_": "broadcast",
+}
+
+
+def watch_functional(adopt: Callable[[Any], WatchedGroup | None]) -> Callable[[], None]:
+    """Enter what functional collectives start in groups that `adopt` knows. The result ends that."""
+    import torch
+    from torch._C import _after_ADInplaceOrView_keyset as after  # pyright: ignore[reportAttributeAccessIssue]
+    from torch._C import _distributed_c10d
+
+    c10d: Any = _distributed_c10d
+    library = torch.library.Library(_NAMESPACE, "IMPL")
+    reductions = {name.lower(): kind.value for name, kind in c10d.ReduceOp.RedOpType.__members__.items()}
+
+    def entered(function: Any, method: str, keys: Any, *args: Any, **out: Any) -> Any:
+        group = c10d._resolve_process_group(args[-1]) if isinstance(args[-1], str) else args[-1]
+        watched = adopt(group)
+        if watched is None or watched.inside:
+            return function.redispatch(keys & after, *args, **out)
+        site = call_site()
+        watched.catch_up(group._get_sequence_number_for_group(), site)
+        result = function.redispatch(keys & after, *args, **out)
+        number = group._get_sequence_number_for_group()
+        if number != watched.seen:  # else it is only traced
+            call, tensors = CALLS[method], args[0] if isinstance(args[0], list | tuple) else args[:1]
+            shape = tensors[0].shape if call.has_shape else None
+            reduction = reductions.get(args[1]) if call.reduces else None
+            operation = method, len(tensors), tensors[0].dtype, shape, reduction, args[1] if call.has_root else None, 0
+            watched.started(number, operation, site)
+        return result
+
+    for name, method in _METHODS.items():
+        packet = getattr(getattr(torch.ops, _NAMESPACE), name, None)
+        if packet is not None:
+            library.impl(name, partial(entered, packet.default, method), _BEFORE, with_keyset=True)
+    return library._destroy

@@ -1,0 +1,210 @@
+"""What DistributedDataParallel wraps and how its forward is called, told as facts: see `torch_training`.
+
+Its parameters before torch looks at them; then, of each step, what was averaged, what is frozen, and what had no part
+in the loss.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+import re
+import sys
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from typing import Any, final
+
+from lockstep.observe.call_site import call_site
+from lockstep.observe.guard import Guard
+from lockstep.observe.patches import Patches
+from lockstep.observe.torch_data import may_share_samples
+from lockstep.observe.torch_replicas import Model
+
+_FEW = 10  # steps: all looked at, and then every tenth
+_EXPLAIN_S = 1.0
+_UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
+_MANY = 4  # synchronised forwards of one step: that many are told before it ends, for it may not end
+_NAMED = 20  # parameters that a fact names
+
+
+@final
+class ModelFacts:
+    """Of one rank: of its `models`, by id of DDP's reducer; others put theirs there by id of the optimizer.
+
+    follow: is given the parameters of each model that DDP wraps.
+    """
+
+    def __init__(
+        self, guard: Guard, models: dict[int, Model], patches: Patches, follow: Callable[[Iterable[Any]], None]
+    ) -> None:
+        self._guard, self._models, self._patches, self._follow = guard, models, patches, follow
+        self._wrapped = 0
+
+    def watch_models(self) -> None:
+        """DistributedDataParallel is there."""
+        from torch._C._distributed_c10d import Reducer
+        from torch.nn.parallel.distributed import DistributedDataParallel
+
+        self._patches.replace(DistributedDataParallel, "__init__", self._wrapping)
+        self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
+
+    def watch_our_models(self) -> None:
+        """Our own DistributedDataParallel is there, whose forwards do not go through torch's Reducer."""
+        self._patches.replace(sys.modules["lockstep.parallel.ddp"].DistributedDataParallel, "__init__", self._wrapping)
+
+    # ------------------------------------------------------------------ when they are wrapped
+
+    def _wrapping(self, old: Callable[..., None]) -> Callable[..., None]:
+        signature = inspect.signature(old)
+
+        @functools.wraps(old)
+        def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
+            given = signature.bind(ddp, *args, **kwargs).arguments
+            team = self._team_of(given.get("process_group"), given.get("device_mesh"))
+            if not team:
+                old(ddp, *args, **kwargs)
+                return
+            self._describe(given["module"], team)
+            try:
+                old(ddp, *args, **kwargs)
+            except Exception as error:
+                self._explain(error)
+                raise
+            ignored = set(ddp.parameters_to_ignore)
+            named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+            self._models[id(ddp.reducer)] = Model(ddp, team, "ddp", call_site(), named)
+            self._follow(ddp.module.parameters())
+
+        return init
+
+    def _team_of(self, group: Any, mesh: Any) -> str:
+        """A name for the ranks that average, in which the number of this model is; "" where they are not the job's."""
+        import torch.distributed as dist
+
+        mine = (self._guard.rank, self._guard.world_size)
+        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != mine:
+            return ""
+        if group is None and mesh is not None:
+            if mesh.ndim != 1:
+                return ""
+            group = mesh.get_group(0)
+        ranks = list(getattr(group, "global_ranks", ())) or dist.get_process_group_ranks(group)
+        self._wrapped += 1
+        return f"{zlib.crc32(repr(ranks).encode()):08x}/{len(ranks)}/{self._wrapped}"
+
+    def _describe(self, module: Any, team: str) -> None:
+        """Tell which parameters there are, before torch looks at them in its own way."""
+        from torch.nn.parameter import is_lazy
+
+        from lockstep.observe.model_match import describe_model
+
+        if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            return
+        rows = describe_model(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
+        self._guard.facts.tell(f"model {team}", "wrapped", [digest, call_site()], lambda: rows)
+        self._guard.facts.show(f"model {team}", "wrapped")
+
+    def _explain(self, error: Exception) -> None:
+        """Raise what the guards make of it, if they find something soon.  Raises: CommError, ReplicaError."""
+        deadline = time.monotonic() + _EXPLAIN_S
+        while (found := self._guard.look_now()) is None or not found.is_certain:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+        raise found.error() from error
+
+    # ------------------------------------------------------------------ when they are called
+
+    def _forwarding(self, old: Callable[..., bool]) -> Callable[..., bool]:
+        """Reducer._rebuild_buckets, which every forward calls that will have a backward."""
+
+        @functools.wraps(old)
+        def _rebuild_buckets(reducer: Any) -> bool:
+            model = self._models.get(id(reducer))
+            if model is None or model.module() is None:
+                return old(reducer)
+            self._begin_forward(model)
+            try:
+                return old(reducer)
+            except RuntimeError as error:
+                for is_alone in (False, True):
+                    self._tell_unused(model, str(error), is_alone)
+                    self._explain(error)
+                raise
+
+        return _rebuild_buckets
+
+    def _begin_forward(self, model: Model) -> None:
+        step = self._guard.recorder.step
+        ddp: Any = model.module()
+        if ddp.require_backward_grad_sync:
+            model.synced += 1
+            if model.synced & (model.synced - 1) == 0 and model.synced >= _MANY:
+                self._tell_synced(model, step, call_site())
+        else:
+            model.unsynced += 1
+            model.unsynced_site = call_site()
+        if model.synced + model.unsynced == 1 and (step < _FEW or step % _FEW == 0):
+            frozen = model.frozen()
+            value = [frozen[:_NAMED], not ddp.find_unused_parameters, call_site() if frozen else ""]
+            self._guard.facts.tell(f"trained {model.team}", step, value)
+
+    def _tell_synced(self, model: Model, step: int, site: str) -> None:
+        value = [model.synced, model.unsynced, site]
+        if value != model.told and not model.joins:
+            model.told = value
+            self._guard.facts.tell(f"sync {model.team}", step, value)
+
+    def _tell_unused(self, model: Model, text: str, is_alone: bool) -> None:
+        found = _UNUSED.search(text)
+        if found is not None:
+            indices = [int(word) for word in found[1].split()]
+            names = [model.names[index] for index in indices if index < len(model.names)]
+            value = [names[:_NAMED], is_alone, call_site()]
+            self._guard.facts.tell(f"unused {model.team}", self._guard.recorder.step, value)
+
+    # ------------------------------------------------------------------ when a step ends
+
+    def end_step(self, step: int) -> list[Model]:
+        """The models of which no forward was seen in `step`, unlike in others before."""
+        unseen: list[Model] = []
+        for key, model in list(self._models.items()):
+            if model.module() is None:
+                del self._models[key]
+            elif model.synced or model.unsynced:
+                self._tell_synced(model, step, model.unsynced_site)
+                model.synced, model.unsynced, model.unsynced_site = 0, 0, ""
+                model.is_forwarded = True
+            elif model.is_forwarded:
+                unseen.append(model)
+            if step == 0:
+                self._guard.facts.hide(f"model {model.team}")
+        return unseen
+
+    # ------------------------------------------------------------------ whom they are of
+
+    def named(self, optimizer: Any) -> list[tuple[str, Any]]:
+        """The parameters of `optimizer`, by the names that models have for them."""
+        from lockstep.observe.replica import plain_name
+
+        names: dict[int, str] = {}
+        for model in self._models.values():
+            module = model.module()
+            if module is not None:
+                inside = module.module if model.kind == "ddp" else module
+                names.update((id(param), plain_name(name)) for name, param in inside.named_parameters())
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return [(names.get(id(param), f"parameter {index}"), param) for index, param in enumerate(params)]
+
+    def team(self) -> tuple[str, bool, bool]:
+        """The ranks that share a model with this one; may they have other numbers of batches, and the same samples?"""
+        size = self._guard.world_size
+        for model in self._models.values():
+            if (module := model.module()) is not None:
+                team = "hand" if model.kind == "hand" else model.team
+                return team.rpartition("/")[0] or f"hand/{size}", model.joins, may_share_samples(module, size)
+        return f"hand/{size}", False, False

@@ -1,0 +1,379 @@
+"""Which samples loaders are to hand out, and which they have: the notes of all ranks must add up to the epoch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+import lockstep
+from lockstep.observe.dealt_samples import Share, deal_of
+from lockstep.observe.profile.notes import Later, take_notes
+from lockstep.observe.tally import BINS, Tally, tally_from, tally_of, whole_tally
+from lockstep.observe.torch_data import DataWatch, may_share_samples
+
+Fields = Mapping[str, Any]
+
+# ------------------------------------------------------------------ by which rule
+
+
+def handed(loader: DataLoader[Any], batches: int | None = None) -> dict[str, Any]:
+    """The note of a pass over `loader`, or of its first batches."""
+    deal = deal_of(loader)
+    assert deal is not None
+    assert loader.batch_sampler is not None
+    share, drawn = Share(deal), list(loader.batch_sampler)
+    share.drawn += drawn
+    share.count(len(drawn[:batches]) // 2)
+    fields = share.fields(len(drawn[:batches]), batches is None)
+    if batches is None:
+        assert fields["samples"] == sum(map(len, drawn)) == sum(fields["bins"])
+    return fields
+
+
+def tally_in(fields: Fields, name: str) -> Tally:
+    return tally_from(bytes.fromhex(fields[name])) if name in fields else Tally()
+
+
+def is_sealed(ranks: list[dict[str, Any]]) -> bool:
+    """As the report has it."""
+    again, left = tally_in(ranks[0], "again"), tally_in(ranks[0], "left")
+    assert (again.count, left.count) == (ranks[0].get("repeated", 0), ranks[0].get("dropped", 0))
+    used = sum((tally_in(fields, "digest") for fields in ranks), start=Tally())
+    return used == tally_in(ranks[0], "whole") + again - left
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 63, 64, 203])
+@pytest.mark.parametrize("is_shuffled", [False, True])
+@pytest.mark.parametrize("drops", ["nothing", "in the sampler", "in the loader"])
+@pytest.mark.parametrize("kind", ["stock", "torch", "keyed"])
+@pytest.mark.filterwarnings("ignore")
+def test_what_samplers_deal_adds_up_to_the_epoch(length: int, is_shuffled: bool, drops: str, kind: str) -> None:
+    make: Any = DistributedSampler if kind == "stock" else partial(lockstep.DistributedSampler, order=cast(Any, kind))
+    data: Any = range(length)
+    in_sampler = drops == "in the sampler"
+    for world_size in [n for n in (1, 2, 3, 7) if kind == "stock" or not in_sampler or n <= length]:
+        ranks = []
+        for rank in range(world_size):
+            sampler = make(data, world_size, rank, is_shuffled, 5, in_sampler)
+            sampler.set_epoch(3)
+            loader = DataLoader(data, 4, sampler=sampler, drop_last=drops == "in the loader")
+            deal = deal_of(loader)
+            assert deal is not None
+            assert (deal.epoch, deal.length, deal.start) == (3, length, 0)
+            ranks.append(handed(loader))
+            assert len(ranks[-1]["bins"]) == min(BINS, length)
+            assert tally_in(ranks[-1], "whole") == whole_tally(length)
+        assert is_sealed(ranks), (world_size, ranks)
+        ranks[0]["digest"] = tally_of([length] * ranks[0]["samples"]).digest().hex()
+        assert not is_sealed(ranks) or not ranks[0]["samples"]
+
+
+def test_pass_that_goes_on_says_from_where() -> None:
+    data: Any = range(50)
+    ranks = []
+    for rank in range(3):
+        sampler = lockstep.DistributedSampler(data, 3, rank)
+        sampler.load_state_dict({**sampler.state_dict(), "consumed": 16})
+        loader = DataLoader(data, 4, sampler=sampler)
+        deal = deal_of(loader)
+        assert deal is not None
+        assert list(deal.order()) == list(lockstep.DistributedSampler(data, 1, 0))
+        ranks.append(handed(loader))
+    assert [(fields["earlier"], fields["samples"]) for fields in ranks] == [(16, 12)] * 3
+    assert ranks[0]["repeated"] == 2
+    assert {fields["left_early"] for fields in ranks} == {False}
+
+
+class Ours(DistributedSampler[Any]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(4))
+
+
+class Buckets(BatchSampler):
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([[0, 1], [0, 1]])
+
+
+def stock(rank: int = 0, **options: Any) -> DistributedSampler[Any]:
+    return DistributedSampler(cast(Any, range(20)), 2, rank, **options)
+
+
+def test_nothing_is_said_of_what_may_be_meant() -> None:
+    data = TensorDataset(torch.arange(20))
+    weighted = WeightedRandomSampler([1.0] * 20, 20)
+    for sampler in (SequentialSampler(data), RandomSampler(data), weighted, Ours(data, 2, 0)):
+        assert deal_of(DataLoader(data, 4, sampler=sampler)) is None
+    assert deal_of(DataLoader(data, batch_sampler=Buckets(stock(), 2, False))) is None
+    assert deal_of(DataLoader(Stream(4))) is None
+    uneven = lockstep.DistributedSampler(data, 3, 0, pad="none")
+    assert deal_of(DataLoader(data, 4, sampler=uneven, drop_last=True)) is None  # no rank knows what the others have
+    for loader in (DataLoader(data, 4, sampler=uneven), DataLoader(data, None, sampler=stock())):
+        deal = deal_of(loader)
+        assert deal is not None
+        assert (deal.length, deal.total) == (20, 20)
+
+
+# ------------------------------------------------------------------ Accelerate's
+
+
+@pytest.mark.parametrize("sampling", ["seeded", "generator", "in order"])
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"even_batches": False}])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_what_accelerate_shards_adds_up_to_the_epoch(sampling: str, options: dict[str, Any], drop_last: bool) -> None:
+    accelerate: Any = pytest.importorskip("accelerate.data_loader", reason="Accelerate is not installed")
+
+    def notes(length: int, world_size: int, seeds: Sequence[int], skipped: int = 0) -> list[dict[str, Any]]:
+        data: Any = range(length)
+        found = []
+        for rank in range(world_size):
+            seed = seeds[rank % len(seeds)]
+            samplers: dict[str, Any] = {
+                "seeded": partial(accelerate.SeedableRandomSampler, data_seed=seed),
+                "generator": partial(RandomSampler, generator=torch.Generator().manual_seed(seed)),
+                "in order": SequentialSampler,
+            }
+            batches = BatchSampler(samplers[sampling](data), 8, drop_last)
+            shard = accelerate.BatchSamplerShard(batches, world_size, rank, **options)
+            batches = accelerate.SkipBatchSampler(shard, skipped) if skipped else shard
+            found.append(handed(DataLoader(data, batch_sampler=batches)))
+        return found
+
+    for length, world_size in itertools.product((1, 3, 8, 31, 32, 67), (1, 2, 4)):
+        assert is_sealed(notes(length, world_size, [3])), (length, world_size)
+    assert is_sealed(notes(67, 2, [3, 4])) == (sampling == "in order")  # ranks that were seeded otherwise
+    together = 8 if "split_batches" in options else 16
+    assert [fields["earlier"] for fields in notes(67, 2, [3], skipped=2)] == [2 * together] * 2
+
+
+def test_shard_of_what_is_dealt_already_is_no_whole_epoch() -> None:
+    accelerate: Any = pytest.importorskip("accelerate.data_loader", reason="Accelerate is not installed")
+    data: Any = range(64)
+    shards = [
+        accelerate.BatchSamplerShard(BatchSampler(DistributedSampler(data, 2, rank), 4, False), 2, rank)
+        for rank in range(2)
+    ]
+    ranks = [handed(DataLoader(data, batch_sampler=shard)) for shard in shards]
+    assert [fields["samples"] for fields in ranks] == [16, 16]
+    assert not is_sealed(ranks)
+    weighted = BatchSampler(WeightedRandomSampler([1.0] * 64, 64), 4, False)
+    assert deal_of(DataLoader(data, batch_sampler=accelerate.BatchSamplerShard(weighted, 2, 0))) is None
+
+
+# ------------------------------------------------------------------ under watch
+
+
+class Watched:
+    """A rank whose loaders are watched: what it notes of samples, and tells of passes."""
+
+    def __init__(self, request: pytest.FixtureRequest) -> None:
+        self.recorder = SimpleNamespace(step=0)
+        self.before_look: list[Callable[[], None]] = []
+        self.facts = self
+        self.told: list[tuple[str, int, Any]] = []
+        self.notes: list[dict[str, Any]] = []
+        self.may_share = False
+        self.watch = DataWatch(cast(Any, self), lambda: ("team/2", False, self.may_share))
+        self.watch.watch_loaders()
+        request.addfinalizer(self.watch.close)
+        request.addfinalizer(take_notes(self))
+
+    def tell(self, topic: str, key: int, value: Any) -> None:
+        self.told.append((topic, key, value))
+
+    def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
+        assert later is not None
+        self.notes.append({**fields, **(later() or {})})
+
+    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
+        raise AssertionError
+
+    def train(self, batches: Iterable[Any], limit: int | None = None) -> None:
+        for batch in itertools.islice(batches, limit):
+            self.step(batch)
+
+    def step(self, _: Any) -> None:
+        self.recorder.step += 1
+        for look in self.before_look:
+            look()
+
+    @property
+    def epochs(self) -> list[tuple[int, int, bool]]:
+        """Epoch, samples, left early."""
+        return [(note["epoch"], note["samples"], note["left_early"]) for note in self.notes]
+
+
+@pytest.fixture
+def watched(request: pytest.FixtureRequest) -> Watched:
+    return Watched(request)
+
+
+class Rows(Dataset[Any]):
+    """One that a worker can be given."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.full((3,), float(index)).cumsum(0), "name": str(index)}
+
+
+class Stream(IterableDataset[Tensor]):
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return iter(torch.arange(9.0))
+
+
+def used(ids: Iterable[int]) -> str:
+    return tally_of(list(ids)).digest().hex()
+
+
+def test_passes_are_noted_as_far_as_they_were_handed_out(watched: Watched) -> None:
+    sampler = stock()
+    loader = DataLoader(Rows(), 3, sampler=sampler)
+    sampler.set_epoch(4)
+    watched.train(loader, limit=2)
+    assert not watched.notes  # nobody knows yet that no more will come
+    expected = [used(list(sampler)[:6])]
+    sampler.set_epoch(5)
+    watched.train(loader)
+    for batch in loader:  # an evaluation
+        assert len(batch["x"]) > 0
+    watched.watch.finish()
+    assert watched.epochs == [(4, 6, True), (5, 10, False)]
+    assert [note["digest"] for note in watched.notes] == [*expected, used(sampler)]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_stay_and_draw_ahead(watched: Watched) -> None:
+    sampler = stock()
+    loader = DataLoader(Rows(), 2, sampler=sampler, num_workers=2, prefetch_factor=4, persistent_workers=True)
+    try:
+        watched.train(loader, limit=3)
+        watched.train(loader)
+        watched.watch.finish()
+    finally:
+        assert loader._iterator is not None
+        cast(Any, loader._iterator)._shutdown_workers()
+    assert watched.epochs == [(0, 6, True), (1, 10, False)]
+    assert [note["digest"] for note in watched.notes] == [used(list(sampler)[:6]), used(sampler)]
+    assert [(topic, key) for topic, key, _ in watched.told] == [("data team/2/0", 0), ("data team/2/0", 1)]
+
+
+def test_loaders_made_for_each_epoch_are_one(watched: Watched) -> None:
+    data = Rows()
+    for _ in range(3):  # nobody but the loop has them
+        watched.train(DataLoader(data, 2, sampler=stock(shuffle=True)))
+    assert watched.epochs == [(0, 10, False), (1, 10, False), (2, 10, False)]
+    assert [(topic, key) for topic, key, _ in watched.told] == [("data team/2/0", key) for key in range(3)]
+    assert ["set_epoch" in (value["order"] or "") for _, _, value in watched.told] == [False, True, True]
+
+
+def test_loaders_that_nobody_keeps_within_their_pass(watched: Watched) -> None:
+    data = Rows()
+    for _ in range(2):
+        for batch in DataLoader(data, 2, sampler=stock(shuffle=True)):
+            watched.step(batch)
+    assert ["set_epoch" in (value["order"] or "") for _, _, value in watched.told] == [False, True]
+
+
+def test_of_two_loaders_that_take_turns_the_first_is_followed(watched: Watched) -> None:
+    data = Rows()
+    samplers = [stock(), stock(seed=9)]
+    loaders = [DataLoader(data, 2, sampler=sampler) for sampler in samplers]
+    expected = []
+    for epoch in range(2):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        expected.append(used(samplers[0]))
+        for pair in zip(*loaders, strict=False):
+            for batch in pair:
+                watched.step(batch)
+    watched.train(DataLoader(Rows(), 2, sampler=stock()))  # another dataset
+    assert watched.epochs == [(0, 10, False), (1, 10, False)]
+    assert [note["digest"] for note in watched.notes] == expected
+    assert not [value["order"] for _, _, value in watched.told if value["order"]]
+
+
+def test_each_loader_over_a_dataset_has_an_order_of_its_own(watched: Watched) -> None:
+    data = Rows()
+    stays, moves = stock(shuffle=True), stock(shuffle=True, seed=9)
+    loaders = [DataLoader(data, 2, sampler=sampler) for sampler in (stays, moves)]
+    for epoch in range(2):
+        moves.set_epoch(epoch)
+        for loader in loaders:
+            watched.train(loader)
+    assert ["set_epoch" in (value["order"] or "") for _, _, value in watched.told] == [False, False, True, False]
+
+
+def test_a_pass_that_was_left_early_is_not_compared(watched: Watched) -> None:
+    loader = DataLoader(Rows(), 2, sampler=stock(shuffle=True))
+    for limit in (None, 2, None):
+        watched.train(loader, limit)
+    assert ["set_epoch" in (value["order"] or "") for _, _, value in watched.told] == [False, True, False]
+
+
+def test_loader_that_goes_on_from_its_state_says_how_much_it_skips(watched: Watched) -> None:
+    loader = DataLoader(Rows(), 2, sampler=stock())
+    iterator: Any = iter(loader)
+    iterator._sampler_iter = itertools.islice(iterator._sampler_iter, 3, None)  # as torchdata's StatefulDataLoader does
+    iterator._num_yielded = 3
+    watched.train(iterator)
+    (note,) = watched.notes
+    assert (note["samples"], note["earlier"], note["left_early"]) == (4, 12, False)
+
+
+def test_datasets_that_cannot_be_referred_to_are_not_kept(watched: Watched) -> None:
+    watched.train(DataLoader([torch.ones(3).cumsum(0) * n for n in range(20)], 2, sampler=stock()))
+    assert watched.epochs == [(0, 10, False)]
+    assert [seen.owner() for seen in watched.watch._datasets.values()] == [None]
+
+
+def test_asking_for_lengths_leaves_no_trace(watched: Watched) -> None:
+    loader = DataLoader(Stream(4), 2)  # it says 4 and has 9: torch warns, if it was asked
+    for _ in range(2):
+        watched.train(loader)
+    assert [value["batches"] for _, _, value in watched.told] == [2, 2]
+
+
+def test_ranks_that_compute_a_layer_together_may_share_samples() -> None:
+    def model(shape: tuple[int, ...]) -> nn.Module:
+        layer = nn.Linear(2, 2)
+        for param in layer.parameters():
+            cast(Any, param).device_mesh = SimpleNamespace(ndim=len(shape), size=lambda: int(torch.Size(shape).numel()))
+        return nn.Sequential(layer)
+
+    assert not may_share_samples(nn.Linear(2, 2), 4)
+    for shape in ((4,), (2,), (2, 2)):
+        assert may_share_samples(model(shape), 4)
+        sharded = model(shape)
+        cast(Any, sharded).set_requires_gradient_sync = lambda _: None
+        assert may_share_samples(sharded, 4) == (shape != (4,))
+
+
+def test_samples_that_may_be_shared_are_not_compared(watched: Watched) -> None:
+    for watched.may_share in (False, True):
+        watched.train(DataLoader(Rows(), 5))
+    assert [bool(value["first"]) for _, _, value in watched.told] == [True, False]

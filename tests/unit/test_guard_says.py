@@ -1,0 +1,260 @@
+"""What one guard says while things happen one after the other: an event is one block, and a line once it is over."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from rank_sights import FIRST, REDUCE, PaperRank, running, waiting_for_rank_1
+
+from lockstep.errors import CommError, PeerFailed
+from lockstep.observe.board import Board
+from lockstep.observe.flight import FlightRecorder, Record
+from lockstep.observe.guard import Guard
+from lockstep.observe.settings import GuardSettings
+from lockstep.observe.status import Sight, Stalled, Status
+
+
+class PaperBoard:
+    """Shows the ranks as they are on paper, but for the one that looks, which says itself how it is."""
+
+    def __init__(self, me: int) -> None:
+        self.me = me
+        self.ranks: Sequence[PaperRank] = ()
+        self.up = ""
+        self.told: Status | None = None
+
+    def tell(self, status: Status) -> None:
+        self.told = status
+
+    def sights(self, *, is_urgent: bool = False) -> Mapping[int, Sight]:
+        return {one.rank: one.sight() for one in self.ranks}
+
+    def records_of(self, rank: int) -> list[Record]:
+        return next((one.kept_records() for one in self.ranks if one.rank == rank), [])
+
+    def announce(self, finding: str) -> str:
+        self.up = self.up or finding
+        return self.up
+
+    def announced(self) -> str:
+        return self.up
+
+    def close(self) -> None:
+        pass
+
+
+class Watched:
+    """The guard of rank `me`, which looks at one scene after the other."""
+
+    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], me: int = 0) -> None:
+        self.board = PaperBoard(me)
+        recorder = FlightRecorder(folder / f"flight-{me}", me, 3)
+        self.guard = Guard(recorder, cast(Board, self.board), GuardSettings(evidence=""))
+        self._capsys = capsys
+
+    def sees(self, ranks: Sequence[PaperRank]) -> list[str]:
+        """The lines that it says of them."""
+        self.board.ranks = ranks
+        self.guard.look()
+        return self._capsys.readouterr().err.splitlines()
+
+
+@pytest.fixture
+def watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Watched]:
+    made = Watched(tmp_path, capsys)
+    yield made
+    made.guard.close()
+
+
+def stopped(age_s: float = 2.1) -> list[PaperRank]:
+    ranks = waiting_for_rank_1(3, age_s)
+    ranks[1].age_s, ranks[1].is_stopped = age_s, True
+    return ranks
+
+
+def ended(how: str) -> list[PaperRank]:
+    ranks = stopped(12)
+    ranks[1].is_stopped, ranks[1].is_gone, ranks[1].how = False, True, how
+    return ranks
+
+
+def failed() -> list[PaperRank]:
+    ranks = waiting_for_rank_1(3, 12)
+    ranks[1].raises("ValueError", "label 7", "data.py:31")
+    return ranks
+
+
+HOW = "was ended by its launcher: stopped (SIGSTOP) for 10 s"
+
+
+def test_a_stopped_rank_that_is_ended_is_one_block_and_a_line(watched: Watched) -> None:
+    block = watched.sees(stopped())
+    assert block[0].startswith("lockstep: STOPPED in step 4.  Culprit: rank 1")
+    assert watched.sees(stopped(5)) == []
+    assert watched.sees(ended(HOW)) == [f"lockstep: STOPPED, above, is over: rank 1 (pid 4711) {HOW}"]
+    with pytest.raises(CommError, match="GONE in step 4"):  # all of it
+        watched.guard.raise_if_found()
+    assert watched.sees(ended(HOW)) == []
+
+
+def test_a_stopped_rank_that_goes_on_is_told_to_go_on(watched: Watched) -> None:
+    """And the run with it: nothing is raised. If it is stopped once more, that is another event."""
+    watched.sees(stopped())
+    assert watched.sees(waiting_for_rank_1(3, 3.0)) == []  # it runs, and has not come yet
+    going = running(3, steps=4)
+    assert watched.sees(going) == ["lockstep: STOPPED, above, is over: rank 1 goes on"]
+    assert watched.sees(going) == []
+    watched.guard.raise_if_found()
+    again = running(3, steps=4)
+    for one in (again[0], again[2]):
+        one.waits(one.call(REDUCE, FIRST), 4)
+    again[1].age_s, again[1].is_stopped = 4, True
+    assert watched.sees(again)[0].startswith("lockstep: STOPPED in step 5")
+    assert len(watched.sees(ended(HOW))) == 1
+
+
+def test_what_was_said_is_not_said_again_after_something_else(watched: Watched) -> None:
+    """A rank at the border of two states."""
+    stuck, busy = waiting_for_rank_1(3, 21), waiting_for_rank_1(3, 21)
+    busy[1].is_at("train.py:31 train_step", "data.py:31 load_batch", unmoved_s=0.3)
+    said = [watched.sees(ranks)[:1] for ranks in (stuck, busy, stuck, busy)]
+    assert [line[0].split()[1] for line in said if line] == ["HANG:", "waiting"]
+    assert said[2:] == [[], []]
+
+
+def test_a_hang_that_ends_in_an_error_quotes_it_in_a_line(watched: Watched) -> None:
+    assert watched.sees(waiting_for_rank_1(3))[0].startswith("lockstep: HANG")
+    assert watched.sees(failed()) == [
+        "lockstep: HANG, above, is over: rank 1 raised at data.py:31: ValueError: label 7"
+    ]
+
+
+def test_the_end_of_another_rank_is_an_event_of_its_own(watched: Watched) -> None:
+    watched.sees(stopped())
+    ranks = stopped(5)
+    ranks[2].open.clear()
+    ranks[2].raises("KeyError", "'labels'", "data.py:33")
+    ranks[2].records.pop()
+    ranks[2].folds["world"].count -= 1
+    assert watched.sees(ranks)[0].startswith("lockstep: RAISED in step 4.  Culprit: rank 2")
+
+
+@pytest.mark.parametrize(("place", "lines"), [("here", 1), ("elsewhere", 9), ("", 9)])
+def test_a_report_that_another_rank_gave_counts_in_the_same_output(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, place: str, lines: int
+) -> None:
+    monkeypatch.setattr("lockstep.observe.guard._place_of", lambda stream: "here" if place else "")
+    ranks = ended(HOW)
+    ranks[2].status_fields["stalled"] = Stalled("stopped", (1,), (5,), place)
+    said = watched.sees(ranks)
+    assert len(said) == lines, said
+
+
+def test_who_has_said_it_tells_the_others(watched: Watched) -> None:
+    watched.sees(stopped())
+    watched.sees(stopped(3))
+    assert watched.board.told is not None
+    assert watched.board.told.stalled == Stalled("stopped", (1,), (5,), "")
+
+
+def test_time_in_which_nobody_looked_is_not_held_against_anybody(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All ranks were suspended for an hour; the first to run again sees no sign of the others."""
+    now_s = time.monotonic()
+    clock: Any = time
+    monkeypatch.setattr(clock, "monotonic", lambda: now_s)
+    assert watched.sees(running(3)) == []
+    now_s += 3600
+    assert watched.sees(stopped(3600)) == []
+    assert watched.board.told is not None
+    assert watched.board.told.unmoved_s == 0.0
+    now_s += 0.3
+    assert watched.sees(stopped(3600)) == []
+    now_s += 0.8
+    assert watched.sees(stopped(3600))[0].startswith("lockstep: STOPPED")
+
+
+def at_its_end(watched: Watched, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    watched.guard.finish()
+    watched.guard.end()
+    return capsys.readouterr().err.splitlines()
+
+
+def test_an_error_that_the_program_has_caught_is_said_once_at_its_end(
+    watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = list[Any]()
+    watched.guard.on_finding.append(told.append)
+    assert watched.sees(failed())[0].startswith("lockstep: RAISED")
+    with pytest.raises(PeerFailed):
+        watched.guard.step_done()
+    said = at_its_end(watched, capsys)
+    assert said[0] == "lockstep: CAUGHT by the program in step 2, an error of the ranks."
+    text = " ".join(" ".join(said).split())
+    assert re.search(r" rank 0 at \S*test_guard_says.py:\d+ test_an_error\w+: PeerFailed: RAISED in step 4.", text)
+    assert [(one.kind, one.is_certain) for one in told] == [("raised", True), ("caught", False)]
+
+
+def test_torchs_error_of_another_ranks_end_is_one_that_was_caught(
+    watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the guard has found that rank's end meanwhile, or not."""
+    watched.sees(running(3))
+    watched.guard.saw(RuntimeError("[/x/pair.cc:5] Connection closed by peer [127.0.0.1]:5"))
+    assert watched.sees(failed())[0].startswith("lockstep: RAISED")
+    said = at_its_end(watched, capsys)
+    assert said[0].startswith("lockstep: CAUGHT")
+    assert ": RuntimeError: Connection closed by peer [127.0.0.1]:5 Why" in " ".join(" ".join(said).split())
+
+
+def test_what_the_program_has_not_seen_is_raised_at_its_end(watched: Watched) -> None:
+    watched.sees(failed())
+    with pytest.raises(PeerFailed, match="RAISED in step 4"):
+        watched.guard.finish()
+
+
+def test_nothing_is_said_of_a_rank_that_ends_by_the_error(watched: Watched, capsys: pytest.CaptureFixture[str]) -> None:
+    watched.sees(failed())
+    with pytest.raises(PeerFailed) as raised:
+        watched.guard.raise_if_found()
+    capsys.readouterr()
+    watched.guard.end(raised.value)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "state", "says"), [(1, "", True), (2, "finished", True), (0, "finished", False), (0, "raised", True)]
+)
+def test_one_of_those_who_caught_it_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], other: int, state: str, says: bool
+) -> None:
+    """Who ended by it has not caught it."""
+    me = 1
+    watched = Watched(tmp_path, capsys, me)
+    ranks = failed()
+    if other != me:
+        facts = {"caught": {"caught": [3, "train.py:8 main", "PeerFailed: RAISED"]}}
+        ranks[other].status_fields.update(facts=facts, state=state)
+    ranks[1].status_fields.pop("state", None)
+    watched.board.ranks = ranks
+    watched.guard.saw(RuntimeError("Connection closed by peer"))
+    watched.guard.end()
+    said = capsys.readouterr().err
+    assert ("CAUGHT by the program" in said) == says
+    assert ("rank 2 at train.py:8 main: PeerFailed: RAISED" in said) == (other == 2)
+    assert "rank 0" not in said
+    watched.guard.close()
+
+
+def test_what_two_threads_of_a_rank_find_at_once_is_said_once(watched: Watched) -> None:
+    assert watched.sees(failed())[0].startswith("lockstep: RAISED")
+    found = watched.guard.finding
+    assert found is not None
+    watched.guard._put_up(found, watched.board.sights())
+    assert watched.sees(failed()) == []

@@ -32,7 +32,6 @@ OPTIMIZER: tuple[tuple[Engine, Steps], ...] = (
     ("our DDP", "plain ShardedOptimizer"),
     ("our DDP", "joined"),
     ("our DDP", "plain joined"),
-    ("our DDP", "joined, gathered in forward"),
 )
 GOAL_STEP = {"fully": 0.90, "optimizer": 1.00}  # of the peer's whole step on the same transport
 GOAL_MEMORY = 1.00  # of the peer's peak

@@ -33,7 +33,6 @@ Steps = Literal[
     "fused ZeRO",
     "joined",
     "plain joined",
-    "joined, gathered in forward",
 ]
 OVER: tuple[Over, ...] = ("gloo", "shared memory")
 LR = 1e-4
@@ -118,7 +117,6 @@ def optimizer_of(kind: Kind, model: nn.Module, groups: Groups) -> Any:
         adamw["fused"] = False  # ours takes the fused one where nothing is said
     if "joined" in kind.steps:
         assert isinstance(model, lockstep.DistributedDataParallel)
-        adamw |= {"overlap_forward": model} if kind.steps.endswith("in forward") else {}
         return lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, ddp=model, **adamw)
     comm = our_group(kind.over, groups)
     return lockstep.ShardedOptimizer(model.parameters(), torch.optim.AdamW, process_group=comm, **adamw)
@@ -154,8 +152,6 @@ class Variant:
             self.backward(each)
             averaged += time.perf_counter() - begun
             self.update()
-        if isinstance(self.optimizer, lockstep.ShardedOptimizer):
-            self.optimizer.wait()
         return {"forward+backward": averaged / 2, "whole step": (time.perf_counter() - start) / 2}
 
     def shards(self, world_size: int) -> Iterator[Tensor]:

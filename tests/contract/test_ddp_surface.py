@@ -99,6 +99,7 @@ LEFT_OUT = {
         ["_ddp_sink_clone", "_set_ddp_sink_clone"], "ours puts no function between the module and its output"
     ),
     "_set_sparse_metadata": "the size of sparse gradients is sent with them",
+    **dict.fromkeys(["_check_reducer_finalized", "_distributed_rank"], "what torch's class asks itself"),
 }
 
 

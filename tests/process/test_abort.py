@@ -107,7 +107,8 @@ def is_blocked(thread: int) -> Callable[[], bool]:
 
     def look() -> bool:
         frame = sys._current_frames().get(thread)
-        return frame is not None and frame.f_code.co_name in _WAITING
+        # Python 3.11 may give a frame that is just ending, in whose memory something else is by now
+        return frame is not None and getattr(frame.f_code, "co_name", "") in _WAITING
 
     return lambda: look() and look()
 
@@ -130,10 +131,15 @@ def nothing_begins(group: Communicator) -> None:
 
 
 def peers_notice(group: Communicator, call: Call) -> None:
-    """The others need no abort to get on."""
+    """The others need no abort to get on; but over Gloo a rank hears only of those it exchanges with.
+
+    Rank 1 may be through with its own host, and wait for rank 2, which lost rank 0 before it sent anything.
+    """
     with pytest.raises(CommError) as raised:
         until_it_raises(call)
     assert isinstance(raised.value, PeerLost) or "an earlier operation" in str(raised.value), repr(raised.value)
+    if "gloo" in group.transport.name:
+        group.transport.abort(raised.value)  # passed on, as a guard does
 
 
 def until_it_raises(call: Call) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +18,6 @@ import lockstep
 from lockstep.comm.communicator import Communicator
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from optimizer_cases import same_tensors, weights
 
@@ -79,27 +77,6 @@ def over_ddp(comm: Communicator) -> dict[str, bool]:
 def test_over_ddp(world_size: int, shm: str) -> None:
     for found in run_processes(world_size, over_ddp, env={"LOCKSTEP_SHM": shm}):
         assert found == {"torch's": True, "ours": True, "joined": True}
-
-
-def left_early(comm: Communicator, mark: str) -> bool:
-    """Rank 1 leaves after its step, and closes the group, before rank 0 has come to the same step's gather."""
-    model = nn.Linear(2000, 2000)
-    ddp = lockstep.DistributedDataParallel(model, process_group=comm)
-    optimizer = ShardedOptimizer(ddp.parameters(), torch.optim.SGD, lr=1.0, ddp=ddp, overlap_forward=ddp)
-    before = weights(model)
-    ddp(torch.ones(1, 2000)).sum().backward()
-    if comm.rank == 0:
-        assert wait_until(Path(mark).exists, timeout_s=10)
-    optimizer.step()
-    if comm.rank == 1:
-        Path(mark).touch()
-        comm.close()
-        return True
-    return not any(map(torch.equal, model.state_dict().values(), before))
-
-
-def test_a_rank_that_leaves_while_parameters_are_gathered(tmp_path: Path) -> None:
-    assert run_processes(2, left_early, str(tmp_path / "rank 1 leaves")) == [True, True]
 
 
 # ------------------------------------------------------------------ over DTensors

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from lockstep.comm.background import Background
 from lockstep.comm.op import DONE, ThenWork, Work
-from lockstep.comm.process_group_work import FutureTeller, GroupWork
+from lockstep.comm.process_group_work import GroupWork, future_teller
 from lockstep.errors import CommError
+
+Teller = Background[Any, GroupWork]
 
 
 @pytest.fixture
-def teller() -> Iterator[FutureTeller]:
-    made = FutureTeller("futures")
+def teller() -> Iterator[Teller]:
+    made = future_teller("futures")
     yield made
     made.close(10.0)
 
 
-def group_work(work: Work, teller: FutureTeller, limit_s: float = 10.0) -> GroupWork:
+def group_work(work: Work, teller: Teller, limit_s: float = 10.0) -> GroupWork:
     return GroupWork(work, [torch.zeros(1)], limit_s, teller)
 
 
@@ -27,7 +31,7 @@ def fail() -> None:
     raise RuntimeError("it was resized meanwhile")
 
 
-def test_a_failure_of_the_last_local_step_reaches_the_future(teller: FutureTeller) -> None:
+def test_a_failure_of_the_last_local_step_reaches_the_future(teller: Teller) -> None:
     work = group_work(ThenWork(DONE, fail), teller)
     with pytest.raises(RuntimeError, match="could not be filled: it was resized meanwhile"):
         work.get_future().wait()
@@ -36,7 +40,7 @@ def test_a_failure_of_the_last_local_step_reaches_the_future(teller: FutureTelle
     assert group_work(DONE, teller).get_future().wait()[0] == 0, "the thread goes on"
 
 
-def test_a_future_is_not_fulfilled_while_another_thread_still_waits(teller: FutureTeller) -> None:
+def test_a_future_is_not_fulfilled_while_another_thread_still_waits(teller: Teller) -> None:
     work = group_work(DONE, teller, limit_s=0.01)
     expected = pytest.raises(RuntimeError, match="another thread of this rank waits for it too")
     with work._waiting, expected:  # as in a wait without an end
@@ -57,6 +61,6 @@ def test_what_could_not_be_finished_is_not_there_at_the_second_wait_either() -> 
 
 
 def test_futures_of_a_closed_group_are_told_at_once() -> None:
-    teller = FutureTeller("futures")
+    teller = future_teller("futures")
     teller.close(10.0)
     assert group_work(DONE, teller).get_future().wait()[0] == 0

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lockstep.comm import objects
 from lockstep.comm.algorithms.choice import by_messages
-from lockstep.comm.farewell import end_what_others_wait_for
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Kind, Reduction, ThenWork, Work
 from lockstep.comm.operands import SUM_LIKE, WIDER, check_reduction, dense, in_place, in_place_list
 from lockstep.comm.pulse import open_pulse
@@ -40,6 +39,9 @@ class Communicator:
         self.name = name
         self.rank = transport.rank
         self.world_size = transport.world_size
+        self.global_ranks = transport.global_ranks  # rank in this group -> rank in the job
+        self.device = transport.device  # where this rank's tensors are expected
+        self.timeout_s = transport.timeout_s  # limit of every operation that names no other
         self.place: Place | None = None  # where init() found this process; None for groups made otherwise
         self._pulse = open_pulse(os.environ)  # so that a launcher sees whether this rank gets on
         self._collectives = 0
@@ -48,21 +50,6 @@ class Communicator:
         self.forget: Callable[[Communicator], object] = lambda _: None  # told of the end, by whoever lists this one
 
     # ------------------------------------------------------------------ what it is
-
-    @property
-    def device(self) -> torch.device:
-        """Where this rank's tensors are expected."""
-        return self.transport.device
-
-    @property
-    def timeout_s(self) -> float:
-        """Limit of every operation that names no other."""
-        return self.transport.timeout_s
-
-    @property
-    def global_ranks(self) -> tuple[int, ...]:
-        """Rank in this group -> rank in the job."""
-        return self.transport.global_ranks
 
     def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
         """A tensor [numel] where this group's operations need the fewest copies, with whatever values were there.
@@ -102,7 +89,6 @@ class Communicator:
     def close(self) -> None:
         """Give back what this communicator holds. Not collective; a second call does nothing."""
         if not self._closed:
-            end_what_others_wait_for()
             self._closed = True
             self.transport.close()
             self.forget(self)
@@ -131,8 +117,7 @@ class Communicator:
 
     def send_op(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> CommOp:
         """A send for `batch_send_recv`."""
-        self._check_peer("dst", dst, other=True)
-        self._check_tag(tag)
+        self._check_peer("dst", dst, tag)
         return self._message("send", inputs=(dense(tensor),), peer=dst, tag=tag, label=label)
 
     def recv_op(self, tensor: Tensor, src: int, tag: int = 0, *, label: str = "") -> CommOp:
@@ -242,24 +227,13 @@ class Communicator:
     ) -> Work:
         """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks, if every rank's list says so."""
         self._check_list("tensor_list", tensor_list, tensor)
-        if tensor_list[self.rank].numel() != tensor.numel():
-            raise ConfigError(
-                f"all_gather on rank {self.rank}: tensor_list[{self.rank}] has {tensor_list[self.rank].numel()} "
-                f"elements, but this rank's tensor has {tensor.numel()}"
-            )
         outputs, copy_back = in_place_list(tensor_list)
         return self._collective(
             "all_gather", (dense(tensor),), outputs, copy_back, async_op, label, algorithm=algorithm
         )
 
     def all_gather_into_tensor(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        *,
-        algorithm: str | None = None,
-        async_op: bool = False,
-        label: str = "",
+        self, output: Tensor, tensor: Tensor, *, algorithm: str | None = None, async_op: bool = False, label: str = ""
     ) -> Work:
         """`output` [W * n] becomes the ranks' `tensor` [n] one after the other; `tensor` may be part of it."""
         self._check_even("all_gather_into_tensor", whole=output, part=tensor)
@@ -279,14 +253,8 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """`output` becomes the reduction of `input_list[rank]` over all ranks. Sizes may differ along the list only."""
-        self._check_list("input_list", input_list, output)
+        self._check_list("input_list", input_list, output, "output")
         check_reduction(reduce, output)
-        mine = input_list[self.rank]
-        if mine.numel() != output.numel():
-            raise ConfigError(
-                f"reduce_scatter on rank {self.rank}: output has {output.numel()} elements, but "
-                f"input_list[{self.rank}], which is reduced into it, has {mine.numel()}"
-            )
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
         inputs = tuple(dense(t, complex_as_real=True) for t in input_list)
         return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, None, reduce, algorithm)
@@ -325,7 +293,7 @@ class Communicator:
     ) -> Work:
         """`output_list[r]` becomes what rank r has in `input_list[rank]`. Sizes may differ; pairs must agree."""
         self._check_list("output_list", output_list)
-        self._check_list("input_list", input_list, output_list[0])
+        self._check_list("input_list", input_list, output_list[0], "")
         outputs, copy_back = in_place_list(output_list)
         inputs = tuple(dense(t) for t in input_list)
         return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label, algorithm=algorithm)
@@ -418,10 +386,8 @@ class Communicator:
     def _recv_op(
         self, tensor: Tensor, src: int | None, tag: int, label: str
     ) -> tuple[CommOp, Callable[[], object] | None]:
-        self._check_tag(tag)
-        if src is not None:
-            self._check_peer("src", src, other=True)
-        elif self.world_size == 1:
+        self._check_peer("src", src, tag)
+        if src is None and self.world_size == 1:
             raise ConfigError(f"recv from any rank: {self.name!r} has one rank, so no message can come")
         flat, copy_back = in_place(tensor)
         return self._message("recv", outputs=(flat,), peer=src, tag=tag, label=label), copy_back
@@ -431,23 +397,29 @@ class Communicator:
         work = self.transport.submit(op._replace(async_op=async_op))
         return work if copy_back is None else ThenWork(work, copy_back)
 
-    def _check_peer(self, argument: str, rank: int, other: bool = False) -> None:
-        if not 0 <= rank < self.world_size:
+    def _check_peer(self, argument: str, rank: int | None, tag: int | None = None) -> None:
+        """tag: of a message, which goes to another rank, or comes from one or from any."""
+        if rank is not None and not 0 <= rank < self.world_size:
             raise ConfigError(f"{argument}={rank}: {self.name!r} has ranks 0 to {self.world_size - 1}")
-        if other and rank == self.rank:
+        if tag is not None and rank == self.rank:
             raise ConfigError(f"{argument}={rank} is this rank itself: a rank cannot send to itself, copy the tensor")
-
-    @staticmethod
-    def _check_tag(tag: int) -> None:
-        if not 0 <= tag < COLLECTIVE_TAG:
+        if tag is not None and not 0 <= tag < COLLECTIVE_TAG:
             raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 3")
 
-    def _check_list(self, argument: str, tensors: Sequence[Tensor], beside: Tensor | None = None) -> None:
+    def _check_list(
+        self, argument: str, tensors: Sequence[Tensor], own: Tensor | None = None, name: str = "tensor"
+    ) -> None:
+        """own: what this rank's tensor of the list goes into or comes from, argument `name`; "": of any size."""
         if len(tensors) != self.world_size:
             raise ConfigError(f"{argument} has {len(tensors)} tensors: it needs one per rank, {self.world_size}")
-        dtypes = {str(t.dtype) for t in (*tensors, *([] if beside is None else [beside]))}
+        dtypes = {str(t.dtype) for t in (tensors if own is None else (*tensors, own))}
         if len(dtypes) > 1:
             raise ConfigError(f"{argument} on rank {self.rank}: one operation has one dtype, not {sorted(dtypes)}")
+        if own is not None and name and tensors[self.rank].numel() != own.numel():
+            raise ConfigError(
+                f"on rank {self.rank} {argument}[{self.rank}] has {tensors[self.rank].numel()} elements, but its "
+                f"{name} has {own.numel()} elements: they are one and the same data"
+            )
 
     def _check_even(self, kind: str, whole: Tensor, part: Tensor, may_widen: bool = False) -> None:
         if whole.numel() != self.world_size * part.numel():
@@ -470,8 +442,4 @@ class Communicator:
         if tensors is None:
             raise ConfigError(f"{argument} is needed on rank {root}, which is the root")
         self._check_list(argument, tensors, tensor)
-        if tensors[root].numel() != tensor.numel():
-            raise ConfigError(
-                f"{argument}[{root}] has {tensors[root].numel()} elements, but rank {root}'s tensor {tensor.numel()}"
-            )
         return True

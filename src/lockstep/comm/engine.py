@@ -164,11 +164,12 @@ class Engine:
 class EngineWork(Work):
     """One operation in the queue."""
 
-    __slots__ = ("_engine", "done", "error", "op", "owner")
+    __slots__ = ("_engine", "done", "ended_ns", "error", "op", "owner")
 
     def __init__(self, engine: Engine, op: CommOp, owner: object) -> None:
         self.op: CommOp | None = op  # None once it has ended: the tensors are the caller's again
         self.done = False
+        self.ended_ns = 0
         self.error: CommError | None = None
         self._engine = engine
         self.owner = owner
@@ -184,6 +185,8 @@ class EngineWork(Work):
 
     def end(self) -> None:
         """The operation has ended, well or badly. Called by whoever ran it."""
+        if self.op is not None and self.op.async_op:  # of others whoever waits for it knows when
+            self.ended_ns = time.monotonic_ns()
         self.op = None
         self.owner = None
         self.done = True

@@ -297,6 +297,7 @@ def _join_meeting(settings: _Settings, place: Place, addresses: list[str], taken
     found = preflight.await_listener(place, addresses, settings.start_timeout_s, settings.say)
     waited_s = time.monotonic() - start
     in_use = f"rank 0 must open {where}, but it is in use"
+    stranger = in_use if taken else f"{where} answers, but is not this job"
     if found.result != "open":
         text = f"{in_use} by another program" if taken else preflight.unmet(place, found, waited_s)
         raise EnvironmentProblems([text], HINT)
@@ -310,22 +311,21 @@ def _join_meeting(settings: _Settings, place: Place, addresses: list[str], taken
             lambda: settings.say(slow),
         )
     except (preflight.Deadline, dist.DistError) as error:
-        text = f"{in_use} by another program" if taken else f"{where} answers, but is not this job"
         why = f"no torch store replied in {patience_s:g} s" if isinstance(error, preflight.Deadline) else str(error)
-        raise EnvironmentProblems([f"{text}: {why.splitlines()[0]}. Choose another port"], HINT) from error
+        by = " by another program" * taken
+        raise EnvironmentProblems([f"{stranger}{by}: {why.splitlines()[0]}. Choose another port"], HINT) from error
     if place.agent_store:
         return _Meeting(store, place, found.address)
     deadline = time.monotonic() + patience_s
     while not store.check([_HOST_KEY]):
         if time.monotonic() > deadline:
-            text = in_use if taken else f"{where} answers, but is not this job"
-            raise EnvironmentProblems([f"{text}: a torch store without a lockstep rank 0. Choose another port"], HINT)
+            text = f"{stranger}: a torch store without a lockstep rank 0. Choose another port"
+            raise EnvironmentProblems([text], HINT)
         time.sleep(0.02)
     host = json.loads(store.get(_HOST_KEY))
     if host["run"] != place.run_id:
-        text = in_use if taken else f"{where} answers, but is not this job"
         by = f"run {host['run'] or 'without a name'!r}, pid {host['pid']} on {host['host']}; this is {place.run_id!r}"
-        raise EnvironmentProblems([f"{text}: it belongs to {by}. Choose another port"], HINT)
+        raise EnvironmentProblems([f"{stranger}: it belongs to {by}. Choose another port"], HINT)
     return _Meeting(store, place, found.address)
 
 
@@ -397,9 +397,8 @@ def _forget(comm: Communicator) -> None:
 def _headline(comm: Communicator) -> str:
     place = comm.place
     assert place is not None
-    machines = (
-        f"{place.local_world_size} of them on this machine, " if place.local_world_size < place.world_size else ""
-    )
+    here = place.local_world_size
+    machines = f"{here} of them on this machine, " if here < place.world_size else ""
     met = f", met at {place.meeting_point}" if place.address or place.file else ""
     threads = torch.get_num_threads()
     return (

@@ -26,9 +26,7 @@ class LocalWorld:
     """The shared memory of `world_size` ranks; `transports[rank]` is what the thread of that rank uses."""
 
     def __init__(self, world_size: int, timeout_s: float = 30.0) -> None:
-        self.changed = (
-            threading.Condition()
-        )  # the one lock of the world; notified when any operation ends or a rank leaves
+        self.changed = threading.Condition()  # the world's one lock; notified when an operation ends or a rank leaves
         self.left: dict[int, str] = {}  # global rank -> how it ended
         self.doing: dict[int, str] = {}  # global rank -> what it waits in
         group = _Group(self, tuple(range(world_size)), timeout_s)

@@ -22,38 +22,40 @@ class Mesh:
         mesh.coordinate["shard"]                         this rank's place along the axis
 
     One size may be -1: what is left. Every axis, and every choice of axes in the mesh's order, has its communicator
-    from the start, so asking for one never communicates. Another order is made where `also` asks for it.
+    from the start, so asking for one never communicates.
 
     Collective: construction, every rank of `comm` with the same arguments; it blocks. Nothing else is.
     Raises: ConfigError for sizes that do not fill `comm`, before anything is sent, and for an axis that does not exist.
     """
 
-    def __init__(self, comm: Communicator, sizes: Mapping[str, int], *, also: Sequence[Sequence[str]] = ()) -> None:
+    def __init__(self, comm: Communicator, sizes: Mapping[str, int]) -> None:
         self.comm = comm
         self.sizes = fill_sizes(sizes, comm.world_size)
         self.axes = tuple(self.sizes)
         self.coordinate = coordinate(comm.rank, self.sizes)
-        wanted = [axes for count in range(1, len(self.axes) + 1) for axes in itertools.combinations(self.axes, count)]
-        wanted += [self._known(axes) for axes in also]
+        choices = (itertools.combinations(self.axes, count) for count in range(1, len(self.axes) + 1))
         self._comms: dict[tuple[str, ...], Communicator] = {}
         self._made: list[Communicator] = []
         by_lines: dict[tuple[tuple[int, ...], ...], Communicator] = {(tuple(range(comm.world_size)),): comm}
-        for axes in wanted:
+        for axes in itertools.chain(*choices):
             lines = tuple(tuple(line) for line in lines_along(axes, self.sizes))
             if lines not in by_lines:
                 by_lines[lines] = self._make(axes, lines)
             self._comms[axes] = by_lines[lines]
 
     def __getitem__(self, axes: str | tuple[str, ...]) -> Communicator:
-        chosen = self._known((axes,) if isinstance(axes, str) else axes)
-        comm = self._comms.get(chosen)
-        if comm is None:
-            ordered = tuple(axis for axis in self.axes if axis in chosen)
-            raise ConfigError(
-                f"mesh{list(chosen)} is not in the order of the mesh: write mesh{list(ordered)}, or ask for this order "
-                f"when the mesh is made: Mesh(comm, {self.sizes}, also=[{chosen}])"
-            )
-        return comm
+        chosen = (axes,) if isinstance(axes, str) else tuple(axes)
+        for axis in chosen:
+            if axis not in self.sizes:
+                near = difflib.get_close_matches(str(axis), self.axes, n=1, cutoff=0.5)
+                meant = f"; did you mean {near[0]!r}?" if near else ""
+                raise ConfigError(f"the mesh has no axis {axis!r}, it has {', '.join(self.axes)}{meant}")
+        if not chosen or len(set(chosen)) != len(chosen):
+            raise ConfigError(f"mesh{list(chosen)}: name at least one axis, and each once")
+        if chosen not in self._comms:
+            ordered = [axis for axis in self.axes if axis in chosen]
+            raise ConfigError(f"mesh{list(chosen)} is not in the order of the mesh: write mesh{ordered}")
+        return self._comms[chosen]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
@@ -77,16 +79,6 @@ class Mesh:
         assert made is not None, "a rank that gives a color has a communicator"
         self._made.append(made)
         return made
-
-    def _known(self, axes: Sequence[str]) -> tuple[str, ...]:
-        for axis in axes:
-            if axis not in self.sizes:
-                near = difflib.get_close_matches(str(axis), self.axes, n=1, cutoff=0.5)
-                meant = f"; did you mean {near[0]!r}?" if near else ""
-                raise ConfigError(f"the mesh has no axis {axis!r}, it has {', '.join(self.axes)}{meant}")
-        if not axes or len(set(axes)) != len(axes):
-            raise ConfigError(f"mesh{list(axes)}: name at least one axis, and each once")
-        return tuple(axes)
 
 
 def fill_sizes(sizes: Mapping[str, int], world_size: int) -> dict[str, int]:

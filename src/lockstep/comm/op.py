@@ -110,6 +110,8 @@ def describe(op: CommOp) -> str:
 class Work(abc.ABC):
     """The completion of one submitted operation."""
 
+    ended_ns = 0  # by time.monotonic_ns; 0 where who carries it out does not say when that was
+
     @abc.abstractmethod
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the outputs may be read: by this thread (CPU) or by the current stream (GPU).

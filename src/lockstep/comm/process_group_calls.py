@@ -19,7 +19,7 @@ from lockstep.comm.lent_transport import LentTransport
 from lockstep.comm.op import AllWork, Reduction, ThenWork, Work
 from lockstep.comm.process_group import layered
 from lockstep.comm.process_group_meeting import Member, connect, nccl_group, numbered
-from lockstep.comm.process_group_work import FutureTeller, GroupWork
+from lockstep.comm.process_group_work import GroupWork, future_teller
 from lockstep.errors import CommError, ConfigError
 
 _CPU = torch.device("cpu")
@@ -30,10 +30,7 @@ _REDUCTIONS: dict[Any, Reduction] = {
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.PRODUCT: "product",
 }
-_PLAIN = (
-    Tensor,
-    torch.nn.Parameter,
-)  # other classes (FakeTensor, AsyncCollectiveTensor) have their say in the dispatcher
+_PLAIN = (Tensor, torch.nn.Parameter)  # other classes (FakeTensor, AsyncCollectiveTensor) are the dispatcher's
 _PATIENCE_S = 5.0  # for the futures of operations that a shutdown has cut short
 
 _open_groups: WeakSet[LockstepGroup] = WeakSet()
@@ -88,7 +85,7 @@ class LockstepGroup(ProcessGroup):
         self._backend_options = backend_options
         self._transport, self._gloo = connect(self._member)
         self._others: dict[str, ProcessGroup] = {}  # kind of device -> the group for its tensors
-        self._teller = FutureTeller(f"lockstep-futures-{member.name}")
+        self._teller = future_teller(f"lockstep-futures-{member.name}")
         self._batch: list[Work] | None = None  # what was started since _start_coalescing
         self.transport = LentTransport(layered(self._transport, member.name), self)
         self.comm = Communicator(self.transport, member.name)
@@ -118,6 +115,8 @@ class LockstepGroup(ProcessGroup):
         _open_groups.discard(self)
         self.comm.close()
         self._transport.close()
+        # What torch's caches of meshes keep of this group keeps no shared memory: what is beneath is closed too.
+        self._transport = self.transport.inner = getattr(self._transport, "beneath", None) or self._transport
         self._teller.close(_PATIENCE_S)
         for group in self._others.values():
             group.shutdown()

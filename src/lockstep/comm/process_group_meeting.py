@@ -118,12 +118,11 @@ def plain_transport(member: Member, machines: Sequence[str]) -> TorchTransport:
     """
 
     def part(name: str, ranks: Sequence[int]) -> TorchTransport:
-        of_part = Member(
+        of_part = member._replace(
             store=dist.PrefixStore(name, member.store),
             rank=list(ranks).index(member.rank),
             world_size=len(ranks),
             global_ranks=tuple(member.global_ranks[rank] for rank in ranks),
-            timeout_s=member.timeout_s,
             name=f"{member.name}/{name}",
         )
         return plain_transport(of_part, [machines[rank] for rank in ranks])

@@ -20,28 +20,13 @@ from lockstep.errors import CollectiveTimeout, CommError, ConfigError
 _NO_TIMEOUT = timedelta(0)
 
 
-@final
-class FutureTeller:
-    """Waits for works in the order they came, and tells their futures.
+def future_teller(name: str) -> Background[Any, GroupWork]:
+    """What waits for works in the order they came, and tells their futures.
 
     In a thread of its own, because what a user attaches to a future runs in the thread that completes it, and may begin
     and await another operation: the transport's own thread would then wait for itself.
     """
-
-    def __init__(self, name: str) -> None:
-        self._background = Background(self, FutureTeller._settle, name)
-
-    def tell(self, work: GroupWork) -> None:
-        """Complete the future of `work` once it has ended; called from within a future's callback, before returning."""
-        if self._background.is_here() or not self._background.call(work):
-            work.settle()
-
-    def close(self, patience_s: float) -> None:
-        """End the thread when all works have ended: those of a closed transport do so at once."""
-        self._background.close(patience_s)
-
-    def _settle(self, work: GroupWork) -> None:
-        work.settle()
+    return Background(GroupWork, lambda _, work: work.settle(), name)
 
 
 @final
@@ -49,7 +34,12 @@ class GroupWork(dist.Work):
     """One operation of a `LockstepGroup`. Whichever thread waits first does what is left to do, the others see it."""
 
     def __init__(
-        self, work: Work, outputs: list[Tensor], limit_s: float, teller: FutureTeller | None, source: int = -1
+        self,
+        work: Work,
+        outputs: list[Tensor],
+        limit_s: float,
+        teller: Background[Any, GroupWork] | None,
+        source: int = -1,
     ) -> None:
         """teller: None for a message, which has no future. source: the rank that a message comes from, where known."""
         super().__init__()
@@ -104,10 +94,9 @@ class GroupWork(dist.Work):
         if self._future is None:
             self._signal = Future()
             self._future = self._signal.then(self._outcome)  # so that an error reaches callers in C++ as an error
-            if self._ended:
+            # within a future's callback it is done here, and so it is where the thread has ended: at once
+            if self._ended or self._teller.is_here() or not self._teller.call(self):
                 self.settle()
-            else:
-                self._teller.tell(self)
         return self._future
 
     def settle(self) -> None:

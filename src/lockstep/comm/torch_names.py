@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 import torch.distributed as dist
-from torch.distributed import GradBucket
-from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group
+from torch.distributed import GradBucket as GradBucket
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook  # noqa: F401 - imported from here
+from torch.distributed.distributed_c10d import _get_default_group, _rank_not_in_group, _world
 from torch.nn import Module
-from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistributedDataParallel
+from torch.nn.parallel.distributed import DistributedDataParallel as TorchDistributedDataParallel  # noqa: F401
 
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
@@ -19,29 +19,8 @@ from lockstep.comm.process_group import layered, transport_of
 from lockstep.comm.torch_transport import TorchTransport, has_gpus
 from lockstep.comm.transport import Transport
 
-__all__ = [
-    "GradBucket",
-    "Join",
-    "JoinHook",
-    "Joinable",
-    "TorchDistributedDataParallel",
-    "as_overlapped_optimizer",
-    "bf16_all_reduce_is_refused",
-    "builtin_hook_name",
-    "communicator_over",
-    "default_rank_and_world",
-    "flat_group",
-    "gloo_threads",
-    "is_default_group",
-    "is_member",
-    "mesh_process_group",
-    "on_host",
-    "process_group_of",
-    "take_over_in_backward_optimizers",
-]
-
-
 _chosen: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # torch's process groups -> what is used over them
+_listed: WeakSet[Any] = WeakSet()  # those of them that torch.distributed knew
 
 
 def default_rank_and_world() -> tuple[int, int] | None:
@@ -71,8 +50,13 @@ def _over(process_group: Any) -> Transport:
         return own
     chosen = _chosen.get(process_group)
     if chosen is None:
+        for ended in _listed.difference(_world.pg_map):  # destroyed, but torch's caches of meshes may keep it for ever
+            _listed.discard(ended)
+            _chosen.pop(ended).close()
         plain = fastest(TorchTransport.over(process_group))
         chosen = _chosen[process_group] = layered(plain, process_group.group_name)
+        if process_group in _world.pg_map:
+            _listed.add(process_group)
     return chosen
 
 

@@ -7,12 +7,13 @@ has checked. Where a backend lacks a form (uneven lists, a mean, a dtype) it is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
-from typing import final
+from typing import Any, final
 from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
@@ -99,9 +100,8 @@ class TorchTransport(Transport):
         self.aborted: CommError | None = None
         self.pending = 0  # operations started here and not yet waited for
         self._children: WeakSet[TorchTransport] = WeakSet()
-        self._limit = timedelta(seconds=timeout_s)
+        self._options = functools.cache(partial(_make_options, timedelta(seconds=timeout_s), self._nccl))
         self._sums = ExchangedSums(self.rank, self.world_size)
-        self._all_reduce_options = {reduce: self._all_reduce_option(reduce) for reduce in (*_REDUCE_OPS, "mean")}
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -220,7 +220,7 @@ class TorchTransport(Transport):
                 self.name,
                 distributed_c10d._get_default_store(),
                 distributed_c10d.GroupName(f"{self.process_group.group_name}/{name}"),
-                timeout=self._limit,
+                timeout=timedelta(seconds=self.timeout_s),
                 device_id=self.device if self._nccl else None,
                 group_desc="lockstep",
             )
@@ -258,17 +258,6 @@ class TorchTransport(Transport):
 
     # ------------------------------------------------------------------ reductions
 
-    def _all_reduce_option(self, reduce: Reduction) -> dist.AllreduceOptions:
-        options = dist.AllreduceOptions()
-        options.reduceOp = self._reduce_op(reduce)
-        options.timeout = self._limit
-        return options
-
-    def _reduce_op(self, reduce: Reduction) -> ReduceOp:
-        if reduce == "mean":
-            return ReduceOp(ReduceOp.AVG if self._nccl else ReduceOp.SUM)
-        return ReduceOp(_REDUCE_OPS[reduce])
-
     def _reduction(self, op: CommOp) -> Reduction:
         """The reduction to ask the backend for; bools are combined by or and and, where bytes would be added."""
         assert op.reduce is not None
@@ -288,26 +277,17 @@ class TorchTransport(Transport):
 
     def _all_reduce(self, op: CommOp) -> Work:
         tensor = op.outputs[0]
-        options = self._all_reduce_options[self._reduction(op)]
+        options = self._options(dist.AllreduceOptions, self._reduction(op))
         return self._work(op, self.process_group.allreduce([tensor], options), self._divide(op, tensor))
 
-    def _reduce_to(self, op: CommOp, tensor: Tensor, root: int) -> dist.Work:
-        options = dist.ReduceOptions()
-        options.reduceOp = self._reduce_op(self._reduction(op))
-        options.rootRank = root
-        options.timeout = self._limit
-        return self.process_group.reduce([tensor], options)
-
     def _reduce(self, op: CommOp) -> Work:
-        assert op.peer is not None
-        if self.rank != op.peer:
-            return self._work(
-                op, self._reduce_to(op, op.inputs[0].clone(), op.peer)
-            )  # gloo writes partial sums into it
-        result = op.outputs[0]
-        if result is not op.inputs[0]:
+        is_root = self.rank == op.peer
+        result = op.outputs[0] if is_root else op.inputs[0].clone()  # gloo writes partial sums into it
+        if is_root and result is not op.inputs[0]:
             result.copy_(op.inputs[0])
-        return self._work(op, self._reduce_to(op, result, op.peer), self._divide(op, result))
+        options = self._options(dist.ReduceOptions, self._reduction(op), op.peer)
+        work = self.process_group.reduce([result], options)
+        return self._work(op, work, self._divide(op, result) if is_root else None)
 
     def _reduce_scatter(self, op: CommOp) -> Work:
         """Gloo: see ExchangedSums. NCCL's own where it has one; else the same in one exchange, added on the stream."""
@@ -317,36 +297,25 @@ class TorchTransport(Transport):
         result = op.outputs[0].view(-1)
         parts = pieces(op.inputs, self.world_size)
         if result.dtype == parts[0].dtype and len({part.numel() for part in parts}) == 1:
-            options = dist.ReduceScatterOptions()
-            options.reduceOp = self._reduce_op(reduce)
-            options.timeout = self._limit
+            options = self._options(dist.ReduceScatterOptions, reduce)
             if len(op.inputs) == 1:
                 work = self.process_group._reduce_scatter_base(result, op.inputs[0].view(-1), options)
             else:
                 work = self.process_group.reduce_scatter([result], [list(parts)], options)
             return self._work(op, work)
         came = parts[0].new_empty(self.world_size, result.numel())
-        work = self.process_group.alltoall(list(came.unbind()), list(parts), self._exchange_options())
+        work = self.process_group.alltoall(list(came.unbind()), list(parts), self._options(dist.AllToAllOptions))
         assert op.reduce is not None
         return self._work(op, work, partial(tree_reduce_by_blocks, result, came.unbind(), op.reduce))
 
     def _exchange_parts(self, op: CommOp, target: Tensor, source: Tensor, coming: list[int], going: list[int]) -> Work:
-        options = self._exchange_options()
+        options = self._options(dist.AllToAllOptions)
         return self._work(op, self.process_group.alltoall_base(target, source, coming, going, options))
-
-    def _exchange_options(self) -> dist.AllToAllOptions:
-        options = dist.AllToAllOptions()
-        options.timeout = self._limit
-        return options
 
     # ------------------------------------------------------------------ moving data
 
     def _broadcast_from(self, tensor: Tensor, root: int) -> dist.Work:
-        options = dist.BroadcastOptions()
-        options.rootRank = root
-        options.rootTensor = 0
-        options.timeout = self._limit
-        return self.process_group.broadcast([_movable(tensor)], options)
+        return self.process_group.broadcast([_movable(tensor)], self._options(dist.BroadcastOptions, root=root))
 
     def _broadcast(self, op: CommOp) -> Work:
         assert op.peer is not None
@@ -358,8 +327,7 @@ class TorchTransport(Transport):
         rows = pieces(op.outputs, self.world_size)
         is_even = all(row.numel() == mine.numel() for row in rows)
         if is_even and (self._nccl or op.nbytes < _BROADCASTS_BYTES):
-            options = distributed_c10d.AllgatherOptions()
-            options.timeout = self._limit
+            options = self._options(distributed_c10d.AllgatherOptions)
             source = _movable(mine)
             if len(op.outputs) == 1:
                 return self._work(op, self.process_group._allgather_base(_movable(op.outputs[0]), source, options))
@@ -370,25 +338,22 @@ class TorchTransport(Transport):
 
     def _gather(self, op: CommOp) -> Work:
         """Every rank sends to the root. A rank does not know the others' sizes, so even and uneven are one case."""
-        assert op.peer is not None
-        empty = op.inputs[0].new_empty(0)
-        return self._exchange(op, _only(op.peer, op.inputs[0], empty, self.world_size), op.outputs or self._none(empty))
+        nothing = [op.inputs[0].new_empty(0)] * self.world_size
+        given = [op.inputs[0] if rank == op.peer else empty for rank, empty in enumerate(nothing)]
+        return self._exchange(op, given, op.outputs or nothing)
 
     def _scatter(self, op: CommOp) -> Work:
-        assert op.peer is not None
-        empty = op.outputs[0].new_empty(0)
-        return self._exchange(op, op.inputs or self._none(empty), _only(op.peer, op.outputs[0], empty, self.world_size))
+        nothing = [op.outputs[0].new_empty(0)] * self.world_size
+        taken = [op.outputs[0] if rank == op.peer else empty for rank, empty in enumerate(nothing)]
+        return self._exchange(op, op.inputs or nothing, taken)
 
     def _all_to_all(self, op: CommOp) -> Work:
         return self._exchange(op, op.inputs, op.outputs)
 
-    def _none(self, empty: Tensor) -> tuple[Tensor, ...]:
-        return (empty,) * self.world_size
-
     def _exchange(self, op: CommOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
         """All to all with any sizes. Gloo works on one tensor per side, so several are copied into one."""
         sources, targets = [_movable(t) for t in inputs], [_movable(t) for t in outputs]
-        options = self._exchange_options()
+        options = self._options(dist.AllToAllOptions)
         if self._nccl:
             return self._work(op, self.process_group.alltoall(targets, sources, options))
         in_sizes, out_sizes = [t.numel() for t in sources], [t.numel() for t in targets]
@@ -403,8 +368,7 @@ class TorchTransport(Transport):
         return self._work(op, work, copy_out if len(filled) > 1 else None)
 
     def _barrier(self, op: CommOp) -> Work:
-        options = dist.BarrierOptions()
-        options.timeout = self._limit
+        options = self._options(dist.BarrierOptions)
         if self._nccl:
             options.device_ids = [self.device.index]
         return self._work(op, self.process_group.barrier(options))
@@ -463,14 +427,23 @@ _START: dict[str, Callable[[TorchTransport, CommOp], Work]] = {
 }
 
 
+def _make_options(
+    limit: timedelta, is_nccl: bool, kind: Callable[[], Any], reduce: Reduction | None = None, root: int | None = None
+) -> Any:
+    """Torch's options of one kind of operation; they may be used again."""
+    options = kind()
+    options.timeout = limit
+    if reduce is not None:
+        mean = ReduceOp.AVG if is_nccl else ReduceOp.SUM
+        options.reduceOp = ReduceOp(mean if reduce == "mean" else _REDUCE_OPS[reduce])
+    if root is not None:
+        options.rootRank = root
+    return options
+
+
 def _movable(tensor: Tensor) -> Tensor:
     """`tensor` as one dimension, as bytes where its dtype is unknown to the backends."""
     flat = tensor.detach().view(-1)
     if flat.dtype in _NATIVE:
         return flat
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element may be anything
-
-
-def _only(place: int, tensor: Tensor, empty: Tensor, length: int) -> list[Tensor]:
-    """`length` times `empty`, but `tensor` at `place`."""
-    return [tensor if index == place else empty for index in range(length)]

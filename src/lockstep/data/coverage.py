@@ -28,16 +28,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_names import communicator_over
 from lockstep.errors import DataError
 from lockstep.observe.profile.notes import note, takes_notes
-from lockstep.observe.tally import (
-    CHUNK,
-    Ids,
-    Tally,
-    bins_of,
-    coverage_fields,
-    tally_from,
-    tally_of,
-    whole_tally,
-)
+from lockstep.observe.tally import CHUNK, Ids, Tally, bins_of, coverage_fields, tally_from, tally_of, whole_tally
 
 MAX_EPOCHS = 1 << 20  # of one state: a damaged one cannot ask for all memory
 

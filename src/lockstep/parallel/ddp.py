@@ -195,7 +195,7 @@ class DistributedDataParallel(Module, JoinableReplica):
             self._setup_in_backward_optimizers()
         if torch.is_grad_enabled():
             self._refuse_thawed()
-            self.reducer.stats.forward_began()
+            self.reducer.stats.mark("forward")
         self._notify_join()
         self._sync_buffers("PRE_FORWARD")
         if self._join_config.enable:
@@ -372,13 +372,6 @@ class DistributedDataParallel(Module, JoinableReplica):
     @property
     def _has_rebuilt_buckets(self) -> bool:
         return self.reducer.rebuilt
-
-    @property
-    def _distributed_rank(self) -> int:
-        return self._comm.rank
-
-    def _check_reducer_finalized(self) -> None:
-        self.reducer.check_finished()
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove()

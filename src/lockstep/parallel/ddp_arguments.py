@@ -58,9 +58,7 @@ def _device_index(device: Device) -> int:
 
 
 def check_module(
-    module: Module,
-    delayed: Sequence[tuple[str, Parameter]] | None,
-    released_by: Parameter | None,
+    module: Module, delayed: Sequence[tuple[str, Parameter]] | None, released_by: Parameter | None
 ) -> None:
     """Refuse what cannot be wrapped, with torch's exception types."""
     if (delayed is None) != (released_by is None):

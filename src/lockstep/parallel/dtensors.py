@@ -12,22 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import Replicate as Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
-
-__all__ = [
-    "DTensor",
-    "DeviceMesh",
-    "Placement",
-    "Replicate",
-    "Shard",
-    "as_dtensor",
-    "joined_mesh",
-    "local_tensor",
-    "mesh_of_ranks",
-    "shard_within",
-]
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:

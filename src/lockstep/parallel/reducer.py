@@ -171,14 +171,6 @@ class GradReducer:
         self._new_plan = None
         self._build(self._plans.first())
 
-    def check_finished(self) -> None:
-        """Raise if a synchronised backward has begun and not ended."""
-        if self._runs.current is not None and self._runs.current.sync:
-            raise ReplicaError(
-                f"rank {self.comm.rank}: Expected to have finished reduction in the prior iteration before starting a "
-                "new one. The last backward pass did not run to its end."
-            )
-
     def logging_data(self, environ: Mapping[str, str]) -> dict[str, int | str]:
         """Sizes and times of buckets under the names of torch's DDP logging data."""
         sizes = [param.nbytes for param in self.params]
@@ -277,7 +269,7 @@ class GradReducer:
         bucket = self.buckets[current.launched]
         current.launched += 1
         if current.launched == 1:
-            self.stats.communication_began()
+            self.stats.mark("first bucket")
         if self._skip_unused and not any(self._used[member] for member in bucket.members):
             bucket.work = DONE
             return
@@ -302,7 +294,7 @@ class GradReducer:
             if current.is_backward:
                 self._local.backward_ended()
             return
-        self.stats.backward_computed()
+        self.stats.mark("backward ended")
         try:
             with torch.no_grad():
                 self._reduce(current, shadow)

@@ -115,7 +115,11 @@ class ShardContext:
         kind = PassKind.FORWARD if torch.is_grad_enabled() else PassKind.EVALUATION
         self._forward = self._begin(kind)
         try:
-            self._begin_shared()
+            if any(
+                group.is_shared for group in self.groups
+            ):  # not before all have changed their pieces of what all see
+                self._forward.meet()
+            self._publish(self.groups)
         except BaseException:
             self._forward = None
             raise
@@ -139,13 +143,6 @@ class ShardContext:
                 if not unit.made_by_hand:
                     group.reshard()
             unit.made_by_hand = False
-
-    def _begin_shared(self) -> None:
-        """Where ranks see the same memory: begin when all have changed their pieces of it."""
-        assert self._forward is not None
-        if any(group.is_shared for group in self.groups):
-            self._forward.meet()
-        self._publish(self.groups)
 
     def _publish(self, groups: list[ShardGroup]) -> None:
         if any(group.is_copied for group in groups):
@@ -172,16 +169,14 @@ class ShardContext:
             depth = len(unit.backward_prefetch) or int(unit.prefetches_in_backward)
         else:
             depth = len(unit.forward_prefetch) or 1
-        for _ in range(depth - sum(group.state is ShardState.GATHERING for group in self._gathered())):
+        gathered = (group for group in self.groups if group.unsharded is not None and group.unsharded.needs_gather)
+        for _ in range(depth - sum(group.state is ShardState.GATHERING for group in gathered)):
             following = current.following
             if following is None or following.verb != "gather":
                 break
             if self.groups[following.group].state is not ShardState.SHARDED:
                 break  # in use: it will be needed again only after it has been given back
             current.run_ahead()
-
-    def _gathered(self) -> list[ShardGroup]:
-        return [group for group in self.groups if group.unsharded is not None and group.unsharded.needs_gather]
 
     def leave_forward(self) -> None:
         """The outermost forward has returned."""

@@ -16,7 +16,6 @@ from lockstep.comm.tensor_parts import TensorPieces, is_dtensor
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.zero.chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
-from lockstep.parallel.zero.late import LateParameters
 from lockstep.parallel.zero.overlap import ReduceScatterMean
 from lockstep.parallel.zero.pieces import Build, PerParameter, PieceOptimizer
 from lockstep.parallel.zero.probe import OptimizerClass, runs_fused, why_not_elementwise
@@ -45,12 +44,6 @@ class ShardedOptimizer(Optimizer):
       backward, half the bytes of an all-reduce, and `.grad` is None after it. `lockstep.clip_grad_norm_` and our
       GradScaler find the gradients; torch's do not. They add up over several backward passes until `step` or this
       object's `zero_grad` clears them; the model's own `zero_grad` does not see them.
-    - `overlap_forward`: the module that has all the parameters. `step` then returns while updated ones are on their
-      way, in the order of registration, and they arrive while forward computes. Each module waits for its own before
-      its forward; `parameters()`, `state_dict()` and attributes of any module in it wait for what they give out. But
-      who holds a parameter itself (`param_groups`, a list made before) reads old values until `wait`; call that too
-      before a group is closed. Clear gradients by this object's `zero_grad`: the module's waits for everything. Not
-      for a module that torch.compile has compiled.
     - `assume_elementwise`: skip the trial that finds optimizers which cannot work on pieces of a parameter, because
       they look at whole rows or norms (Muon, Adafactor, LBFGS). For a class whose step is elementwise but random.
 
@@ -70,7 +63,6 @@ class ShardedOptimizer(Optimizer):
         *,
         process_group: Any = None,
         ddp: DistributedDataParallel | None = None,
-        overlap_forward: torch.nn.Module | None = None,
         assume_elementwise: bool = False,
         **kwargs: Any,
     ) -> None:
@@ -91,7 +83,6 @@ class ShardedOptimizer(Optimizer):
         self._parts: list[PieceOptimizer] = []
         self._home: dict[int, tuple[PieceOptimizer, int]] = {}  # id of a parameter -> its part, and its index there
         self._overlap: ReduceScatterMean | None = None  # feeds the first parts, one for each of its buckets
-        self._late = None if overlap_forward is None else LateParameters(overlap_forward)
         self._consolidated: tuple[int, StateDict] | None = None  # the rank that has it, and what it has
         super().__init__(params, defaults)
         self._share_out(0)
@@ -120,13 +111,9 @@ class ShardedOptimizer(Optimizer):
 
     def _share_out(self, first: int) -> None:
         """Give the parameters of the groups from `first` on their places."""
-        self.wait()
         members = list(self._members(first))
         if not members:
             return
-        if self._late is not None:
-            for member in members:
-                self._late.check(member.param, member.name)
         are_floats = all(member.param.is_floating_point() for member in members)
         fuse = are_floats and runs_fused(self._optimizer_cls, self._kwargs, members[0].param.device)
         build = Build(self._optimizer_cls, self._kwargs, fuse)
@@ -166,30 +153,12 @@ class ShardedOptimizer(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._consolidated = None
-        self.wait()
-        with torch.no_grad():
-            steps = list(zip(self._parts, self._gradients(), strict=True))
-            late = self._late
-            if late is not None:
-                steps.sort(key=lambda step: late.place(step[0].chunk))
-            with contextlib.ExitStack() as ends:
-                for part, mine in steps:
-                    work = part.step(mine, self.param_groups)  # sent while the next is stepped
-                    if late is None:
-                        ends.callback(work.wait)
-                    else:
-                        late.add(part.chunk, work)
+        with torch.no_grad(), contextlib.ExitStack() as ends:
+            for part, mine in zip(self._parts, self._gradients(), strict=True):
+                ends.callback(part.step(mine, self.param_groups).wait)  # sent while the next is stepped
         if self._overlap is not None:
             self._overlap.clear()
         return loss
-
-    def wait(self) -> None:
-        """Have all updated parameters here; only with `overlap_forward` is there something to wait for. Blocks.
-
-        Raises: CommError where another rank was lost meanwhile.
-        """
-        if self._late is not None:
-            self._late.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also those that backward has left with their owners (`ddp`)."""

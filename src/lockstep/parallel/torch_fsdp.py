@@ -1,6 +1,6 @@
 """What torch's users write for sharded training, and ours too: its enums, dataclasses and wrap policies themselves."""
 
-from torch.distributed.fsdp import (
+from torch.distributed.fsdp import (  # noqa: F401 - imported from here
     BackwardPrefetch,
     CPUOffload,
     CPUOffloadPolicy,
@@ -17,27 +17,9 @@ from torch.distributed.fsdp import (
     StateDictSettings,
     StateDictType,
 )
-from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
-
-__all__ = [
-    "BackwardPrefetch",
-    "CPUOffload",
-    "CPUOffloadPolicy",
-    "FullOptimStateDictConfig",
-    "FullStateDictConfig",
-    "LocalOptimStateDictConfig",
-    "LocalStateDictConfig",
-    "MixedPrecision",
-    "MixedPrecisionPolicy",
-    "ModuleWrapPolicy",
-    "OffloadPolicy",
-    "OptimStateKeyType",
-    "ShardedOptimStateDictConfig",
-    "ShardedStateDictConfig",
-    "ShardingStrategy",
-    "StateDictSettings",
-    "StateDictType",
-    "size_based_auto_wrap_policy",
-    "transformer_auto_wrap_policy",
-]
+from torch.distributed.fsdp.fully_sharded_data_parallel import OptimStateKeyType as OptimStateKeyType
+from torch.distributed.fsdp.wrap import (  # noqa: F401
+    ModuleWrapPolicy,
+    size_based_auto_wrap_policy,
+    transformer_auto_wrap_policy,
+)

@@ -16,15 +16,7 @@ from lockstep.comm.pulse import NONE, Beat, read_pulses
 from lockstep.launch.processes import reap_strangers
 from lockstep.launch.worker import INTERRUPTED, REQUEUE
 from lockstep.testing.chaos_plan import Blow, Phase, Role, Strike, choose
-from lockstep.testing.process_tree import (
-    Process,
-    age_s,
-    descendants,
-    look,
-    mapped_files,
-    strike,
-    words_of,
-)
+from lockstep.testing.process_tree import Process, age_s, descendants, look, mapped_files, strike, words_of
 
 _TICK_S = 0.003
 _SEARCH_S = 0.02  # between two looks through all processes, which take a millisecond

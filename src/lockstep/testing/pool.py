@@ -219,11 +219,6 @@ def _is_open(number: int) -> bool:
 
 def _environment(changes: Environment | None) -> dict[str, str]:
     """The caller's environment now, with `changes` (None removes a variable), and Gloo kept on this host."""
-    environment = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
-    environment.update(os.environ)
-    for name, value in (changes or {}).items():
-        if value is None:
-            environment.pop(name, None)
-        else:
-            environment[name] = value
-    return environment
+    gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}
+    merged = {**gloo, **os.environ, **(changes or {})}
+    return {name: value for name, value in merged.items() if value is not None}

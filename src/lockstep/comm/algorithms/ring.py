@@ -40,8 +40,7 @@ def reduce_scatter(wire: Wire, output: Tensor, parts: Sequence[Tensor], reduce: 
         part = (left - step) % W
         arrived = spare[step % len(spare)][: parts[part].numel()]
         wire.step(
-            wire.send(carried, right, f"sum of part {(part + 1) % W}"),
-            wire.recv(arrived, left, f"sum of part {part}"),
+            wire.send(carried, right, f"sum of part {(part + 1) % W}"), wire.recv(arrived, left, f"sum of part {part}")
         )
         combine(arrived, parts[part], reduce, out=arrived)
         carried = arrived

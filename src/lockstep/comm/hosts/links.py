@@ -78,18 +78,12 @@ class Links:
         self.within(CommOp(op.seq, "broadcast", (), (self._word,), 0, label=op.label), 1)
         return read_word(self._word)
 
-    def buffer(self, name: str, nbytes: int) -> Tensor:
-        """Memory [nbytes] that is kept under this name for the next time."""
-        return self._kept(name, nbytes, torch.empty)
-
-    def local_buffer(self, name: str, nbytes: int) -> Tensor:
-        """`buffer` where this host's transport moves it best."""
-        return self._kept(name, nbytes, self.local.empty)
-
-    def _kept(self, name: str, nbytes: int, make: Callable[..., Tensor]) -> Tensor:
+    def buffer(self, name: str, nbytes: int, on_host: bool = False) -> Tensor:
+        """Memory [nbytes] kept under this name for the next time. on_host: where the host's transport moves it best."""
         found = self._buffers.get(name)
         if found is None or found.numel() < nbytes:
             with torch.inference_mode(False):  # else no later operation could write to it
+                make: Callable[..., Tensor] = self.local.empty if on_host else torch.empty
                 found = self._buffers[name] = make(nbytes, dtype=torch.uint8)
         return found[:nbytes]
 

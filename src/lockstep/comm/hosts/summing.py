@@ -158,7 +158,7 @@ class ReduceScatterStage(ReducingStage):
         if len(filled) == 1:
             source = filled[0].to(dtype)
         else:
-            room = links.local_buffer(f"packed {slot}", sum(block.numel() for block in filled) * dtype.itemsize)
+            room = links.buffer(f"packed {slot}", sum(map(Tensor.numel, filled)) * dtype.itemsize, on_host=True)
             source = torch.cat(filled, out=room.view(dtype))
         spans: list[tuple[int, int]] = []
         for ranks in links.hosts:
@@ -174,7 +174,7 @@ class ReduceScatterStage(ReducingStage):
         fault = super().arrive()
         if fault is None:
             nbytes = sum(self.sizes) * self.source.element_size()
-            self.result = self.links.local_buffer(f"result {self.slot}", nbytes).view(self.source.dtype)
+            self.result = self.links.buffer(f"result {self.slot}", nbytes, on_host=True).view(self.source.dtype)
             self.join(self.result)
         return fault
 

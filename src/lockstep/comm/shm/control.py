@@ -43,13 +43,7 @@ class Control:
     """One rank's view of its group's words."""
 
     def __init__(
-        self,
-        segment: Segment,
-        offset: int,
-        members: Sequence[int],
-        rank: int,
-        peers: Peers,
-        parking: Parking,
+        self, segment: Segment, offset: int, members: Sequence[int], rank: int, peers: Peers, parking: Parking
     ) -> None:
         size = len(members)
         self.rank = rank

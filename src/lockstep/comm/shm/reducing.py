@@ -157,12 +157,7 @@ class Reducing:
             tree_reduce_into(target, parts, _reduction(op), self._scratch_for(target))
 
     def _reduce_blocks(
-        self,
-        op: CommOp,
-        target: Tensor,
-        parts: Sequence[Tensor],
-        span: tuple[int, int],
-        copies: Sequence[Tensor] = (),
+        self, op: CommOp, target: Tensor, parts: Sequence[Tensor], span: tuple[int, int], copies: Sequence[Tensor] = ()
     ) -> None:
         """Reduce `parts` into `target` over `span`, in blocks that stay in the cache, and copy each to `copies`."""
         reduction = _reduction(op)

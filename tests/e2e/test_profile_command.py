@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from command_runs import Run
-from lockstep.observe.profile.run_record import read_run
 from lockstep.observe.profile.verdict import judge
+from whole_records import read_run
 
 pytestmark = pytest.mark.limit_s(120)
 

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from command_runs import Run
-from lockstep.observe.profile.run_record import RankRecord, read_run
+from lockstep.observe.profile.run_record import RankRecord
 from lockstep.observe.tally import Tally, tally_from
+from whole_records import read_run
 
 pytestmark = pytest.mark.limit_s(120)
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from lockstep.observe.flight import Record
-from lockstep.observe.profile.run_record import Run, read_run
+from lockstep.observe.profile.run_record import RankReader, RankRecord, Run
 from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, PHASES, Step, StepClock, Wait
 from lockstep.observe.profile.writer import RunWriter
+from whole_records import read_run
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,15 @@ class Pipeline:
         began_ns, first_ns = 1000 * since_us, 1000 * until_us - self.messages
         for number in range(self.messages):
             yield text, min(began_ns, first_ns) if number == 0 else first_ns + number, first_ns + number + 1
+
+
+def read_rank(lines: Iterable[str]) -> RankRecord | None:
+    """One rank's record, of which the last line may be cut off; None where nothing is left."""
+    rank = RankReader()
+    for line in lines:
+        if line.endswith("\n"):
+            rank.feed(line)
+    return rank.record()
 
 
 def reader(records: list[Record]) -> Callable[[int, int], Sequence[Record]]:

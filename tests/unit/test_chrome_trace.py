@@ -154,8 +154,8 @@ def test_each_bucket_has_an_arrow_from_the_rank_that_started_it_last(tmp_path: P
 
 def test_rank_that_went_on_before_the_last_came_has_no_arrow_from_it(tmp_path: Path) -> None:
     (ops,) = moments_of(World(work_us=lambda rank, step: 1000, collectives=1, steps=3).run(tmp_path), range(3, 4))
-    early = {0: ops[0]._replace(op=ops[0].op._replace(began_us=0, waited_us=900))}
-    late = {1: ops[1]._replace(op=ops[1].op._replace(began_us=1000, waited_us=500))}
+    early = {0: ops[0]._replace(op=ops[0].op._replace(entered_us=0, began_us=0, waited_us=900, left_us=900))}
+    late = {1: ops[1]._replace(op=ops[1].op._replace(entered_us=1000, began_us=1000, waited_us=500, left_us=1500))}
     trace = merge({}, [{**early, **late}], {0: "a", 1: "a"})
     check_trace(trace)
     assert not [event for event in trace["traceEvents"] if event["ph"] in "sf"]

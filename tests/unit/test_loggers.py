@@ -18,7 +18,6 @@ import pytest
 
 from lockstep.errors import ConfigError
 from lockstep.observe.loggers import Loggers, logger_names, open_loggers
-from lockstep.observe.profile.run_record import read_run
 from lockstep.observe.profile.session import Profile
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.window import Window
@@ -26,6 +25,7 @@ from lockstep.observe.profile.writer import RunWriter
 from lockstep.recipes import gpt2
 from lockstep.train.config import check
 from lockstep.train.metrics import Logs, StepLog, StepMetrics
+from whole_records import read_run
 
 CONFIG = {"seed": 1, "out": "runs/tiny"}
 HAS_TENSORBOARD = importlib.util.find_spec("tensorboard") is not None

@@ -10,14 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from profiled_worlds import read_rank
 
 import lockstep
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.notes import Later, log_values, note, take_notes, takes_notes
 from lockstep.observe.profile.run_facts import ORIGINS, commit_of, run_facts, variables_of, without_secrets
-from lockstep.observe.profile.run_record import file_of, read_rank, read_run, steps_per_line
+from lockstep.observe.profile.run_record import file_of, steps_per_line
 from lockstep.observe.profile.step_clock import OTHER, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter
+from whole_records import read_run
 
 KINDS: Mapping[str, dict[str, Any]] = {
     "facts": {"command": ["train.py"], "variables": {"RANK": ["0", "launcher"]}},

@@ -212,6 +212,14 @@ def test_step_of_a_killed_rank_begins_with_what_it_did_where_its_last_lines_are_
     assert [rank["rank"] for rank in alone["ranks"]] == [1]
 
 
+def test_killed_rank_that_had_not_begun_the_step_stands_where_it_was_seen_last(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    alone = moments_of(run, ended=9)[1]._replace(ops=[])
+    row, late = lanes_of(run, 0.0, moments=[moments_of(run, ended=9)[0], alone])["steps"][-1]["ranks"]
+    assert row["began_us"] < late["began_us"] == late["ended_us"]
+    assert late["ended_us"] <= row["ended_us"]
+
+
 @pytest.mark.parametrize(("code", "culprits"), [(1, [True, False]), (130, [False, True])])
 def test_launcher_tells_of_it_and_its_causes_or_what_was_found_name_the_culprit(
     tmp_path: Path, code: int, culprits: list[bool]

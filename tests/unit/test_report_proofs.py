@@ -204,3 +204,13 @@ def test_cells_of_a_real_shape(tmp_path: Path) -> None:
     assert first["sealed"]
     assert not second["sealed"]
     assert second["twice"] >= 1
+
+
+def test_an_epoch_that_a_killed_rank_did_not_come_to_tell_is_open_and_not_broken() -> None:
+    """Three ranks begin, two tell epoch 0 and all tell epoch 1: of epoch 0 nobody knows what the third one read."""
+    early = [coverage_note(0, range(rank, 9, 3), 9) for rank in range(3)]
+    late = [coverage_note(1, range(rank, 9, 3), 9) for rank in range(3)]
+    found = coverage_of(source_of([early[0], late[0]], [early[1], late[1]], [late[2]]))
+    assert found is not None
+    states = {epoch["epoch"]: (epoch["running"], epoch["sealed"]) for epoch in found["epochs"]}
+    assert states == {0: (True, False), 1: (False, True)}

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from lockstep.observe.profile.notes import Note
-from lockstep.observe.profile.run_record import read_run
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes, learning_rate
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.testing.worlds import run_threads
+from whole_records import read_run
 
 
 class Watched:

@@ -13,12 +13,13 @@ from torch import nn
 from lockstep.comm.communicator import Communicator
 from lockstep.observe.layout import UNITS_MAX, folded, held_bytes, layout_of, strategy_of
 from lockstep.observe.profile.run_facts import run_facts
-from lockstep.observe.profile.run_record import Run, read_run
+from lockstep.observe.profile.run_record import Run
 from lockstep.observe.tally import Tally, tally_from, whole_tally
 from lockstep.parallel.strategy import Sharding
 from lockstep.testing.worlds import run_threads
 from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.train.loop import train
+from whole_records import read_run
 
 
 class Never:

@@ -23,6 +23,7 @@ from lockstep.observe.profile.step_clock import (
     Wait,
     outermost,
     spans_in,
+    worked_out,
 )
 
 
@@ -69,8 +70,9 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
                 clock.step_done(done, number)
         steps = list(clock.steps)
     assert [step.step for step in steps] == list(range(1, done + 1))
-    for step in steps:
-        spent_ns = step.spent_ns()
+    for step in map(worked_out, steps):
+        spent_ns = step.summed_ns
+        assert tuple(spent_ns) == by_moments(step)
         assert sum(spent_ns) == step.ended_ns - step.began_ns
         assert min(spent_ns) >= 0
         waits = outermost(step.waits, step.began_ns)
@@ -90,6 +92,15 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
             assert few[:1] == spans[:1]
     for before, after in itertools.pairwise(steps):
         assert (before.ended_ns, before.operations[1]) == (after.began_ns, after.operations[0])
+
+
+def by_moments(step: Step) -> tuple[int, ...]:
+    """In each phase, nanosecond by nanosecond."""
+    spent = [0] * len(PHASES)
+    for moment in range(step.began_ns, step.ended_ns):
+        is_waiting = any(began <= moment < ended for _, began, ended in step.waits)
+        spent[EXPOSED if is_waiting else [phase for phase, at in step.marks if at <= moment][-1]] += 1
+    return tuple(spent)
 
 
 def test_span_lasts_until_the_next_and_the_shortest_are_left_out_where_there_are_many() -> None:
@@ -120,7 +131,7 @@ def test_wait_inside_a_wait_counts_once(read: StepClock) -> None:
     read.step_done(1, 9)
     (step,) = read.steps
     assert outermost(step.waits, step.began_ns) == [Wait(8, 3, 6)]
-    assert step.spent_ns()[EXPOSED] == 3
+    assert worked_out(step).summed_ns[EXPOSED] == 3
 
 
 def test_other_threads_change_nothing(read: StepClock) -> None:
@@ -161,10 +172,10 @@ def test_of_a_step_without_end_only_the_sums_and_the_first_waits_are_kept(read: 
     read.step_done(1, 0)
     read.switch(DATA)
     read.step_done(2, 0)
-    long, short = read.steps
-    assert sum(long.spent_ns()) == long.ended_ns - long.began_ns
+    long, short = map(worked_out, read.steps)
+    assert sum(long.summed_ns) == long.ended_ns - long.began_ns
     assert [wait[0] for wait in long.waits] == list(range(len(long.waits)))
     assert 0 < len(long.waits) <= WAITS
     assert spans_in(long, 100) == []
-    assert sum(short.spent_ns()) == short.ended_ns - short.began_ns
+    assert sum(short.summed_ns) == short.ended_ns - short.began_ns
     assert [phase for phase, _ in spans_in(short, 100)] == [OTHER, DATA]

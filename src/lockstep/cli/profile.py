@@ -10,10 +10,10 @@ from pathlib import Path
 
 from lockstep.cli.typed import RunFolder, read_command
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import Run, read_run
+from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.verdict import Verdict, judge
-from lockstep.observe.report.source import find_run
+from lockstep.observe.report.source import RunReader, find_run
 from lockstep.observe.report.writing import shown
 
 _MATMUL, _MATMUL_S = 1024, 0.3
@@ -27,7 +27,7 @@ class ProfileCommand:
     run: RunFolder = None
     """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/."""
     flops_per_token: float = 0.0
-    """Arithmetic of forward and backward; by default as the run has it, which `lockstep train` knows."""
+    """Arithmetic of forward and backward, of a script per sample; by default what `lockstep train` has noted."""
     peak_tflops: float = 0.0
     """What the device of one rank can do; by default as a short matrix product has it here."""
 
@@ -41,12 +41,16 @@ def profile(words: Sequence[str]) -> int:
 
 def describe(command: ProfileCommand) -> Iterator[str]:
     """What is printed, line by line."""
-    run = read_run(command.run or find_run(None, Path("runs")))
+    source = RunReader(find_run(command.run, Path("runs"))).read()
+    run, problems = source.run, source.problems
+    if not run.ranks:
+        raise ConfigError("; ".join([f"{shown(source.folder)} has no record of a rank that can be read", *problems]))
     per_token = command.flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
     peak, how = _peak(command, run) if per_token else (0.0, "")
     verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
     if not verdict.shares:
         raise ConfigError(f"{shown(run.folder)} has no step that has ended")
+    yield from (f"damaged  {problem}: what came before is counted" for problem in problems)
     yield from _summary(run, verdict, how)
     yield ""
     yield from _table(verdict)
@@ -63,7 +67,9 @@ def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
     rates += [f"{share.tokens_per_s:,.0f} tokens/s"] if share.tokens_per_s else []
     samples = sum(each.samples_per_s for each in verdict.shares)
     rates += [f"{samples:,.0f} samples/s"] if samples else []
-    rates += [f"MFU {verdict.mfu:.1%} ({how})"] if verdict.mfu is not None else []
+    rates += (
+        [f"MFU {verdict.mfu:.1%} ({how})"] if verdict.mfu is not None else ["no MFU: nothing is counted"] * bool(how)
+    )
     ranks = f"{len(run.ranks)} of {run.world_size} ranks"
     yield f"run      {shown(run.folder)}: {ranks}, {share.steps} steps, {', '.join(rates)}"
     overlap = "" if verdict.overlap is None else f", {verdict.overlap:.0%} of communication is hidden"

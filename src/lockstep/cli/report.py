@@ -15,8 +15,8 @@ from typing import Any
 from lockstep.cli.typed import RunFolder, read_command
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.chrome_trace import merge_files
-from lockstep.observe.profile.run_record import read_run
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
+from lockstep.observe.report.source import RunReader
 from lockstep.observe.report.writing import PAGE, document_in, shown, write_page
 
 _CARDS_MAX, _LINES_MAX = 6, 12
@@ -89,7 +89,7 @@ def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
 def _merged(place: Path, window: str) -> str:
     """Where the merged trace lies, or why there is none; "" where there was no window."""
     steps = read_window(window)
-    found = merge_files(read_run(place), steps) if steps else None
+    found = merge_files(RunReader(place).read().run, steps) if steps else None
     if found is None:
         return f"lockstep: no trace: no rank has come to step {steps.start}\n" if steps else ""
     path, ranks, residual_us = found

@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 
-from lockstep.cli import WATCHER_PID
+from lockstep.cli import ends_with_me
 from lockstep.cli.watch import show
 from lockstep.errors import ConfigError
 from lockstep.launch.private_folder import private_folder
@@ -38,9 +38,8 @@ def watched(command: Sequence[str], folder: Path) -> int:
     """
     with private_folder() as private, (private / OUTPUT).open("w") as output:
         since_s, words = time.time(), [sys.executable, "-m", "lockstep", *command]
-        environ = {**os.environ, WATCHER_PID: str(os.getpid())}
         child = subprocess.Popen(
-            words, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
+            words, env=os.environ | ends_with_me(), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
             start_new_session=True,  # or a Ctrl-C at the terminal would come twice, and end it at once
         )  # fmt: skip
         with _passing_on_interrupts(child):

@@ -30,6 +30,7 @@ SUBJECTS: Final = {
     "replicas": "step",
     "coverage": "epoch",
 }
+_BUCKETS = ("count", "bytes", "hidden_us")  # that such a note has
 _OF_STEPS = ("values", "layout", "buckets", "replicas")  # done again by a later attempt
 
 Later = Callable[[], Mapping[str, Any] | None]
@@ -111,6 +112,9 @@ def note_line(kind: str, at_us: int, fields: Mapping[str, Any]) -> str:
 
 
 def read_note(kind: str, values: dict[str, Any], attempt: str) -> Note:
-    """The note in a line.  Raises: KeyError where it has no such kind, or lacks something."""
+    """The note in a line.  Raises: KeyError where it has no such kind, or lacks something; ValueError."""
     name, subject, at_us = SUBJECTS[kind], values.pop(kind), values.pop("at_us")
+    numbers = [at_us, *([subject] if name else ()), *([values[n] for n in _BUCKETS] if kind == "buckets" else ())]
+    if not all(isinstance(number, int | float) for number in numbers):
+        raise ValueError(f"its {kind} are none")
     return Note(kind, at_us, attempt, {name: subject, **values} if name else subject)

@@ -1,10 +1,10 @@
 """What a step would have taken had something been otherwise: the recorded step, played again.
 
 A rank's own thread computes, starts collectives, and stands in them until all ranks have started them and the data has
-moved. What it computes between two such points is known, and how long the data took is what the last rank to arrive
-still stood there. From these the step is put together again, with some of them changed. Nothing is known of collectives
-that the thread did not stand in: they stay hidden. The result is an estimate, and the replay with nothing changed says
-how good: it should be the step that was recorded.
+moved. What it computes between two such points is known, and how long the data took is how long the collective was open
+on the rank that started it last. From these the step is put together again, with some of them changed. Nothing is known
+of collectives that the thread did not stand in: they stay hidden. The result is an estimate, and the replay with
+nothing changed says how good: it should be the step that was recorded.
 """
 
 from __future__ import annotations
@@ -86,12 +86,12 @@ class WhatIf(NamedTuple):
 
 
 def track_of(line: Steps, left: Container[Key]) -> Track:
-    """One rank's step. Its thread stands in one operation at a time; a message is there for others once it is started.
+    """One rank's step. Its thread stands in one operation at a time, which is there for others once it is started.
 
     left: messages that whoever sent them had done with before they were asked for.
     """
     stood = [op for op in line.ops or () if op.began_us >= 0]
-    events = [(op.entered_us, False, op) for op in stood if op.is_message]
+    events = [(op.entered_us, False, op) for op in stood if op.is_message or op.entered_us < op.began_us]
     events += [(op.began_us, True, op) for op in stood if not (op.is_send and op.key in left)]
     stops: list[Stop] = []
     waited = 0
@@ -130,7 +130,7 @@ def _was_left(ends: Mapping[int, Op], began_us: Mapping[int, float]) -> bool:
 def _move_of(wait: Wait, buckets: Mapping[int, Mapping[str, Any]]) -> Move:
     said = buckets.get(wait.last) if wait.op.group == TAIL_GROUP else None
     if said is None:
-        return Move(float(wait.op.began_us - wait.op.entered_us), float(wait.real_us))
+        return Move(0.0, float(wait.real_us))
     return Move(said["hidden_us"], float(wait.real_us), said.get("last_bytes", 0) / max(1, said["bytes"]))
 
 

@@ -1,4 +1,4 @@
-"""The record of a run on disk: `rank-<n>.jsonl` per rank, only ever appended to, and read as a whole.
+"""The record of a run on disk: `rank-<n>.jsonl` per rank, only ever appended to.
 
 Each line is a JSON object of one of these kinds, told by its first key:
 
@@ -17,9 +17,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -159,7 +159,7 @@ def is_listed(step: int) -> bool:
 
 def bytes_of(text: str) -> int:
     """Bytes of an operation, from its text: "all_reduce float32 [4, 2] sum" has 32; 0 where it does not say."""
-    found = re.search(r"(?P<dtype>complex|bfloat|float|uint|int|bool)(?P<bits>\d*)\S* (?P<sizes>.*)", text)
+    found = re.search(r"(?P<dtype>complex|bfloat|float|uint|int|bool)(?P<bits>\d*)[^ [\]]* ?(?P<sizes>.*)", text)
     shape = re.search(r"(?:(\d+) x )?\[([\d, ]*)\]", found["sizes"]) if found else None
     if found is None or shape is None:
         return 0
@@ -169,23 +169,27 @@ def bytes_of(text: str) -> int:
     return elements * (int(found["bits"] or 8) // 8)
 
 
+def file_of(folder: Path, rank: int) -> Path:
+    """Of one rank's record."""
+    return folder / f"rank-{rank}.jsonl"
+
+
 # ------------------------------------------------------------------ lines
 
 
 def start_line(start: Start) -> str:
-    """As `read_rank` reads it."""
+    """As `RankReader` reads it."""
     return _line({"start": VERSION, **asdict(start)})
 
 
 def word_line(number: int, group: str, text: str, site: str, label: str) -> str:
-    """As `read_rank` reads it."""
+    """As `RankReader` reads it."""
     return _line({"word": number, "group": group, "text": text, "site": site, "label": label, "bytes": bytes_of(text)})
 
 
 def steps_line(line: Steps, rows: Sequence[Sequence[int]] | None = None) -> str:
-    """As `read_rank` reads it. rows: of each operation its word, then the numbers of `Op` in their order."""
-    given = {**vars(line), "ops": rows}
-    return _line({name: value for name, value in given.items() if value or name == "step"})
+    """As `RankReader` reads it. rows: of each operation its word, then the numbers of `Op` in their order."""
+    return _line({name: value for name, value in {**vars(line), "ops": rows}.items() if value or name == "step"})
 
 
 def _line(values: dict[str, Any]) -> str:
@@ -193,34 +197,6 @@ def _line(values: dict[str, Any]) -> str:
 
 
 # ------------------------------------------------------------------ reading
-
-
-def file_of(folder: Path, rank: int) -> Path:
-    """Of one rank's record."""
-    return folder / f"rank-{rank}.jsonl"
-
-
-def read_run(folder: Path) -> Run:
-    """The records in `folder`, or in its "profile".  Raises: ConfigError where there are none of this format."""
-    for place in (folder, folder / "profile"):
-        paths = {int(path.stem[5:]): path for path in place.glob("rank-*.jsonl") if path.stem[5:].isdigit()}
-        ranks = {rank: read_rank(paths[rank].read_text(errors="replace").splitlines(True)) for rank in sorted(paths)}
-        found = {rank: record for rank, record in ranks.items() if record is not None}
-        if found:
-            return Run(place, found)
-    raise ConfigError(f"{folder} holds no record of a run: give the folder that `lockstep run` or `train` has named")
-
-
-def read_rank(lines: Iterable[str]) -> RankRecord | None:
-    """One rank's record. The last line is left out where it was cut off; None where nothing is left.
-
-    Raises: ConfigError where another line is none of ours.
-    """
-    reader = RankReader()
-    for line in lines:
-        reader.feed(line)
-    return reader.record()
-
 
 _Word = tuple[Any, ...]  # values of _WORD
 
@@ -237,10 +213,8 @@ class RankReader:
         self._number = 0
 
     def feed(self, line: str) -> None:
-        """The next line; without an end only as the last one.  Raises: ConfigError where it is none of ours."""
+        """The next whole line.  Raises: ConfigError where it is none of ours."""
         self._number += 1
-        if not line.endswith("\n"):
-            return
         try:
             values = _object(line)
             kind = next(iter(values))
@@ -251,6 +225,8 @@ class RankReader:
                     raise ValueError(f"its format is {version}, and this lockstep reads {VERSION}: take {other} one")
                 self._starts.append(Start(**values))
                 self._words = {}
+            elif not self._starts:
+                raise ValueError("there is no start before it")
             elif kind == "word":
                 self._words[values["word"]] = tuple(values[name] for name in _WORD)
             elif kind == "step":
@@ -258,9 +234,9 @@ class RankReader:
                 _replace(self._kept, _steps_of(values, self._words, attempt), attempt)
             else:
                 self._notes.append(read_note(kind, values, self._starts[-1].attempt))
-        except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
+        except (ValueError, TypeError, LookupError, StopIteration) as error:
             what = error if isinstance(error, ValueError) else repr(error)
-            raise ConfigError(f"line {self._number} of the record is none of a run: {what}") from error
+            raise ConfigError(f"line {self._number} is none of a record: {what}") from error
 
     def record(self) -> RankRecord | None:
         """What was fed; None before the first start."""
@@ -297,14 +273,15 @@ def _object(text: str) -> dict[str, Any]:
 
 def _steps_of(values: dict[str, Any], words: Mapping[int, _Word], attempt: str) -> Steps:
     values = {"operations": 0, "at_us": 0, "wall_us": 0, "longest_us": 0, "count": 1} | values
-    rows = values.pop("ops", None)
-    values["phases_us"] = tuple(values.get("phases_us", (0,) * len(PHASES)))
-    if rows is None and is_listed(values["step"]):
-        rows = []
+    rows = values.pop("ops", [] if is_listed(values["step"]) else None)
+    hidden = values.pop("hidden_us", None if rows is None else 0)
+    phases, spans = values.pop("phases_us", (0,) * len(PHASES)), values.pop("spans", ())
+    numbers = [*values.values(), *phases, hidden or 0, *chain(*spans, *rows or ())]
+    is_whole = len(phases) == len(PHASES) > max((phase for phase, _ in spans), default=0) and values["count"] > 0
+    if not is_whole or any(type(number) is not int for number in numbers):
+        raise ValueError("its numbers are not those of a step")
     ops = None if rows is None else tuple(_op(attempt, row, words[row[0]]) for row in rows)
-    hidden = values.pop("hidden_us", None if ops is None else 0)
-    spans = tuple((phase, at) for phase, at in values.pop("spans", ()))
-    return Steps(**values, hidden_us=hidden, ops=ops, spans=spans)
+    return Steps(**values, phases_us=tuple(phases), hidden_us=hidden, ops=ops, spans=tuple(map(tuple, spans)))
 
 
 def _op(attempt: str, row: Sequence[int], word: _Word) -> Op:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import add
@@ -42,13 +42,9 @@ class Step(NamedTuple):
     tokens: int
     samples: int
     operations: tuple[int, int]  # numbers in the flight record: from, to
-    waits: Sequence[tuple[int, int, int]]  # fields of Wait, by their ends; also such as lie in others
+    waits: Sequence[tuple[int, int, int]]  # fields of Wait, by their ends; also such as lie in others: see `worked_out`
     marks: Sequence[Mark]  # by time, the first where the step began; none where there were too many to keep
-    summed_ns: Sequence[int] = ()  # of each of PHASES, where there are no marks
-
-    def spent_ns(self) -> Sequence[int]:
-        """In each of PHASES; together the step."""
-        return self.summed_ns or _spent_ns(self.marks, outermost(self.waits, self.began_ns), self.ended_ns)
+    summed_ns: Sequence[int] = ()  # of each of PHASES, together the step; else where there are no marks
 
 
 _step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
@@ -120,7 +116,8 @@ class StepClock:
     def so_far(self, most: int) -> list[Mark]:
         """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""
         marks = self._marks[-_RECENT:]
-        return spans_in(Step(0, marks[0][1], monotonic_ns(), 0, 0, (0, 0), self.waits[-_RECENT:], marks), most)
+        waits = outermost(self.waits[-_RECENT:], marks[0][1])
+        return spans_in(Step(0, marks[0][1], monotonic_ns(), 0, 0, (0, 0), waits, marks), most)
 
     def restart(self) -> None:
         """What was before now belongs to no step."""
@@ -151,56 +148,47 @@ def outermost(waits: Iterable[tuple[int, int, int]], since_ns: int) -> list[Wait
     return found
 
 
-def _spent_ns(marks: Sequence[Mark], waits: Sequence[Wait], ended_ns: int) -> tuple[int, ...]:
-    """In each of PHASES, from the first mark on. waits: those that are `outermost`."""
+def worked_out(step: Step) -> Step:
+    """The step with waits that are `outermost`, and with `summed_ns`."""
+    waits = outermost(step.waits, step.began_ns)
+    return step._replace(waits=waits, summed_ns=step.summed_ns or _spent_ns(step.marks, waits, step.ended_ns))
+
+
+def _spent_ns(marks: Sequence[Mark], waits: Iterable[tuple[int, int, int]], ended_ns: int) -> tuple[int, ...]:
+    """In each of PHASES, from the first mark on."""
     spent = [0] * len(PHASES)
-    for (phase, at), (_, until) in pairwise([*marks, (OTHER, ended_ns)]):
+    for (phase, at), (_, until) in pairwise([*_laid(marks, waits), (OTHER, ended_ns)]):
         spent[phase] += until - at
-    last = len(marks) - 1
-    at = 0  # the mark before
-    for _, began, ended in waits:
-        spent[EXPOSED] += ended - began
-        while at < last and marks[at + 1][1] <= began:
-            at += 1
-        within = at
-        while within < last and marks[within + 1][1] < ended:  # the thread has changed its phase meanwhile
-            until = marks[within + 1][1]
-            spent[marks[within][0]] -= until - began
-            began, within = until, within + 1
-        spent[marks[within][0]] -= ended - began
     return tuple(spent)
 
 
 def spans_in(step: Step, most: int) -> list[Mark]:
     """(phase, when it began) of all that the thread did in a step; nothing where that is not known.
 
-    most: at least 1; where there are more, the shortest are taken for what was before them.
+    step: with waits that are `outermost`. most: at least 1; where there are more, the shortest are taken for what was
+    before them.
     """
-    spans = list(_spans(step)) if step.marks else []
-    shortest_ns = (step.ended_ns - step.began_ns) >> 12
-    while len(spans) > most:
-        kept = spans[:1]
-        for (phase, at), (_, until) in pairwise([*spans[1:], (OTHER, step.ended_ns)]):
-            if until - at > shortest_ns and phase != kept[-1][0]:
+    spans, shortest_ns = _laid(step.marks, step.waits) if step.marks else [], 0
+    while True:
+        kept: list[Mark] = []
+        for (phase, at), (_, until) in pairwise([*spans, (OTHER, step.ended_ns)]):
+            if until - at > (shortest_ns if kept else 0) and (not kept or phase != kept[-1][0]):
                 kept.append((phase, at))
-        spans, shortest_ns = kept, 2 * shortest_ns + 1
-    return spans
+        if len(kept) <= most:
+            return kept
+        spans, shortest_ns = kept, 2 * shortest_ns + ((step.ended_ns - step.began_ns) >> 12) + 1
 
 
-def _time(event: tuple[int, int, int]) -> tuple[int, int]:
-    return event[:2]  # of the same moment: the end of a wait, then marks as they came, then the next wait
-
-
-def _spans(step: Step) -> Iterator[Mark]:
-    """The marks with the waits laid over them, without what took no time."""
-    waits = [wait for wait in outermost(step.waits, step.began_ns) if wait.ended_ns > wait.began_ns]
-    events = [(at, 1, phase) for phase, at in step.marks]
-    events += [(wait.ended_ns, 0, OTHER) for wait in waits] + [(wait.began_ns, 2, OTHER) for wait in waits]
-    below, is_waiting, shown = OTHER, False, _NONE
-    for (at, kind, phase), (until, *_) in pairwise([*sorted(events, key=_time), (step.ended_ns, 0, OTHER)]):
-        below = phase if kind == 1 else below
-        is_waiting = is_waiting if kind == 1 else kind == 2
-        now = EXPOSED if is_waiting else below
-        if until > at and now != shown:
-            yield now, at
-            shown = now
+def _laid(marks: Sequence[Mark], waits: Iterable[tuple[int, int, int]]) -> list[Mark]:
+    """The marks with the waits laid over them, also what took no time."""
+    laid: list[Mark] = []
+    at = 0  # of the marks that are behind
+    for _, began, ended in waits:
+        while at < len(marks) and marks[at][1] <= began:
+            laid.append(marks[at])
+            at += 1
+        laid.append((EXPOSED, began))
+        while at < len(marks) and marks[at][1] < ended:  # the thread has changed its phase meanwhile
+            at += 1
+        laid.append((marks[at - 1][0], ended))
+    return [*laid, *marks[at:]]

@@ -21,9 +21,9 @@ from lockstep.observe.profile.run_record import steps_per_line
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.replica_diff import agree
 from lockstep.observe.replica_findings import are_meant_equal
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_import import when_imported
 
-_BACKWARDS = 256  # of one step whose losses are taken
 # after these steps the log of DistributedDataParallel has the times of the backward before: of warm ones
 _LOGGED_FROM, _LOGGED_TO, _LOGGED_EVERY = 4, 11, 100
 _WHAT = "parameters, buffers, optimizer state"
@@ -37,14 +37,10 @@ class TorchNotes:
         self.knows_loss = False  # from the program itself, whose own is not to be mixed with ours
         self._writer = writer
         self._guard = guard
-        self._losses: list[Any] = []  # numbers, or tensors on a device
-        self._is_coming = False  # there is such a tensor among them
-        self._scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
         self._optimizer: Any = None  # the outermost that steps, weakly
         self._is_stepping = False
         self._is_known = False  # which one that is
-        self._is_looking = True
-        self._step = self._noted = 0
+        self._step = self._noted = self._next = 0  # the last one; those whose values were noted, and will be
         self._has_layout = False
         self._compared: set[tuple[str, str]] = set()
         self._logs: weakref.WeakSet[Any] = weakref.WeakSet()  # of DistributedDataParallel, one for each
@@ -53,7 +49,7 @@ class TorchNotes:
     def attach(self) -> Callable[[], None]:
         """Begin. The result ends it."""
         undo = [
-            when_imported("torch.autograd", self._watch_backward),
+            BACKWARDS.attach(),
             when_imported("torch.amp.grad_scaler", self._watch_scaler),
             when_imported("torch.optim.optimizer", self._look_at_optimizers),
             when_imported("torch.nn.parallel.distributed", self._watch_buckets),
@@ -74,43 +70,13 @@ class TorchNotes:
 
     # ------------------------------------------------------------------ losses
 
-    def _watch_backward(self) -> None:
-        self._patches.replace(sys.modules["torch.autograd"], "backward", self._noting)
-
-    def _noting(self, old: Callable[..., None]) -> Callable[..., None]:
-        plain = sys.modules["torch"].Tensor  # asking a subclass for its value may be a collective
-
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._is_known == self._is_looking:  # not within a step, whose hooks are being called
-                self._look_at_optimizers()
-            if type(tensors) is plain and tensors.numel() == 1:
-                self._take(tensors)
-            old(tensors, *args, **kwargs)
-
-        return backward
-
-    def _take(self, root: Any) -> None:
-        if self._scaled is not None and self._scaled[0] is root:
-            root = self._scaled[1]
-        self._scaled = None
-        if self.knows_loss or len(self._losses) >= _BACKWARDS or not self._is_due(self._step + 1):
-            return
-        if root.is_cpu:
-            self._losses.append(root.item())
-        elif root.is_cuda:
-            self._losses.append(root.detach())
-            self._is_coming = True
-
-    def _is_due(self, step: int) -> bool:
-        return not 0 < step - self._noted < steps_per_line(step)
-
     def _watch_scaler(self) -> None:
         """What GradScaler multiplies before backward is noted as it was."""
 
         def scaling(old: Callable[..., Any]) -> Callable[..., Any]:
             def scale(scaler: Any, outputs: Any) -> Any:
                 made = old(scaler, outputs)
-                self._scaled = made, outputs
+                BACKWARDS.scaled = made, outputs
                 return made
 
             return scale
@@ -121,10 +87,6 @@ class TorchNotes:
 
     def _look_at_optimizers(self) -> None:
         """See which one steps, of those that run others the outermost, until that is known."""
-        self._is_looking = not self._is_known
-        self._seeing.undo()
-        if self._is_known:
-            return
         optimizers = sys.modules["torch.optim.optimizer"]
         self._seeing.add(optimizers.register_optimizer_step_pre_hook(lambda one, *_: self._begins(one)).remove)
         self._seeing.add(optimizers.register_optimizer_step_post_hook(lambda one, *_: self._ends(one)).remove)
@@ -138,8 +100,9 @@ class TorchNotes:
     def _ends(self, optimizer: Any) -> None:
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._is_stepping = False
-            if self._step:
+            if self._step and not self._is_known:
                 self._is_known = True
+                BACKWARDS.once.append(self._seeing.undo)  # not now, while hooks are called
                 if not self._has_layout:
                     self._has_layout = True
                     self._note_layout(optimizer)
@@ -179,21 +142,26 @@ class TorchNotes:
         self._step = step
         if self._logs and (_LOGGED_FROM <= step <= _LOGGED_TO or step % _LOGGED_EVERY == 1):
             self._note_buckets(step)
-        losses, self._losses, self._scaled = self._losses, [], None
-        is_coming, self._is_coming = self._is_coming, False
-        if not self._is_due(step):
+        losses, BACKWARDS.losses = BACKWARDS.losses, []
+        if self._noted < step < self._next:
             return
-        self._noted = step
+        self._noted, self._next = step, step + steps_per_line(step)
         fields: dict[str, Any] = {"step": step}
         optimizer = None if self._optimizer is None else self._optimizer()
         if optimizer is None and self._optimizer is not None:  # another one takes its place
             self._optimizer, self._is_known = None, False
+            BACKWARDS.once.append(self._look_at_optimizers)
         rate = learning_rate(optimizer)
         if rate is not None:
             fields["lr"] = rate
-        if losses:
-            fields["loss"] = None if is_coming else sum(losses)
-        self._writer.note("values", read_later({"loss": losses}) if is_coming else None, **fields)
+        later = None
+        if losses and not self.knows_loss:
+            values = [value for value, _ in losses if type(value) is float or value.is_cuda]
+            if set(map(type, values)) == {float}:
+                fields["loss"] = sum(values)
+            elif values:
+                fields["loss"], later = None, read_later({"loss": values})
+        self._writer.note("values", later, **fields)
 
     # ------------------------------------------------------------------ replicas
 
@@ -216,8 +184,8 @@ class TorchNotes:
 
 def learning_rate(optimizer: Any) -> float | None:
     """Of the first group; None where it has none, or is not on the CPU."""
-    groups = [] if optimizer is None else optimizer.param_groups
+    groups = () if optimizer is None else optimizer.param_groups
     rate = groups[0].get("lr") if groups else None
-    if getattr(rate, "is_cpu", False):
+    if type(rate) is not float and getattr(rate, "is_cpu", False):
         return float(rate)  # pyright: ignore[reportArgumentType]
     return rate if isinstance(rate, float | int) else None

@@ -9,25 +9,30 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from time import monotonic_ns
 from typing import Any, final
 
-from lockstep.observe.call_site import call_site
+from lockstep.observe.patches import Patches
 from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, TAIL, Step, StepClock
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_import import when_imported
 
 
 def attach_phases(clock: StepClock) -> Callable[[], None]:
     """Let `clock` follow what torch does in this thread, from its import on. The result ends that."""
     phases = TorchPhases(clock)
+    BACKWARDS.phases = phases
     undo = [
+        BACKWARDS.attach(),
         when_imported("torch.utils.data.dataloader", phases.watch_data),
         when_imported("torch.nn.parallel.distributed", phases.watch_forward),
-        when_imported("torch.autograd", phases.watch_backward),
+        when_imported("lockstep.parallel.ddp", phases.watch_our_forward),
         when_imported("torch.optim.optimizer", phases.watch_optimizers),
     ]
 
     def detach() -> None:
+        BACKWARDS.phases = None
         for call in undo:
             call()
         phases.close()
@@ -43,16 +48,15 @@ class TorchPhases:
         self._clock = clock
         # The thread does a phase; what it did before, to be given back to `switch`
         self._enter: Callable[[int], int] = self._begin
-        self._has_ddp = False
+        self.has_ddp = False
         self._tail: int | None = None  # since when the backward that runs waits
-        self._undo: list[Callable[[], None]] = []
+        self._patches = Patches()
         clock.rest = FORWARD
 
     def close(self) -> None:
         """Put back what was replaced; what somebody else has wrapped meanwhile stays, and does nothing any more."""
         self._enter = lambda phase: -1
-        while self._undo:
-            self._undo.pop()()
+        self._patches.undo()
 
     def _begin(self, phase: int) -> int:
         """The first phase begins a step."""
@@ -60,16 +64,11 @@ class TorchPhases:
         self._clock.restart()
         return self._enter(phase)
 
-    def _replace(self, owner: Any, name: str, new: Callable[..., Any]) -> None:
-        old = vars(owner)[name]
-        setattr(owner, name, new)
-        self._undo.append(lambda: setattr(owner, name, old) if vars(owner)[name] is new else None)
-
     def watch_data(self) -> None:
         """Waiting for the next batch, and for the workers of a loader to start."""
         loaders = sys.modules["torch.utils.data.dataloader"]
-        for owner, name in ((loaders._BaseDataLoaderIter, "__next__"), (loaders.DataLoader, "__iter__")):
-            self._replace(owner, name, self._waiting(vars(owner)[name], is_batch=name == "__next__"))
+        self._patches.replace(loaders._BaseDataLoaderIter, "__next__", partial(self._waiting, is_batch=True))
+        self._patches.replace(loaders.DataLoader, "__iter__", partial(self._waiting, is_batch=False))
 
     def _waiting(self, old: Callable[..., Any], *, is_batch: bool) -> Callable[..., Any]:
         clock = self._clock
@@ -88,50 +87,70 @@ class TorchPhases:
 
     def watch_forward(self) -> None:
         """Forward of DistributedDataParallel."""
-        clock, ddp = self._clock, sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
-        old = ddp.forward
+        clock = self._clock
 
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            self._has_ddp = True
-            clock.rest = OTHER
-            before = self._enter(FORWARD)
-            try:
+        def passing(old: Callable[..., Any]) -> Callable[..., Any]:
+            def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+                self.has_ddp = True
+                clock.rest = OTHER
+                before = self._enter(FORWARD)
+                try:
+                    return old(module, *args, **kwargs)
+                finally:
+                    clock.switch(OTHER if before == FORWARD else before)
+
+            return forward
+
+        ddp = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
+        self._patches.replace(ddp, "forward", passing)
+
+    def watch_our_forward(self) -> None:
+        """That of our own class, by what it calls first and last: torch.compile looks into all between."""
+        clock = self._clock
+
+        def beginning(old: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(module: Any, *args: Any, **kwargs: Any) -> Any:
+                clock.rest = OTHER
+                self._enter(FORWARD)
                 return old(module, *args, **kwargs)
-            finally:
-                clock.switch(OTHER if before == FORWARD else before)
 
-        self._replace(ddp, "forward", forward)
+            return begin
 
-    def watch_backward(self) -> None:
-        """Backward, and what it waits for at its end."""
-        clock, autograd = self._clock, sys.modules["torch.autograd"]
-        old = autograd.backward
+        def ending(old: Callable[..., Any]) -> Callable[..., Any]:
+            def end(module: Any, *args: Any, **kwargs: Any) -> Any:
+                try:
+                    return old(module, *args, **kwargs)
+                finally:
+                    clock.switch(OTHER)
 
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            before = self._enter(BACKWARD)
-            if before in (-1, BACKWARD):  # of another thread, or inside of one, as checkpointing does it
-                return old(tensors, *args, **kwargs)
-            root = tensors if self._has_ddp and getattr(tensors, "requires_grad", False) else None
-            hook = None if root is None else root.register_hook(self._backward_began)
-            try:
-                return old(tensors, *args, **kwargs)
-            finally:
-                if hook is not None:
-                    hook.remove()
-                if self._tail is not None:
-                    clock.tail_site = call_site()
-                    clock.waited(TAIL, self._tail, monotonic_ns())
-                    self._tail = None
-                clock.switch(before if before == OPTIMIZER else OTHER)
+            return end
 
-        self._replace(autograd, "backward", backward)
+        ddp = sys.modules["lockstep.parallel.ddp"].DistributedDataParallel
+        self._patches.replace(ddp, "_pre_forward", beginning)
+        self._patches.replace(ddp, "_post_forward", ending)
 
-    def _backward_began(self, gradient: Any) -> None:
-        """To be called back before DDP is, which asks for it only when its last gradient is there."""
-        sys.modules["torch.autograd"].Variable._execution_engine.queue_callback(self._gradients_are_there)
+    # ------------------------------------------------------------------ backward: see `torch_backward.Phases`
 
-    def _gradients_are_there(self) -> None:
+    def backward_begins(self) -> int:
+        """What this thread did before."""
+        before = self._enter(BACKWARD)
+        if before not in (-1, BACKWARD):
+            self._tail = None
+        return before
+
+    def gradients_are_there(self) -> None:
+        """Autograd is through; what DDP has not sent by now is waited for."""
         self._tail = monotonic_ns()
+
+    def backward_ends(self, before: int, site: str) -> None:
+        """And what it waited for at its end."""
+        if before in (-1, BACKWARD):  # of another thread, or inside of one, as checkpointing does it
+            return
+        clock, tail = self._clock, self._tail
+        if tail is not None:
+            clock.tail_site = site
+            clock.waited(TAIL, tail, monotonic_ns())
+        clock.switch(before if before == OPTIMIZER else OTHER)
 
     def watch_optimizers(self) -> None:
         """Steps of any optimizer."""
@@ -146,8 +165,8 @@ class TorchPhases:
             if before >= 0:
                 clock.switch(clock.rest if before in (FORWARD, OTHER) else before)
 
-        self._undo.append(optimizers.register_optimizer_step_pre_hook(begins).remove)
-        self._undo.append(optimizers.register_optimizer_step_post_hook(ends).remove)
+        self._patches.add(optimizers.register_optimizer_step_pre_hook(begins).remove)
+        self._patches.add(optimizers.register_optimizer_step_post_hook(ends).remove)
 
 
 def forwards_found(step: Step) -> Step:

@@ -77,7 +77,8 @@ class Verdict:
 def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) -> Verdict:
     """Of the ranks that were there in the end.
 
-    peak_flops: of one rank's device per second. flops_per_token: forward and backward; 0 takes what the run says.
+    peak_flops: of one rank's device per second. flops_per_token: forward and backward; 0 takes what the run says. Of a
+    program whose tokens nobody counts, it is per sample.
     """
     run = run.of_last_attempt()
     waits = waits_of(run)
@@ -91,7 +92,7 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
     )
     communicated = hidden + exposed
     per_token = flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
-    rate = max(share.tokens_per_s for share in shares)
+    rate = max(share.tokens_per_s for share in shares) or sum(share.samples_per_s for share in shares)
     return Verdict(
         shares,
         max(work) / max(1e-9, statistics.fmean(work)),

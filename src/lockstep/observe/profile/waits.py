@@ -1,8 +1,9 @@
 """Who waited for whom, from times that were taken by clocks that do not agree.
 
-A collective that a rank's thread stands in ends at the same moment for all. So the rank that stood in it for the
-shortest time came last; its time is what the communication takes, and whatever another rank stood there beyond that is
-waiting for the last one.
+A collective ends at the same moment for all. So the rank in which it was open for the shortest time started it last;
+that time is what the communication takes, and whatever another rank's thread stood there beyond that is waiting for the
+last one. Of one that had ended before anybody asked for it, nobody may know when: then it counts how long threads
+stood. So it does for messages, which leave their sender before they are there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ class Wait(NamedTuple):
 
     op: Op  # as the last rank saw it
     last: int  # the rank that came last
-    real_us: int  # of communication
+    real_us: int  # of communication, from then on
     waited_us: Mapping[int, int]  # of each rank, for the last one
 
 
@@ -42,17 +43,19 @@ class Waits(NamedTuple):
     pairs: tuple[Pair, ...]  # the longest first
     waited_s: Mapping[int, float]  # of each rank, for others
     caused_s: Mapping[int, float]  # by each rank, to all others together
-    real_s: float  # of communication that a rank stood in
 
 
 def compare(ops: Mapping[int, Op]) -> Wait | None:
     """One collective as its ranks saw it; None where the thread of one of them did not stand in it at all."""
     if len(ops) < 2 or any(op.began_us < 0 for op in ops.values()):
         return None
-    last = min(ops, key=lambda rank: (ops[rank].waited_us, rank))
-    real_us = ops[last].waited_us
-    waited = {rank: op.waited_us - real_us for rank, op in ops.items()}
-    return Wait(ops[last], last, real_us, {r: us if us >= _ALWAYS_EXACT_US else 0 for r, us in waited.items()})
+    inside = {rank: op.waited_us if op.is_message else op.left_us - op.entered_us for rank, op in ops.items()}
+    last = min(ops, key=lambda rank: (inside[rank], -ops[rank].waited_us, rank))
+    if ops[last].waited_us < _ALWAYS_EXACT_US and ops[last].left_us > ops[last].began_us:  # it ended unseen, before
+        inside = {rank: op.waited_us for rank, op in ops.items()}
+        last = min(ops, key=lambda rank: (inside[rank], rank))
+    late = {rank: op.waited_us - inside[last] for rank, op in ops.items()}
+    return Wait(ops[last], last, inside[last], {r: us if us >= _ALWAYS_EXACT_US else 0 for r, us in late.items()})
 
 
 def matched(run: Run) -> Iterator[tuple[dict[int, Op], int]]:
@@ -92,14 +95,10 @@ def weighted(lines: tuple[Steps, ...]) -> Iterator[tuple[Steps, int]]:
 def waits_of(run: Run) -> Waits:
     """Who waited for whom in a whole run."""
     totals: dict[tuple[int, int], dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
-    real_us = 0.0
     for ops, weight in matched(run):
         found = compare(ops)
-        if found is None:
-            continue
-        real_us += found.real_us * weight
-        for rank, us in found.waited_us.items():
-            if us:
+        for rank, us in found.waited_us.items() if found else ():
+            if found and us:
                 totals[rank, found.last][ops[rank].site, ops[rank].text, ops[rank].label] += us * weight
     waited: dict[int, float] = dict.fromkeys(run.ranks, 0.0)
     caused = dict(waited)
@@ -109,4 +108,4 @@ def waits_of(run: Run) -> Waits:
         waited[rank] += seconds
         caused[last] += seconds
         pairs.append(Pair(rank, last, seconds, *max(places, key=lambda place: places[place])))
-    return Waits(tuple(sorted(pairs, key=lambda pair: -pair.waited_s)), waited, caused, real_us / 1e6)
+    return Waits(tuple(sorted(pairs, key=lambda pair: -pair.waited_s)), waited, caused)

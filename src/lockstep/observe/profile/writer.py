@@ -11,7 +11,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, final
 
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.notes import Later, note_line
@@ -28,7 +28,7 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import TAIL, Step, StepClock, Wait, outermost, spans_in
+from lockstep.observe.profile.step_clock import EXPOSED, TAIL, Step, StepClock, spans_in, worked_out
 from lockstep.observe.profile.torch_phases import forwards_found
 from lockstep.observe.scene import read_message
 from lockstep.observe.torch_groups import FROM_CPP
@@ -40,8 +40,10 @@ _MESSAGES_MAX = 64  # from one rank to another in one step that are listed: if t
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
 
 Records = Callable[[int, int], Sequence[Record]]  # of the flight record, from a number to a number
-Item = TypeVar("Item")
 Word = tuple[str, str, str, str]  # group, text, site, label
+Row = tuple[
+    Word, int, int, int, int, int
+]  # an operation: its number, entered, left, began to wait, waited; nanoseconds
 
 
 def attempt_of(environ: Mapping[str, str]) -> str:
@@ -86,18 +88,19 @@ class RunWriter:
         self.clock = clock
         self.path = file_of(folder, rank)
         self._records = records
-        self._about = rank, world_size, attempt, device, flops_per_token
+        self._about = Start(
+            rank, world_size, attempt, os.getpid(), socket.gethostname(), time_ns=0, clock_ns=time.monotonic_ns(),
+            program=" ".join(sys.argv[:1]), device=device, flops_per_token=flops_per_token,
+        )  # fmt: skip
         self._words: dict[Word, int] = {}
         self._pending: list[Step] = []  # that become one line
         self._file = -1
-        self._opened_ns = time.monotonic_ns()
-        self._start_ns = self._size = 0
+        self._size, self._memory = 0, (0, 0)
         self._notes: deque[_Pending] = deque(maxlen=_NOTES)
         self._valued: dict[str, int] = {}  # the last step of which there is a value of that name
         self._is_broken = False
         self._window = window
         self._lock = threading.Lock()
-        self._pid = os.getpid()
         self._looked_s = time.monotonic()
 
     def look_now_and_then(self) -> None:
@@ -124,124 +127,101 @@ class RunWriter:
     def look(self) -> None:
         """Append what has ended since the last call."""
         self._looked_s = time.monotonic()
-        if not (self.clock.steps or self._notes) or self._pid != os.getpid():
+        if not (self.clock.steps or self._notes) or self._about.pid != os.getpid():
             return
-        memory = _memory_mib()
         with self._lock:
-            steps = list(map(forwards_found, _taken(self.clock.steps)))
-            if not self._start_ns:
-                self._start_ns = min([self._opened_ns, *(step.began_ns for step in steps[:1])])
-            lines = [line for step in steps for line in self._add(step, memory)]
+            self._memory = _memory_mib()
+            queue = self.clock.steps
+            steps = [worked_out(forwards_found(queue.popleft())) for _ in range(len(queue))]
+            if not self._size and steps:
+                self._about = replace(self._about, clock_ns=min(self._about.clock_ns, steps[0].began_ns))
+            lines = [line for step in steps for line in self._add(step)]
             self._append([*self._noted(), *lines])
 
     def _noted(self) -> Iterator[str]:
         """The lines of what was noted; what is not known yet stays."""
-        unknown: list[_Pending] = []
-        for one in _taken(self._notes):
+        for _ in range(len(self._notes)):
+            one = self._notes.popleft()
             if one.kind == "values":
                 one = one._replace(fields=self._thinned(one.fields))
                 if len(one.fields) == 1:
                     continue
             more = {} if one.later is None else one.later()
             if more is None:
-                unknown.append(one)
+                self._notes.append(one)
             else:
                 fields = _filled(one.fields, more) if one.kind == "values" else {**one.fields, **more}
-                yield note_line(one.kind, (one.time_ns - self._start_ns) // 1000, fields)
-        self._notes.extend(unknown)
+                yield note_line(one.kind, (one.time_ns - self._about.clock_ns) // 1000, fields)
 
     def close(self) -> None:
         """Append what is left and give back the file."""
         self.look()
         with self._lock:
-            if self._pid == os.getpid() and self._pending:
-                self._append([self._flush(_memory_mib())])
+            if self._about.pid == os.getpid() and self._pending:
+                self._append([self._flush()])
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
 
     def withdraw(self) -> None:
         """After `close`: take the file away, where nobody else has written to it."""
-        if self._pid == os.getpid() and self.path.is_file() and self.path.stat().st_size == self._size:
+        if self._about.pid == os.getpid() and self.path.is_file() and self.path.stat().st_size == self._size:
             self.path.unlink()
 
-    def _add(self, step: Step, memory: tuple[int, int]) -> Iterable[str]:
+    def _add(self, step: Step) -> Iterable[str]:
         """The lines that are complete with `step`."""
         if is_listed(step.step) or step.step in self._window:
             if self._pending:
-                yield self._flush(memory)
-            yield from self._listed(step, memory)
+                yield self._flush()
+            yield from self._listed(step)
             return
         self._pending.append(step)
         if step.step % steps_per_line(step.step) == 0 or is_listed(step.step + 1):
-            yield self._flush(memory)
+            yield self._flush()
 
-    def _flush(self, memory: tuple[int, int]) -> str:
+    def _flush(self) -> str:
         steps, self._pending = self._pending, []
-        return steps_line(self._line(steps, memory))
+        return steps_line(self._line(steps))
 
-    def _listed(self, step: Step, memory: tuple[int, int]) -> Iterable[str]:
-        records = [] if self._records is None else self._records(*step.operations)
-        stood = outermost(step.waits, step.began_ns)
-        timed = [record for record in records if record.text != FROM_CPP]  # of the others a note has the sum
-        rows, new, about = self._rows(step, stood, timed)
-        yield from new
-        waits = [(wait.began_ns, wait.ended_ns) for wait in stood]
-        opened = [(record.entered_ns, record.left_ns or step.ended_ns) for record in timed]
-        inside = step.began_ns, step.ended_ns
-        hidden_ns = covered_ns([*opened, *waits], *inside) - covered_ns(waits, *inside)
-        spans = tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX))
-        line = self._line([step], memory)
-        line = replace(line, spans=spans, hidden_us=hidden_ns // 1000, **about)
-        yield steps_line(line, rows)
-
-    def _rows(
-        self, step: Step, stood: Sequence[Wait], records: Sequence[Record]
-    ) -> tuple[list[list[int]], list[str], dict[str, int]]:
-        """(a row for each operation, lines of words that were not used before, fields of the step about the rows)."""
-        rows: list[list[int]] = []
-        new: list[str] = []
+    def _listed(self, step: Step) -> Iterable[str]:
+        """Its line, after those of words that were not used before."""
+        found = [] if self._records is None else self._records(*step.operations)
+        records = [record for record in found if record.text != FROM_CPP]  # of these a note has the sum
         collectives = [record for record in records if not record.is_message]
         every = 1 << max(0, -(-len(collectives) // OPERATIONS_MAX) - 1).bit_length()
-        waits = waits_by_number(stood)
         listed = [record for record in collectives if record.seq % every == 0]  # all ranks list the same ones
-        for record in (*listed, *messages_in(records, self._about[0], step.step)):
-            began_ns, waited_ns = waits.get(record.number, (-1, 0))
-            word = record.group, record.text, record.site, record.label
-            times = record.entered_ns, record.left_ns or step.ended_ns, began_ns
-            rows.append(self._row(word, record.seq, step.began_ns, times, waited_ns, new))
-        about = {"every": every if every > 1 else 0, "unlisted": len(records) - len(rows)}
-        tails = [wait for wait in stood if wait.number == TAIL][:_TAILS_MAX]
-        for number, tail in enumerate(tails):
-            word = TAIL_GROUP, "all that DistributedDataParallel waits for", self.clock.tail_site, ""
-            times = tail.began_ns, tail.ended_ns, tail.began_ns
-            seq = step.step * _TAILS_MAX + number
-            rows.append(self._row(word, seq, step.began_ns, times, tail.ended_ns - tail.began_ns, new))
-        return rows, new, about
+        listed += messages_in(records, self._about.rank, step.step)
+        rows: list[list[int]] = []
+        for word, seq, *times_ns, waited_ns in (*_rows(listed, step), *_tails(step, self.clock.tail_site)):
+            if word not in self._words:
+                self._words[word] = len(self._words)
+                yield word_line(self._words[word], *word)
+            times_us = [-1 if time_ns < 0 else (time_ns - step.began_ns) // 1000 for time_ns in times_ns]
+            rows.append([self._words[word], seq, *times_us, waited_ns // 1000])
+        open_ns = [(one.entered_ns, one.left_ns or step.ended_ns) for one in records] + [one[1:] for one in step.waits]
+        hidden_ns = covered_ns(open_ns, step.began_ns, step.ended_ns) - step.summed_ns[EXPOSED]
+        line = replace(
+            self._line([step]),
+            spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX)),
+            hidden_us=max(0, hidden_ns // 1000),
+            every=every if every > 1 else 0,
+            unlisted=len(records) - len(listed),
+        )
+        yield steps_line(line, rows)
 
-    def _row(
-        self, word: Word, seq: int, zero_ns: int, times: tuple[int, int, int], waited_ns: int, new: list[str]
-    ) -> list[int]:
-        number = self._words.get(word)
-        if number is None:
-            number = self._words[word] = len(self._words)
-            new.append(word_line(number, *word))
-        entered, left, began = [-1 if time_ns < 0 else (time_ns - zero_ns) // 1000 for time_ns in times]
-        return [number, seq, entered, left, began, waited_ns // 1000]
-
-    def _line(self, steps: Sequence[Step], memory: tuple[int, int]) -> Steps:
-        phases = [sum(spent_ns) // 1000 for spent_ns in zip(*(step.spent_ns() for step in steps), strict=True)]
+    def _line(self, steps: Sequence[Step]) -> Steps:
+        phases = [sum(spent_ns) // 1000 for spent_ns in zip(*(step.summed_ns for step in steps), strict=True)]
         return Steps(
             step=steps[-1].step,
             count=len(steps),
-            at_us=(steps[0].began_ns - self._start_ns) // 1000,
+            at_us=(steps[0].began_ns - self._about.clock_ns) // 1000,
             wall_us=sum(phases),
             longest_us=max(step.ended_ns - step.began_ns for step in steps) // 1000,
             phases_us=tuple(phases),
             tokens=sum(step.tokens for step in steps),
             samples=sum(step.samples for step in steps),
-            rss_mib=memory[0],
-            cuda_mib=memory[1],
+            rss_mib=self._memory[0],
+            cuda_mib=self._memory[1],
             operations=sum(step.operations[1] - step.operations[0] for step in steps),
         )
 
@@ -253,34 +233,14 @@ class RunWriter:
             if self._file < 0:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                text = start_line(self._start()) + text
+                torch, ahead_ns = sys.modules.get("torch"), time.time_ns() - time.monotonic_ns()
+                threads = torch.get_num_threads() if torch else 1
+                about = replace(self._about, time_ns=self._about.clock_ns + ahead_ns, threads=threads)
+                text = start_line(about) + text
             self._size += os.write(self._file, text.encode())
         except OSError as error:  # training goes on
             self._is_broken = True
-            sys.stderr.write(f"lockstep: rank {self._about[0]} is not recorded any more: {error}\n")
-
-    def _start(self) -> Start:
-        rank, world_size, attempt, device, flops_per_token = self._about
-        torch = sys.modules.get("torch")
-        lag_ns = time.monotonic_ns() - self._start_ns
-        return Start(
-            rank=rank,
-            world_size=world_size,
-            attempt=attempt,
-            pid=self._pid,
-            host=socket.gethostname(),
-            time_ns=time.time_ns() - lag_ns,
-            clock_ns=self._start_ns,
-            program=" ".join(sys.argv[:1]),
-            device=device,
-            threads=1 if torch is None else torch.get_num_threads(),
-            flops_per_token=flops_per_token,
-        )
-
-
-def _taken(queue: deque[Item]) -> Iterator[Item]:
-    while queue:
-        yield queue.popleft()
+            sys.stderr.write(f"lockstep: rank {self._about.rank} is not recorded any more: {error}\n")
 
 
 def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, float]:
@@ -302,32 +262,30 @@ def messages_in(records: Iterable[Record], rank: int, step: int) -> Iterator[Rec
             yield one._replace(group=way, seq=step * _MESSAGES_MAX + number)
 
 
-def waits_by_number(waits: Iterable[Wait]) -> dict[int, tuple[int, int]]:
-    """Of each operation that was waited for: when that began, and for how long in all."""
-    found: dict[int, tuple[int, int]] = {}
-    for wait in waits:
-        began_ns, waited_ns = found.get(wait.number, (wait.began_ns, 0))
-        found[wait.number] = began_ns, waited_ns + wait.ended_ns - wait.began_ns
-    return found
+def _rows(records: Iterable[Record], step: Step) -> Iterator[Row]:
+    waits: dict[int, tuple[int, int]] = {}  # of each operation: when the first began, and how long they took in all
+    for number, began_ns, ended_ns in step.waits:
+        first_ns, waited_ns = waits.get(number, (began_ns, 0))
+        waits[number] = first_ns, waited_ns + ended_ns - began_ns
+    for one in records:
+        word = one.group, one.text, one.site, one.label
+        yield word, one.seq, one.entered_ns, one.left_ns or step.ended_ns, *waits.get(one.number, (-1, 0))
 
 
-Span = tuple[int, int]
+def _tails(step: Step, site: str) -> Iterator[Row]:
+    word = TAIL_GROUP, "all that DistributedDataParallel waits for", site, ""
+    tails = [(began_ns, ended_ns) for number, began_ns, ended_ns in step.waits if number == TAIL]
+    for number, (began_ns, ended_ns) in enumerate(tails[:_TAILS_MAX], step.step * _TAILS_MAX):
+        yield word, number, began_ns, ended_ns, began_ns, ended_ns - began_ns
 
 
-def merged(spans: Iterable[Span]) -> list[Span]:
-    """The same time, in spans that do not touch, by time."""
-    found: list[Span] = []
-    for began, ended in sorted(spans):
-        if found and began <= found[-1][1]:
-            found[-1] = found[-1][0], max(ended, found[-1][1])
-        elif ended > began:
-            found.append((began, ended))
-    return found
-
-
-def covered_ns(spans: Iterable[Span], began: int, ended: int) -> int:
+def covered_ns(spans: Iterable[tuple[int, int]], began: int, ended: int) -> int:
     """How much of the time from `began` to `ended` lies in at least one of `spans`."""
-    return sum(max(0, min(ended, last) - max(began, first)) for first, last in merged(spans))
+    covered, behind = 0, began
+    for first, last in sorted(spans):
+        covered += max(0, min(last, ended) - max(first, behind))
+        behind = max(behind, last)
+    return covered
 
 
 def _memory_mib() -> tuple[int, int]:

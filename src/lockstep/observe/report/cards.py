@@ -176,7 +176,8 @@ def _unlike(source: Source) -> Iterator[Card]:
 
 def _missing(source: Source, status: Status) -> Iterator[Card]:
     if source.problems:
-        yield _card("warning", "Some of the record cannot be read", "\n".join(source.problems))
+        lever = "what came before is shown; for the rest, put the file right, or take a line out that is none of a run"
+        yield _card("warning", "Some of the record cannot be read", "\n".join(source.problems), lever=lever)
     ranks = source.run.ranks
     size = world_size_of(source)
     silent = sorted(set(range(size)) - set(source.run.of_last_attempt().ranks))
@@ -187,7 +188,7 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
     if ranks and not any(record.lines for record in ranks.values()):
         when = "has ended yet" if status == "running" else "was ended"
-        lever = "steps are told apart by optimizer.step(), or by lockstep.log(step, ...)"
+        lever = "steps are told apart by optimizer.step() of torch's optimizers"
         yield _card("note", f"No step {when}", "Times are known from the first step on.", lever=lever)
 
 

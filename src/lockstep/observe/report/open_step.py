@@ -71,13 +71,14 @@ def _moment(rank: int, before: Scene, as_they_are: Scene) -> Moment:
     if sight.is_gone and stand.mood == "good":
         stand = stand_of(as_they_are, rank)
     says = str(stand._replace(age_s=0.0))
-    records = [record for record in before.records_of(rank) if record.step == status.step][-_OPS_MAX:]
+    newest = before.records_of(rank)[-_OPS_MAX:]  # also of steps before: by then it was alive
+    records = [record for record in newest if record.step == status.step]
     ops = [
         OpenOp(r.group, r.seq, r.text, r.site, r.label, r.entered_ns, r.left_ns, _absent(before, rank, r))
         for r in records
     ]
     seen_ns = time.monotonic_ns() - (round(1e9 * sight.age_s) if sight.is_gone else 0)
-    until_ns = max([seen_ns, *(max(op.entered_ns, op.left_ns) for op in ops)])
+    until_ns = max([seen_ns, *(max(record.entered_ns, record.left_ns) for record in newest)])
     missed, words = next((op for op in ops if op.absent), None), status.words
     is_left = words is not None and (words.is_consequence or words.kind in ("KeyboardInterrupt", "SystemExit"))
     if missed is not None and words is not None and is_left:
@@ -113,10 +114,11 @@ def line_of(moment: Moment, record: RankRecord) -> Steps:
     step = moment.steps + 1
     seen = [(op.entered_ns - start.clock_ns) // 1000 for op in moment.ops]
     seen += [(began_ns - start.clock_ns) // 1000 for _, began_ns in moment.phases[:1]]
+    until = (moment.until_ns - start.clock_ns) // 1000
     began = min([own[-1].at_us + own[-1].wall_us, *seen]) if own else 0
-    if own and own[-1].step < step - 1 and seen:  # killed before it had written down the last ones
-        began = min(seen)
-    wall = max(0, (moment.until_ns - start.clock_ns) // 1000 - began)
+    if own and own[-1].step < step - 1:  # killed before it had written down the last ones
+        began = min(seen, default=until)
+    wall = max(0, until - began)
     zero_ns = start.clock_ns + 1000 * began
     missed = next((op for op in moment.ops if op.absent), None)  # the first is where the thread stood
     ops = tuple(_op(op, start.attempt, zero_ns, wall, stands=op is missed) for op in moment.ops)
@@ -131,4 +133,5 @@ def _op(op: OpenOp, attempt: str, zero_ns: int, wall_us: int, *, stands: bool) -
     entered = (op.entered_ns - zero_ns) // 1000
     left = (op.left_ns - zero_ns) // 1000 if op.left_ns and not op.absent else wall_us
     stood = (entered, left - entered) if stands else (-1, 0)
-    return Op(attempt, op.group, op.seq, op.text, op.site, op.label, bytes_of(op.text), entered, left, *stood)
+    size = bytes_of(op.text) or bytes_of(op.label)  # of what C++ has started the label says what it is
+    return Op(attempt, op.group, op.seq, op.text, op.site, op.label, size, entered, left, *stood)

@@ -15,7 +15,9 @@ section("coverage", "Data, exactly once", ["coverage"], (document) => {
       code("DistributedSampler"),
       ", or one of Accelerate, under ",
       code("lockstep run"),
-      " once an epoch has ended.",
+      " once an epoch has ended. Not counted: draws by weight or with replacement, streams, and what Accelerate's ",
+      code("dispatch_batches"),
+      " hands on.",
     );
   const ended = epochs.findLast((each) => !each.running);
   const chosen = epochs.find((each) => each.epoch === page.epoch) || ended || epochs.at(-1);

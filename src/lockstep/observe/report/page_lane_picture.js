@@ -126,13 +126,14 @@ function paintRank(context, g, rank, model) {
 function paintCulprit(context, g, rank, y) {
   const [from, to] = [g.x(rank.began), g.x(rank.ended)];
   const [middle, arm] = [y + g.phases / 2, Math.min(5, g.phases / 3)];
+  const cross = Math.max(to - 10, Math.min(to, g.gutter) + arm + 2);
   context.strokeStyle = colour("error");
   context.lineWidth = 2;
   context.strokeRect(from + 1, y, Math.max(1, to - from - 2), g.phases);
   context.beginPath();
   for (const side of [-arm, arm]) {
-    context.moveTo(to - 10 - arm, middle - side);
-    context.lineTo(to - 10 + arm, middle + side);
+    context.moveTo(cross - arm, middle - side);
+    context.lineTo(cross + arm, middle + side);
   }
   context.stroke();
   context.lineWidth = 1;

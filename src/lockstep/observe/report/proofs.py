@@ -28,14 +28,18 @@ def coverage_of(source: Source) -> dict[str, Any] | None:
     if not said:
         return None
     order: dict[str, int] = {}  # of the attempts: a rank that came later has not seen the first ones
+    sizes: dict[str, int] = {}
     for record in source.run.ranks.values():
         for number, start in enumerate(record.starts):
             order[start.attempt] = max(number, order.get(start.attempt, 0))
+            sizes[start.attempt] = start.world_size
     epochs: list[dict[str, Any]] = []
     room = _ALL_CELLS_MAX
     for epoch in sorted(said, reverse=True)[:_EPOCHS_MAX]:  # the newest are drawn, where not all can be
-        starts = [said[epoch][name] for name in sorted(said[epoch], key=order.__getitem__)]
-        found = _epoch(epoch, starts, is_last=epoch == max(said))
+        names = sorted(said[epoch], key=order.__getitem__)
+        starts = [said[epoch][name] for name in names]
+        is_known = len(starts[-1]) == sizes[names[-1]]  # what a rank says last is lost where it is killed
+        found = _epoch(epoch, starts, is_last=epoch == max(said) or not is_known)
         room -= len(found["cells"])
         if room < 0:
             found["cells"] = []

@@ -126,7 +126,7 @@ class RunReader:
         launch = self._launches.launch
         elsewhere = None if launch is None else launch.record
         place = place if elsewhere is None else record_in(elsewhere)
-        for path in place.glob("rank-*.jsonl"):
+        for path in sorted(place.glob("rank-*.jsonl")):
             if path.stem[5:].isdigit():
                 self._feed(*self._ranks.setdefault(int(path.stem[5:]), (_Tail(path), RankReader())))
         records = {rank: reader.record() for rank, (_, reader) in sorted(self._ranks.items())}
@@ -144,7 +144,7 @@ class RunReader:
                 self.size += len(line)
                 reader.feed(line)
         except (ConfigError, OSError) as error:
-            self._broken[tail.path] = f"{tail.path.name}: {error}"
+            self._broken[tail.path] = f"{tail.path.name}: {getattr(error, 'strerror', None) or error}"
 
 
 def _is_of(record: RankRecord, launch: Launch) -> bool:

@@ -1,0 +1,99 @@
+"""Records that something has happened to: what is wrong is said with its file and line, and the rest is shown."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from profiled_worlds import World
+from reported_runs import add_launch, add_notes
+
+from lockstep.cli.profile import ProfileCommand, describe
+from lockstep.errors import ConfigError
+from lockstep.observe.profile.run_record import file_of
+from lockstep.observe.report.source import RunReader
+from lockstep.observe.report.writing import document_in
+
+_WORLD = World(work_us=lambda rank, step: 1000 + 100 * rank, steps=12, collectives=2)
+
+
+def said(folder: Path) -> tuple[str, str]:
+    """What `lockstep profile` and the report's warning say of it."""
+    _, document = document_in(folder)
+    cards = [card["text"] for card in document["cards"] if card["title"] == "Some of the record cannot be read"]
+    return "\n".join(describe(ProfileCommand(folder))), "\n".join(cards)
+
+
+def middle(change: Callable[[bytes], bytes]) -> Callable[[list[bytes]], list[bytes]]:
+    """Of the tenth line something else is made."""
+    return lambda lines: [*lines[:9], change(lines[9]), *lines[10:]]
+
+
+@pytest.mark.parametrize(
+    ("damage", "line"),
+    [
+        (middle(lambda line: line[: len(line) // 2] + b"\n"), 10),
+        (middle(lambda line: b"\x00\xff\x81" + line), 10),
+        (middle(lambda line: b'{"step":7,"phases_us":[1,2]}\n'), 10),
+        (middle(lambda line: b'{"step":7,"wall_us":"long"}\n'), 10),
+        (middle(lambda line: b'{"step":7,"count":0}\n'), 10),
+        (middle(lambda line: b'{"step":7,"spans":[[9,0]]}\n'), 10),
+        (middle(lambda line: b'{"step":7,"ops":[[0,1,null,3,4,5]]}\n'), 10),
+        (middle(lambda line: b'{"buckets":7,"at_us":1,"count":"x"}\n'), 10),
+        (middle(lambda line: b'{"values":"x","at_us":1}\n'), 10),
+        (middle(lambda line: b'{"weather":7,"at_us":1}\n'), 10),
+        (lambda lines: [lines[0].replace(b'"start":1', b'"start":2'), *lines[1:]], 1),
+        (lambda lines: lines[1:], 1),
+    ],
+)
+def test_line_that_is_none_is_named_and_what_came_before_counts(
+    tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]], line: int
+) -> None:
+    path = file_of(_WORLD.run(tmp_path).folder, 1)
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    profile, report = said(tmp_path)
+    assert f"damaged  rank-1.jsonl: line {line} is none of a record: " in profile
+    assert f"rank-1.jsonl: line {line} is none of a record: " in report
+    record = RunReader(tmp_path).read().run.ranks.get(1)
+    assert (0 if record is None else len(record.lines)) == (0 if line == 1 else 6)
+
+
+def test_file_that_cannot_be_opened_and_one_that_is_not_there(tmp_path: Path) -> None:
+    path = file_of(_WORLD.run(tmp_path).folder, 1)
+    path.unlink()
+    profile, report = said(tmp_path)
+    assert "1 of 2 ranks" in profile
+    assert not report
+    path.mkdir()  # as without rights: the tests may run as root
+    profile, report = said(tmp_path)
+    assert "damaged  rank-1.jsonl: Is a directory" in profile
+    assert report == "rank-1.jsonl: Is a directory"
+
+
+def test_nothing_that_can_be_read_is_said_with_the_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="holds no record of a run"):
+        said(tmp_path)
+    for rank in (0, 1):
+        file_of(tmp_path, rank).write_bytes(random.Random(rank).randbytes(500) + b"\n")
+    with pytest.raises(ConfigError, match=r"can be read[;:] rank-\d.jsonl: line 1 "):
+        said(tmp_path)
+    with pytest.raises(ConfigError, match=r"no record of a rank that can be read; rank-0.jsonl: line 1 "):
+        list(describe(ProfileCommand(tmp_path)))
+
+
+def test_no_flipped_byte_is_more_than_an_error_that_says_so(tmp_path: Path) -> None:
+    folder = _WORLD.run(tmp_path).folder
+    add_notes(folder, 1, ("buckets", 4, {"step": 4, "count": 3, "bytes": 6000, "last_bytes": 1000, "hidden_us": 1500}))
+    add_launch(folder, {"launch": "x", "time_ns": 1, "host": "h", "pid": 1})
+    path, chance = file_of(folder, 1), random.Random(5)
+    whole = path.read_bytes()
+    for _ in range(50):
+        flipped = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 8))):
+            flipped[chance.randrange(len(flipped))] ^= 1 << chance.randrange(8)
+        path.write_bytes(flipped)
+        with suppress(ConfigError):
+            said(folder)

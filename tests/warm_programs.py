@@ -200,7 +200,11 @@ def _interpret(words: list[str]) -> NoReturn:
     processes.subprocess = types.SimpleNamespace(Popen=_Forked)  # pyright: ignore
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     unbuffered = bool(os.environ.get("PYTHONUNBUFFERED")) or words[0] == "-u"
-    sys.stdout.reconfigure(write_through=unbuffered)  # pyright: ignore
+    told = sys.stdout
+    sys.stdout = sys.__stdout__ = open(  # noqa: SIM115 # the old one remembers that its file could be sought in
+        1, "w", encoding=told.encoding, errors=told.errors, closefd=False
+    )
+    sys.stdout.reconfigure(write_through=unbuffered)
     kind, *rest = words[1:] if words[0] == "-u" else words
     code = 0
     try:

@@ -72,13 +72,39 @@ def test_what_a_lesson_has_started_ends_with_it(tmp_path: Path) -> None:
     stand_in.chmod(0o700)
     program = (
         "import sys; from pathlib import Path; from lockstep.learn.program import play;"
-        f"sys.executable = {str(stand_in)!r}; play(Path('mine.py'), 2, Path('run'))"
+        f"sys.executable = {str(stand_in)!r}; play(Path('mine.py'), 2, Path('run'), {{}})"
     )
     with subprocess.Popen([sys.executable, "-c", program], cwd=tmp_path) as process:
         wait_until(started.exists, _PATIENCE_S)
         process.terminate()
         assert process.wait(_PATIENCE_S) == 128 + signal.SIGTERM
     assert not is_alive(int(started.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is noticed later")
+def test_the_ranks_of_a_lesson_that_is_killed_end_too(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        '"""Mine."""\n'
+        "import os, time\n"
+        "with open('pids', 'a') as file:\n"
+        "    file.write(f'{os.getpid()}\\n')\n"
+        "time.sleep(300)\n"
+    )
+    pids = tmp_path / "pids"
+    with subprocess.Popen([sys.executable, "-m", "lockstep", "learn", "mine.py", "-n", "2"], cwd=tmp_path) as process:
+        wait_until(lambda: pids.exists() and pids.read_text().count("\n") == 2, _PATIENCE_S)
+        process.kill()
+    assert wait_until(lambda: not any(is_alive(int(pid)) for pid in pids.read_text().split()), _PATIENCE_S)
+
+
+def test_a_folder_without_room_is_one_sentence(tmp_path: Path) -> None:
+    program = (
+        "import resource; from lockstep.cli import main;"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096)); main(['learn', 'send_receive'])"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=100)
+    said = "lockstep: runs/learn-send_receive has no room for what the processes tell: File too large\n"
+    assert done.stderr == said
 
 
 @pytest.mark.parametrize(

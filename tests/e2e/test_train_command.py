@@ -222,3 +222,15 @@ def test_unexpected_error_shows_the_traceback_of_the_rank_that_had_it(
     assert re.match(cause, second)
     assert any("restart 1 of 3" in line for line in run.said())
     assert "came twice" in run.said()[-1]
+
+
+def test_what_the_model_writes_fits_any_locale(folder: Path) -> None:
+    """One byte at random is often no letter, and what stands for it is none of ASCII's."""
+    words = ("-n=1", "--restarts=0", "--data.path=text", "--out=ascii", *_SMALL, "--train.steps=1")
+    more = ("--train.sample_tokens=64",)
+    run = Run(folder, "train", *words, *more, LC_ALL="C", PYTHONUTF8="0", PYTHONCOERCECLOCALE="0")
+    try:
+        assert r"\ufffd" in run.end(0)
+    finally:
+        run.close()
+    assert "\ufffd" in (folder / "ascii" / "sample.txt").read_text(encoding="utf-8")

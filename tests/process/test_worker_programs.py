@@ -15,6 +15,7 @@ from lockstep.launch.fork_server import Start, why_not_fork
 from lockstep.launch.processes import ForkServer, WorkerProcess, adopting_orphans, reap_strangers, start_fresh, wait_for
 from lockstep.launch.program import Program, python_command
 from lockstep.launch.worker import AGENT_PID, ERROR_FILE, read_failure
+from lockstep.observe.process_guard import FLIGHT
 from lockstep.testing.waiting import wait_until
 
 _LIMIT_S = 30.0
@@ -305,3 +306,13 @@ def test_worker_that_is_killed_before_it_has_done_anything_is_known_all_the_same
     command = [sys.executable, "-c", _KILLED_AT_BIRTH]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_S, check=False)
     assert (done.stdout, done.stderr) == ("-9\n", "")
+
+
+def test_rank_whose_record_has_no_place_runs_without_a_guard(tmp_path: Path) -> None:
+    (tmp_path / "ok.py").write_text("print('ran')\n")
+    ranks = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    environ = {**os.environ, **ranks, FLIGHT: str(tmp_path / "gone"), AGENT_PID: str(os.getpid())}
+    words = [*python_command("program"), *Program("script", "ok.py").words()]
+    done = subprocess.run(words, env=environ, cwd=tmp_path, capture_output=True, text=True, timeout=_LIMIT_S)
+    assert (done.returncode, done.stdout) == (0, "ran\n")
+    assert done.stderr.startswith("lockstep: rank 1 is not guarded: [Errno 2] No such file or directory")

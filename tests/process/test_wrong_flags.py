@@ -156,3 +156,13 @@ def test_stock_script_that_changes_what_it_was_given(start: Start, tmp_path: Pat
         run.await_text(f"lockstep: rank 1: init_process_group at hello.py:6 <module>: {changed}: the ranks may never")
     run.process.send_signal(signal.SIGINT)
     run.end(130)
+
+
+def test_machines_that_meet_in_a_file_run_and_say_what_is_not_seen(start: Start, tmp_path: Path) -> None:
+    words = ("--rdzv-backend=c10d", f"--rdzv-endpoint={tmp_path / 'meet'}", "--rdzv-conf=store_type=file")
+    runs = [start(*words, "--rdzv-id=one") for _ in range(2)]
+    for run in runs:
+        run.end(0)
+        assert "a rank has begun" in run.text()
+        assert len(run.said()) == 1
+        assert run.said()[0].startswith("the guard sees no ranks of other machines")

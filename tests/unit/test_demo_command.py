@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 import signal
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import lockstep.cli.demo as command
 from lockstep import cli, demos
+from lockstep.cli import demo_begin
 from lockstep.cli.demo_side import Line, environment
 from lockstep.demos.catalog import DEMOS, Demo, Place
+from lockstep.observe.process_guard import FLIGHT
 
 _AT = re.compile(r"\\b(\w+)\\\.py:(\d+)\\b")
 
@@ -64,6 +70,31 @@ def test_what_helps_stands_below_a_heading(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(command, "Side", _Said)
     assert command.demo(["rank_too_large"]) == 0
     assert capsys.readouterr().out.splitlines()[-1].endswith("; lockstep, after 0.5 s: 1. RANK is 2")
+
+
+def test_a_program_begins_when_what_takes_long_is_there_and_ends_when_torchs_threads_have_let_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrapper takes seconds to load; a thread of Gloo's that drops a tensor while the interpreter ends aborts."""
+    script = tmp_path / "script.py"
+    script.write_text("print('optimizes')")
+    load = builtins.__import__
+
+    def loading(name: str, *rest: Any) -> Any:
+        if name != "torch._dynamo":
+            return load(name, *rest)
+        print("loads")
+        return None
+
+    monkeypatch.setattr(builtins, "__import__", loading)
+    monkeypatch.setattr(demo_begin, "time", SimpleNamespace(time=time.time, sleep=lambda _: print("rests")))
+    monkeypatch.setattr(sys, "argv", ["demo_begin.py", "MARK", str(script)])
+    monkeypatch.setenv(FLIGHT, "guarded")  # else it ends the process
+    monkeypatch.setattr(sys, "path", ["", *sys.path])
+    demo_begin.main()
+    assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == [
+        "loads", "MARK", "optimizes", "rests",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("seconds", ["0", "-1", "nan"])

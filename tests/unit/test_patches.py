@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from lockstep.observe.patches import Patches
 
@@ -101,3 +105,20 @@ def test_all_is_undone_once_the_last_first() -> None:
     patches.undo()
 
     assert order == [2, 1, 0]
+
+
+def test_a_warning_names_the_line_that_called_and_not_ours() -> None:
+    class Warner(Parent):
+        def said(self) -> str:
+            warnings.warn("do it otherwise", FutureWarning, stacklevel=2)
+            return "parent"
+
+    patches = Patches()
+    patches.replace(Warner, "said", louder)
+    patches.replace(Warner, "said", louder)
+
+    with pytest.warns(FutureWarning) as seen:
+        line, said = sys._getframe().f_lineno, Warner().said()
+
+    assert said == "parent!!"
+    assert [(one.filename, one.lineno) for one in seen] == [(__file__, line)]

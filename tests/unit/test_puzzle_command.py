@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ def worlds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[int]:
     """The worlds in which puzzle 4, which is begun, was played; a file that says "wrong" is wrong on three ranks."""
     found: list[int] = []
 
-    def play(path: Path, world_size: int, folder: Path, *, limit_s: float) -> Played:
+    def play(path: Path, world_size: int, folder: Path, more: Mapping[str, str], *, limit_s: float) -> Played:
         assert limit_s <= 60
         found.append(world_size)
         is_wrong = world_size == 3 and "wrong" in path.read_text()

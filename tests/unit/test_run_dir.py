@@ -14,7 +14,7 @@ import pytest
 from lockstep.errors import CheckpointMissing, ConfigError
 from lockstep.train.checkpoints import Origin, find_origin
 from lockstep.train.config import RunConfig
-from lockstep.train.run_dir import Launch, Start, _begin_at, _prepare, goes_on
+from lockstep.train.run_dir import Launch, Start, _begin_at, _prepare, goes_on, token_cache
 
 OLD = {
     "checkpoints/step-00000007-g1/manifest.json": "manifest",
@@ -159,3 +159,34 @@ def test_which_checkpoint_is_meant(tmp_path: Path) -> None:
             find_origin(resume, own)
     for origin, is_own in ((Origin(own), True), (Origin(own, 4), True), (Origin(own, 2), False)):
         assert goes_on(RunConfig(out=out), Start(origin, False, {}, ())) == is_own
+
+
+@pytest.mark.parametrize("home", ["a file", "~", "not there"])
+def test_without_a_home_the_tokens_are_kept_in_a_temporary_folder(
+    home: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ "~" is what is left of it where no home is known."""
+    (tmp_path / "a file").touch()
+    monkeypatch.setenv("HOME", home if home == "~" else str(tmp_path / home))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    folder = token_cache()
+    if home == "not there":
+        assert folder is None, "it can be made"
+        return
+    assert folder is not None
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o077 == 0
+    assert token_cache() == folder
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "/nowhere")
+    assert token_cache() is None, "what the user asks for is not replaced"
+
+
+def test_a_temporary_folder_of_another_user_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "~")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    uid = os.getuid() + 1
+    monkeypatch.setattr("os.getuid", lambda: uid)
+    assert token_cache() is None

@@ -14,7 +14,7 @@ import lockstep
 from lockstep.errors import ConfigError
 from lockstep.launch.words import nearest
 
-WATCHER_PID = "LOCKSTEP_WATCHER_PID"  # of who shows this command, and takes it along when it ends
+_PARENT_PID = "LOCKSTEP_PARENT_PID"  # of who has started this command for itself, and takes it along when it ends
 _COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
 _USER_ERROR = 2
 _INTERRUPTED = 130
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     130 stopped before anything could be committed.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no run ends for a letter that Latin 1 lacks
     if words and words[0] == "--version":
         print(f"lockstep {lockstep.__version__}")
@@ -54,10 +54,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print(HELP)
         return 0
-    if WATCHER_PID in os.environ:
+    if _PARENT_PID in os.environ:
         from lockstep.launch.worker import hear_of_end
 
-        hear_of_end(int(os.environ.pop(WATCHER_PID)), signal.SIGTERM)
+        hear_of_end(int(os.environ.pop(_PARENT_PID)), signal.SIGTERM)
     try:
         code = _command(words[0], words[1:])
         sys.stdout.flush()
@@ -79,6 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
         return _INTERRUPTED
+
+
+def ends_with_me() -> dict[str, str]:
+    """Variables for a `lockstep` command that this process starts: however this one ends, that one is asked to stop."""
+    return {_PARENT_PID: str(os.getpid())}
 
 
 def _has_lost_its_reader(descriptor: int) -> bool:

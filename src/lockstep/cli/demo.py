@@ -35,7 +35,7 @@ def demo(words: Sequence[str]) -> int:
     """`lockstep demo [NAME]`; 0 where it could be shown. Raises: ConfigError for a name that there is not."""
     parser = Words(prog="lockstep demo", description=__doc__)
     parser.add_argument("name", nargs="?", help="which one; without a name, all are listed")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long stock torch is waited for (default: 6)")
+    parser.add_argument("--seconds", type=float, default=10.0, help="how long stock torch is waited for (default: 10)")
     parser.add_argument("--source", action="store_true", help="show the program, run nothing")
     args = parser.read(words)
     if args.name is None and args.source:
@@ -88,11 +88,10 @@ def _command(one: Demo, who: Who) -> str:
 def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
     """Show one side as it happens; what it said first that helps."""
     pattern = _OURS if who == "lockstep" else _ERROR
-    variables = {"LOCKSTEP_HANG_S": "2", "LOCKSTEP_EVIDENCE": ""}
     first: Word | None = None
     lines: list[str] = []
     limit_s = seconds if who == "torch" else _PATIENCE_S
-    with Side(one, who, folder, variables) as side:
+    with Side(one, who, folder, {"LOCKSTEP_HANG_S": "2", "LOCKSTEP_EVIDENCE": ""}) as side:
         for line in _without_frames(side.lines(limit_s)):
             lines.append(line.text)
             _print(line, len(lines))

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lockstep.lessons
+from lockstep.cli import ends_with_me
 from lockstep.cli.pager import show_screens
 from lockstep.errors import ConfigError
 from lockstep.launch.words import Words, nearest
@@ -39,7 +40,7 @@ def learn(words: Sequence[str]) -> int:
         raise ConfigError(f"-n {args.ranks}: a lesson runs on 2 to {_RANKS_MAX} processes")
     print(f"{title_of(path)}\n{path}: starting {args.ranks} processes ...", flush=True)
     folder = _FOLDER / f"learn-{path.stem}"
-    played = play(path, args.ranks, folder, restarts=1 if args.name in KILLED else 0)
+    played = play(path, args.ranks, folder, ends_with_me(), restarts=int(args.name in KILLED))
     shown = screens(played.ranks)
     page = folder / "replay.html"
     page.write_text(replay(path.stem, title_of(path), shown, args.ranks), encoding="ascii")

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import lockstep.puzzles
+from lockstep.cli import ends_with_me
 from lockstep.errors import ConfigError
 from lockstep.launch.words import Words
 from lockstep.learn.program import play, title_of
@@ -54,7 +55,8 @@ def puzzle(words: Sequence[str]) -> int:
 def _check(one: Puzzle, path: Path, number: int) -> int:
     for world_size in one.ranks:
         print(f"{path} on {world_size} processes ...", flush=True)
-        found = problems(one, play(path, world_size, Path("runs") / f"puzzle-{number}", limit_s=_LIMIT_S), world_size)
+        folder = Path("runs") / f"puzzle-{number}"
+        found = problems(one, play(path, world_size, folder, ends_with_me(), limit_s=_LIMIT_S), world_size)
         if found:
             print(*found, sep="\n  ")
             print(f"\nnot yet. `lockstep puzzle {number} --hint` has {len(one.hints)}")

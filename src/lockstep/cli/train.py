@@ -299,8 +299,5 @@ def refuse(word: str, command: TrainCommand) -> NoReturn:
 
 
 def _came_up(place: Place, device: str, threads: int) -> str:
-    plural = "" if threads == 1 else "s"
-    return (
-        f"rank {place.rank} of {place.world_size} is up: pid {os.getpid()}, host {socket.gethostname()}, "
-        f"device {device}, {threads} thread{plural}\n"
-    )
+    where = f"pid {os.getpid()}, host {socket.gethostname()}, device {device}, {threads} thread{'s' * (threads != 1)}"
+    return f"rank {place.rank} of {place.world_size} is up: {where}\n"

@@ -389,26 +389,19 @@ class Agent(SimpleElasticAgent):
         flights.mkdir()
         prefix = f"lockstep/guard/{spec.rdzv_handler.get_run_id()}/{generation}"
         store = None if self._is_alone else _outermost(worker_group.store)
+        if store is None and not self._is_alone:
+            say("the guard sees no ranks of other machines: they meet at no address, as --rdzv-endpoint HOST:PORT is")
         place = "" if store is None else f"{store.host}:{store.port}/{prefix}"
         envs = {}
         for worker in worker_group.workers:
-            env = environment_of(
-                worker,
-                worker_group,
-                generation=generation,
-                max_restarts=spec.max_restarts,
-                run_id=spec.rdzv_handler.get_run_id(),
-                uses_agent_store=spec.rdzv_handler.use_agent_store,
-            )
+            env = environment_of(worker, worker_group, generation)
             if not spec.virtual_local_rank:  # under which no worker knows its place on this machine
                 env |= {PULSE: str(pulses), FLIGHT: str(flights), STORE: place}
             env |= self._supervision.variables
             env[ORIGINS] = json.dumps({**dict.fromkeys(env, "launcher"), **self._supervision.origins})
             envs[worker.local_rank] = env
-        filters = {
-            "duplicate_stdout_filters": spec.duplicate_stdout_filters,
-            "duplicate_stderr_filters": spec.duplicate_stderr_filters,
-        }
+        names = "duplicate_stdout_filters", "duplicate_stderr_filters"
+        filters = {name: getattr(spec, name) for name in names}
         logs: LogsSpecs | None = self._job.config.logs_specs
         assert logs is not None
         workers = Workers(spec.role, self._job.program, envs, logs, self._prefixes(worker_group), **filters)

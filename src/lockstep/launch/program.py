@@ -95,7 +95,11 @@ def run_program(program: Program) -> None:
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             # `python -u` writes a line and its end apart, so that the lines of ranks mix; this way each is one write
             stream.reconfigure(line_buffering=True, write_through=False)
-    guard = begin(os.environ)
+    guard = None
+    try:
+        guard = begin(os.environ)
+    except OSError as error:  # no room for its record: the program goes on without
+        sys.stderr.write(f"lockstep: rank {os.environ['RANK']} is not guarded: {error}; make room in $TMPDIR\n")
     if guard is not None:
         attach(guard)
         meet_machines(guard, os.environ.get(STORE, ""))

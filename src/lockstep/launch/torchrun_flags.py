@@ -216,7 +216,8 @@ def _refuse_meeting(args: Namespace) -> None:
     machines, is_static = _machines(args), args.rdzv_backend == "static"
     is_alone = machines == 1 or args.standalone
     refuse_meeting(machines, args.node_rank if is_static and not is_alone else None, args.master_port)
-    if args.standalone or args.rdzv_backend not in ("static", "c10d"):
+    in_a_file = not is_static and "store_type=file" in args.rdzv_conf.replace(" ", "")
+    if args.standalone or args.rdzv_backend not in ("static", "c10d") or in_a_file:
         return
     if not is_alone and not is_static and not args.rdzv_endpoint:
         raise ConfigError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on every machine")

@@ -185,9 +185,7 @@ def _last_line(path: str) -> str:
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
-def environment_of(
-    worker: Any, group: Any, *, generation: int, max_restarts: int, run_id: str, uses_agent_store: bool
-) -> dict[str, str]:
+def environment_of(worker: Any, group: Any, generation: int) -> dict[str, str]:
     """torchrun's contract with the programs it starts, for one worker."""
     spec = group.spec
     env = {
@@ -203,9 +201,9 @@ def environment_of(
         "MASTER_ADDR": group.master_addr,
         "MASTER_PORT": str(group.master_port),
         "TORCHELASTIC_RESTART_COUNT": str(generation),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": run_id,
-        "TORCHELASTIC_USE_AGENT_STORE": str(uses_agent_store),
+        "TORCHELASTIC_MAX_RESTARTS": str(spec.max_restarts),
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": str(spec.rdzv_handler.use_agent_store),
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
     if spec.virtual_local_rank:

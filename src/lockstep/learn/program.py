@@ -5,9 +5,10 @@ from __future__ import annotations
 import ast
 import os
 import shutil
-import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, STDOUT, Popen, TimeoutExpired
 from typing import NamedTuple
 
 from lockstep.errors import ConfigError
@@ -16,6 +17,7 @@ from lockstep.observe.report.terminal import ending_by_exception
 
 FOLDER = "LOCKSTEP_LESSON"  # names the folder for the events of a rank; unset: they are printed
 _LIMIT_S = 600.0
+_ROOM_BYTES = 1 << 20  # more than any lesson needs
 
 
 class Played(NamedTuple):
@@ -29,35 +31,43 @@ class Played(NamedTuple):
 def title_of(path: Path) -> str:
     """The first sentence of a program, without running it. Raises: ConfigError where it is no Python."""
     try:
-        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        about = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"), str(path)))
     except (SyntaxError, UnicodeDecodeError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as a program: {error}") from error
     return (about or "").partition("\n")[0]
 
 
-def play(path: Path, world_size: int, folder: Path, *, restarts: int = 0, limit_s: float = _LIMIT_S) -> Played:
+def play(
+    path: Path, world_size: int, folder: Path, more: Mapping[str, str], restarts: int = 0, limit_s: float = _LIMIT_S
+) -> Played:
     """Run the program `path` on `world_size` new processes of this machine, with the guard around it.
 
-    folder: gets the events of the ranks, and is theirs to write in; what was in it is gone. Blocks until all processes
-    have ended.
-    Raises: ConfigError where the program has told nothing at all, with what it said instead.
+    folder: gets the events of the ranks, and is theirs to write in; what was in it is gone. more: variables for
+    the processes. Blocks until all have ended.
+    Raises: ConfigError where there is no room for that, or the program told nothing at all, with what it said instead.
     """
     if folder.exists():
         shutil.rmtree(folder)
     folder.mkdir(parents=True)
+    room = folder / "room"
+    try:
+        room.write_bytes(bytes(_ROOM_BYTES))
+    except OSError as error:
+        raise ConfigError(f"{folder} has no room for what the processes tell: {error.strerror}") from error
+    finally:
+        room.unlink(missing_ok=True)
     flags = ["--nproc-per-node", str(world_size), "--record", "off", "--max-restarts", str(restarts)]
     command = [sys.executable, "-m", "lockstep", "run", *flags, str(path)]
-    environ = {"LOCKSTEP_HANG_S": "3", "LOCKSTEP_EVIDENCE": "", **os.environ, FOLDER: str(folder.resolve())}
+    environ = {"LOCKSTEP_HANG_S": "3", "LOCKSTEP_EVIDENCE": "", **os.environ, **more}
+    environ[FOLDER] = str(folder.resolve())
     with (
         ending_by_exception(),
-        subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=environ, text=True
-        ) as process,
+        Popen(command, stdin=DEVNULL, stdout=PIPE, stderr=STDOUT, env=environ, errors="replace") as process,
     ):
         try:
             output, _ = process.communicate(timeout=limit_s)
             code: int | None = process.returncode
-        except subprocess.TimeoutExpired:
+        except TimeoutExpired:
             process.terminate()  # the launcher ends its ranks, and has said why they wait
             output, code = process.communicate()[0], None
         except BaseException:

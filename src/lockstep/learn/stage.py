@@ -14,7 +14,7 @@ from statistics import median
 from tempfile import gettempdir
 from textwrap import dedent
 from time import monotonic_ns
-from typing import Any, TextIO, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -166,9 +166,13 @@ def _about(tensor: Tensor, size: int | None = None) -> dict[str, Any]:
     return {"dtype": dtype, "shape": tuple(tensor.shape), "bytes": tensor.nbytes if size is None else size}
 
 
-def _write(file: TextIO, event: Event) -> None:
+def _write(path: Path, event: Event) -> None:
     """A line, which is there as soon as the event has happened: a rank may be killed."""
-    file.write(json.dumps(event.to_json()) + "\n")
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event.to_json()) + "\n")
+    except OSError as error:
+        raise SystemExit(f"lockstep: cannot write {path}: {error.strerror}") from error
 
 
 def _print(event: Event) -> None:
@@ -187,8 +191,7 @@ def run(lesson: Callable[[Stage], None]) -> None:
     with ExitStack() as stack:
         comm = stack.enter_context(lockstep.init(verbose=False))
         if given:
-            file = stack.enter_context(file_of(Path(given), comm.rank).open("a", encoding="utf-8", buffering=1))
-            stage = Stage(comm, partial(_write, file), Path(given))
+            stage = Stage(comm, partial(_write, file_of(Path(given), comm.rank)), Path(given))
         else:
             made = str(_folder()) if comm.rank == 0 else ""
             if made:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, final
 
 _MISSING: Any = object()
+_PASSED_BY = " (importlib._bootstrap)"  # `warnings` passes by files of such a name when it looks for who called
 
 
 @final
@@ -18,9 +20,14 @@ class Patches:
     def replace(
         self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *takers: Any
     ) -> None:
-        """Put `wrap(old)` in the place of `owner.name`, also in the modules that have taken it from there by now."""
+        """Put `wrap(old)` in the place of `owner.name`, also in the modules that have taken it from there by now.
+
+        What `old` warns its caller of names the caller's line, as if there were no `wrap`.
+        """
         old = vars(owner).get(name, _MISSING)  # as it lies there; a class may inherit it
         new = wrap(getattr(owner, name))
+        if isinstance(new, FunctionType) and not new.__code__.co_filename.endswith(_PASSED_BY):
+            new.__code__ = new.__code__.replace(co_filename=new.__code__.co_filename + _PASSED_BY)
         setattr(owner, name, new)
 
         def restore() -> None:

@@ -40,7 +40,7 @@ from lockstep.train.evaluate import evaluate, prove_equal, sample
 from lockstep.train.metrics import Logs, Meter, StepMetrics, flops_per_token
 from lockstep.train.model import build_model
 from lockstep.train.optim import build_optimizer, learning_rate
-from lockstep.train.run_dir import Launch, Start, checkpoints_of, find_start, goes_on, make_ready, news_of
+from lockstep.train.run_dir import Launch, Start, checkpoints_of, find_start, goes_on, make_ready, news_of, token_cache
 from lockstep.train.step import accumulate_gradient, agree, clip_gradient
 
 
@@ -114,12 +114,9 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
 
     Collective: every rank of `comm`; blocks.
     """
+    data, cache = run.data, token_cache()
     text = prepare_tokens(
-        run.data.path,
-        kind=run.data.tokens,
-        vocab_size=run.data.vocab_size,
-        held_out=run.data.val_fraction,
-        comm=comm,
+        data.path, kind=data.tokens, vocab_size=data.vocab_size, held_out=data.val_fraction, cache=cache, comm=comm
     )
     loader = TokenLoader(
         text.train,
@@ -379,7 +376,7 @@ def conclude(job: Job, result: TrainResult, written: str) -> None:
     run, say = job.run, job.console.say
     job.console.close()
     if written:
-        (run.out / "sample.txt").write_text(written)
+        (run.out / "sample.txt").write_text(written, encoding="utf-8")
         say("sample of what the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
     ranks, what = job.comm.world_size, "pieces of the same weights" if is_cut(job.model) else "the same weights"
     say(f"proof  {ranks} of {ranks} ranks hold {what}: sha256 {result.digest}")

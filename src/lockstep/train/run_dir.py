@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +66,17 @@ class Start:
 def checkpoints_of(run: RunConfig) -> Path:
     """Where the run's checkpoints are."""
     return run.out / "checkpoints"
+
+
+def token_cache() -> Path | None:
+    """Where the tokens of a text are kept: None is the user's cache; a temporary folder where that has no place."""
+    wanted = Path(os.path.expanduser("~/.cache/lockstep"))
+    there = next(filter(os.path.exists, (wanted, *wanted.parents)))
+    if "XDG_CACHE_HOME" in os.environ or (wanted.is_absolute() and os.access(there, os.W_OK | os.X_OK)):
+        return None
+    folder = Path(tempfile.gettempdir()) / f"lockstep-cache-{os.getuid()}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder if folder.stat(follow_symlinks=False).st_uid == os.getuid() else None
 
 
 def find_start(run: RunConfig, comm: Communicator, resume: str, launch: Launch) -> Start:

@@ -90,18 +90,8 @@ def _one_of_many(args: Namespace, place: Place) -> Asked:
     words = ["--nnodes", place.world_size, "--node-rank", place.rank, "--nproc-per-node", 1]
     words += ["--master-addr", place.address, "--master-port", place.port]
     words += ["--rdzv-conf", f"timeout={args.wait_s:.0f}"]
-    return Asked(
-        tuple(map(str, words)),
-        place.world_size,
-        1,
-        place.address,
-        place.port,
-        place.source("address"),
-        place.rank,
-        place.rank == 0,
-        args.json,
-        args.wait_s,
-    )
+    where = place.address, place.port, place.source("address"), place.rank, place.rank == 0
+    return Asked(tuple(map(str, words)), place.world_size, 1, *where, args.json, args.wait_s)
 
 
 def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:

@@ -108,26 +108,21 @@ def check_machines(came: Sequence[Came], wanted: int, waited_s: float, is_static
         return Check("ok", "machines", f"{len(came)} came: {named}")
     missing = [number for number in range(wanted) if number not in numbers] if is_static else []
     late = f"; node rank {', '.join(map(str, missing[: 2 * _SHOWN]))} did not" if missing else ""
-    return Check(
-        "FAIL", "machines", f"{len(came)} of {wanted} came in {waited_s:.0f} s: {named}{late}",
-        "run the same command on the others within that time (--wait-s), and read what they say",
-    )  # fmt: skip
+    fix = "run the same command on the others within that time (--wait-s), and read what they say"
+    return Check("FAIL", "machines", f"{len(came)} of {wanted} came in {waited_s:.0f} s: {named}{late}", fix)
 
 
 def check_ranks(facts: Sequence[Facts], world_size: int, exit_code: int) -> Check:
     """Whether every rank has reported. world_size: 0 where none has. exit_code: of the launcher here."""
     if world_size == 0:
-        return Check(
-            "FAIL", "ranks", f"none has reported (exit code of the launcher: {exit_code})", "read the lines above"
-        )
+        text = f"none has reported (exit code of the launcher: {exit_code})"
+        return Check("FAIL", "ranks", text, "read the lines above")
     there = {fact["rank"] for fact in facts}
     missing = [rank for rank in range(world_size) if rank not in there]
     machines = len({fact["machine"] for fact in facts})
     if missing:
-        return Check(
-            "FAIL", "ranks", f"{len(there)} of {world_size} ranks came; missing: {', '.join(map(str, missing[:8]))}",
-            "read the lines above, here and on the other machines",
-        )  # fmt: skip
+        text = f"{len(there)} of {world_size} ranks came; missing: {', '.join(map(str, missing[:8]))}"
+        return Check("FAIL", "ranks", text, "read the lines above, here and on the other machines")
     return Check("ok", "ranks", f"{world_size} on {machines} machine{'s' * (machines > 1)}")
 
 
@@ -165,13 +160,12 @@ def check_torch_gpus(facts: Sequence[Facts]) -> list[Check]:
     if not blind:
         return []
     built = blind[0]["versions"].get("cuda")
-    why = (
-        f"torch is built for CUDA {built}: the driver is too old, or none is visible" if built else "torch has no CUDA"
-    )
-    fix = "compare nvidia-smi's CUDA version with torch.version.cuda" if built else "pip install a CUDA build of torch"
-    return [
-        Check("FAIL", "gpus", f"{_who(blind)}: {blind[0]['devices']} GPUs, of which torch can use none: {why}", fix)
-    ]
+    why, fix = "torch has no CUDA", "pip install a CUDA build of torch"
+    if built:
+        why = f"torch is built for CUDA {built}: the driver is too old, or none is visible"
+        fix = "compare nvidia-smi's CUDA version with torch.version.cuda"
+    text = f"{_who(blind)}: {blind[0]['devices']} GPUs, of which torch can use none: {why}"
+    return [Check("FAIL", "gpus", text, fix)]
 
 
 # ---------------------------------------------------------------------- the ways between them

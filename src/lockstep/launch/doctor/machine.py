@@ -59,19 +59,16 @@ class Limits(NamedTuple):
 def check_own_name(host: str, addresses: Sequence[str], own: Sequence[str], problem: str, asked: Asked) -> Check:
     """addresses: to which the machine's own name leads. own: those that it has. problem: why the name leads nowhere."""
     several = asked.machines > 1
+    bad: Status = "FAIL" if several else "warn"
     if problem:
-        status: Status = "FAIL" if several else "warn"
-        return Check(
-            status, "own name", f"{host} cannot be found ({problem}): Gloo asks for it, unless an interface is given",
-            f"echo '{own[0] if own else '127.0.0.1'} {host}' >> /etc/hosts, or export GLOO_SOCKET_IFNAME",
-        )  # fmt: skip
+        text = f"{host} cannot be found ({problem}): Gloo asks for it, unless an interface is given"
+        fix = f"echo '{own[0] if own else '127.0.0.1'} {host}' >> /etc/hosts, or export GLOO_SOCKET_IFNAME"
+        return Check(bad, "own name", text, fix)
     shown = ", ".join(addresses)
     foreign = [address for address in addresses if address not in own and not is_loopback(address)]
     if foreign:
-        return Check(
-            "FAIL" if several else "warn", "own name", f"{host} leads to {foreign[0]}, which is no address of this "
-            "machine: Gloo would try to listen there", f"in /etc/hosts, give {host} an address that `ip address` shows",
-        )  # fmt: skip
+        text = f"{host} leads to {foreign[0]}, which is no address of this machine: Gloo would try to listen there"
+        return Check(bad, "own name", text, f"in /etc/hosts, give {host} an address that `ip address` shows")
     if several and all(map(is_loopback, addresses)):
         return Check(
             "warn", "own name", f"{host} leads to {shown} only, so Gloo alone would listen where no other machine can "
@@ -109,11 +106,8 @@ def _check_asked_interface(variable: str, value: str, interfaces: Sequence[Inter
     for word in value.lstrip("=").split(","):
         exact = variable.startswith("GLOO") or value.startswith("=")
         if not any(name == word if exact else name.startswith(word) for name in names):
-            there = ", ".join(names)
-            return Check(
-                "FAIL", "interfaces", f"{variable}={value}, but there is no interface {word!r} with an address",
-                f"export {variable}=<one of {there}>",
-            )  # fmt: skip
+            text = f"{variable}={value}, but there is no interface {word!r} with an address"
+            return Check("FAIL", "interfaces", text, f"export {variable}=<one of {', '.join(names)}>")
     return None
 
 
@@ -148,20 +142,15 @@ def check_way(asked: Asked, found: Knock, waited_s: float) -> Check:
     if found.result == "open":
         return Check("ok", "way", f"{where} ({source}) answers from {found.address}")
     if found.result == "stranger":
-        return Check(
-            "FAIL", "way", f"{where} answers, but is not this job: {found.detail}",
-            "end that program there (ss -ltnp shows it), or choose another port on every machine",
-        )  # fmt: skip
+        fix = "end that program there (ss -ltnp shows it), or choose another port on every machine"
+        return Check("FAIL", "way", f"{where} answers, but is not this job: {found.detail}", fix)
     if found.result == "refused":
-        return Check(
-            "FAIL", "way", f"{where}: {found.address} refuses connections for {waited_s:.0f} s: that machine lives, "
-            "but nobody listens there", f"run the same command on {asked.host}, with the same port",
-        )  # fmt: skip
+        what = f"{found.address} refuses connections for {waited_s:.0f} s: that machine lives, but nobody listens there"
+        return Check("FAIL", "way", f"{where}: {what}", f"run the same command on {asked.host}, with the same port")
     what = f"{found.address} does not answer" if found.result == "silent" else found.detail
-    return Check(
-        "FAIL", "way", f"{where}: {what} for {waited_s:.0f} s. The address is wrong, the machine is down, or a "
-        "firewall drops the packets", f"ping {asked.host}; allow TCP ports 1024-65535 between the machines",
-    )  # fmt: skip
+    why = "The address is wrong, the machine is down, or a firewall drops the packets"
+    fix = f"ping {asked.host}; allow TCP ports 1024-65535 between the machines"
+    return Check("FAIL", "way", f"{where}: {what} for {waited_s:.0f} s. {why}", fix)
 
 
 def check_hosting(asked: Asked, is_here: bool) -> Check | None:
@@ -200,9 +189,8 @@ def check_gpus(devices: int, driver: str, visible: str | None, processes: int) -
     """devices: files /dev/nvidiaN. driver: its version, "" for none. visible: CUDA_VISIBLE_DEVICES, None: not set."""
     if not devices:
         if driver:
-            return Check(
-                "FAIL", "gpus", f"driver {driver}, but no /dev/nvidia* here", "docker run --gpus all, or modprobe"
-            )
+            fix = "docker run --gpus all, or modprobe"
+            return Check("FAIL", "gpus", f"driver {driver}, but no /dev/nvidia* here", fix)
         return Check("ok", "gpus", "none: ranks use the CPU")
     shown = devices if visible is None else len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
     text = f"{devices}, driver {driver or 'unknown'}"
@@ -228,10 +216,8 @@ def check_shared_memory(where: str, total: float, free: float, processes: int) -
     if free < processes * _SHM_LEAST:
         return Check("FAIL", "shared mem", f"{text}: too little for {processes} ranks to start", fix)
     if processes > 1 and free < processes * _SHM_BYTES:
-        return Check(
-            "warn", "shared mem", f"{text}: {size(free / processes)} for each rank. Gradients lie there: float32 ones "
-            "of 124 M parameters (GPT-2) take 0.5 GiB per rank", fix,
-        )  # fmt: skip
+        need = "Gradients lie there: float32 ones of 124 M parameters (GPT-2) take 0.5 GiB per rank"
+        return Check("warn", "shared mem", f"{text}: {size(free / processes)} for each rank. {need}", fix)
     return Check("ok", "shared mem", text)
 
 
@@ -248,12 +234,8 @@ def check_memory(memory: Memory, processes: int) -> list[Check]:
         found = f"{text}: {processes} ranks take {size(need)} before they hold a model"
         checks = [Check(status, "memory", found, "--nproc-per-node with fewer, or a container with more (--memory)")]
     if memory.overcommit == 2:
-        checks.append(
-            Check(
-                "warn", "memory", "vm.overcommit_memory=2: large maps that are never touched count in full, so "
-                "processes fail with memory free", "sysctl vm.overcommit_memory=0",
-            )
-        )  # fmt: skip
+        found = "vm.overcommit_memory=2: large maps that are never touched count in full, and processes fail"
+        checks.append(Check("warn", "memory", found, "sysctl vm.overcommit_memory=0"))
     return checks
 
 

@@ -363,13 +363,13 @@ def stand_in_backward(rank: int, folder: str) -> str:
             said.touch()
         (record,) = found
         assert record.text == FROM_CPP
-        return f"{record.label} {record.site}"
+        return f"{record.label} at {record.site}"
 
 
 def test_a_hang_within_cpp_is_seen_and_can_be_ended(tmp_path: Path) -> None:
     seen, _ = run_processes(2, stand_in_backward, str(tmp_path), connect=False)
-    label, _, site = seen.partition(" ")
-    assert label == "all_reduce[243]"
+    label, _, site = seen.partition(" at ")
+    assert label == "all_reduce float32[243]"
     assert site.endswith(" stand_in_backward")
 
 

@@ -35,6 +35,18 @@ def pieces() -> nn.Module:
     return model
 
 
+def pieces_at_root() -> nn.Module:
+    """The root has parameters of its own, which are whole from its forward to the end of backward."""
+    model = small()
+    for part in (model[0], model):
+        fully_shard(part)
+    return model
+
+
+def flat_at_root(**options: Any) -> nn.Module:
+    return FullyShardedDataParallel(small(), device_id=torch.device("cpu"), **options)
+
+
 def compiled(backend: str, *, inside: bool = False) -> Any:
     if inside:
         return DistributedDataParallel(torch.compile(small(), backend=backend))  # type: ignore[arg-type]
@@ -82,6 +94,14 @@ def flat_uncut_flipped_bit(rank: int, _: Path) -> None:
 
 def pieces_other_rate(rank: int, _: Path) -> None:
     other_rate(pieces(), rank)
+
+
+def pieces_at_root_other_rate(rank: int, _: Path) -> None:
+    other_rate(pieces_at_root(), rank)
+
+
+def flat_at_root_other_rate(rank: int, _: Path) -> None:
+    other_rate(flat_at_root(use_orig_params=True), rank)
 
 
 def pieces_bad_batch(rank: int, _: Path) -> None:
@@ -144,6 +164,8 @@ WRONG: dict[Case, tuple[str, ...]] = {
     flat_originals_bad_batch: NAN,
     flat_uncut_flipped_bit: ("REPLICAS differ after step 4, equal after step 2", "optimizer.step() at"),
     pieces_other_rate: RATE,
+    pieces_at_root_other_rate: RATE,
+    flat_at_root_other_rate: RATE,
     pieces_bad_batch: NAN,
     compiled_flipped_bit: BIT,
     compiled_inside_flipped_bit: BIT,
@@ -172,7 +194,7 @@ def flat_is_sound(rank: int, _: Path) -> Any:
 
 def flat_whole_is_sound(rank: int, _: Path) -> Any:
     """The root has parameters of its own, as that of a model whose blocks are wrapped has."""
-    return train(FullyShardedDataParallel(small(), device_id=torch.device("cpu")))
+    return [*train(flat_at_root()), *train(flat_at_root(use_orig_params=True))]
 
 
 def flat_originals_are_sound(rank: int, _: Path) -> Any:
@@ -188,7 +210,8 @@ def flat_uncut_is_sound(rank: int, _: Path) -> Any:
 
 
 def pieces_are_sound(rank: int, _: Path) -> Any:
-    return [param.to_local() for param in train(pieces())]  # type: ignore[attr-defined]
+    params = [*train(pieces()), *train(pieces_at_root())]
+    return [param.to_local() for param in params]  # type: ignore[attr-defined]
 
 
 def compiled_is_sound(rank: int, _: Path) -> Any:

@@ -25,7 +25,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work, signature
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, LockstepError, PeerLost
-from lockstep.observe import board, call_site, flight, guard, recording, stacks
+from lockstep.observe import board, call_site, flight, guard, lookout, recording, stacks
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
@@ -75,6 +75,7 @@ class Job:
         self.now_s = 100.0
         self.left: set[int] = set()
         self.frozen: set[int] = set()  # neither they nor their guards are run any more
+        self.kept: list[Work] = []  # that nobody waits for
         self.said: list[Said] = []
         self.errors: dict[int, BaseException] = {}
         self.guards: dict[int, Guard] = {}
@@ -201,8 +202,8 @@ class Job:
             monotonic=self.monotonic, monotonic_ns=self.monotonic_ns, sleep=self.sleep, strftime=lambda _: "now"
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(guard, "time", time)
-            patch.setattr(board, "time", time)
+            for module in (guard, lookout, board):
+                patch.setattr(module, "time", time)
             for module in (flight, recording):
                 patch.setattr(module, "monotonic_ns", self.monotonic_ns)
             # all ranks are this one process, which does much else

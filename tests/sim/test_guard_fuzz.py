@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.usefixtures("ranks_share_a_process")
 
 FILE = "train.py"
 SHAPES = ("4", "2, 2", "0", "7", "1, 4", "3, 1")
+MOST_RANKS = 6
 BOUND_S = 3.0  # within which what can be known is said
 
 
@@ -43,6 +45,7 @@ class Program(NamedTuple):
     is_lenient: bool
     notices: bool
     seed: int
+    begun: int = 0  # steps that an earlier start has done
 
     def members(self, group: str) -> tuple[int, ...]:
         return self.groups.get(group, tuple(range(self.size)))
@@ -79,7 +82,7 @@ def operations(draw: st.DrawFn, groups: dict[str, tuple[int, ...]], size: int, l
 
 @st.composite
 def programs(draw: st.DrawFn) -> Program:
-    size = draw(st.integers(2, 5))
+    size = draw(st.integers(2, MOST_RANKS))
     ranks = st.sets(st.integers(0, size - 1), min_size=2).map(lambda found: tuple(sorted(found)))
     groups = {name: draw(ranks) for name in ("few", "more")[: draw(st.integers(0, 2))]}
     body = draw(operations(groups, size))
@@ -88,7 +91,7 @@ def programs(draw: st.DrawFn) -> Program:
     body.append(Line("world", "wait(works)"))
     return Program(
         size, groups, body, seldom, draw(st.integers(5, 8)), *draw(st.tuples(st.booleans(), st.booleans())),
-        draw(st.integers(0, 1 << 32)),
+        draw(st.integers(0, 1 << 32)), draw(st.sampled_from([0, 0, 300])),
     )  # fmt: skip
 
 
@@ -99,8 +102,20 @@ class Written(NamedTuple):
     lines: dict[str, int]  # where the words are that are looked for: "odd" and the like
 
 
-def written(program: Program, odd: str = "", at: int = 0, instead: bool = False, condition: str = "") -> Written:
-    """The source. odd: what a rank of `condition` does before, or `instead` of, line `at` of the body."""
+def written(
+    program: Program,
+    odd: str = "",
+    at: int = 0,
+    instead: bool = False,
+    condition: str = "",
+    *,
+    steps_if: str = "True",
+    end: Sequence[str] = (),
+) -> Written:
+    """The source. odd: what a rank of `condition` does before, or `instead` of, line `at` of the body.
+
+    steps_if: the condition of optimizer_step(). end: lines after the loop.
+    """
     rows = [
         "def train(rank, world, few, more, works, wait, optimizer_step, job):",
         f" for step in range({program.steps}):",
@@ -128,7 +143,8 @@ def written(program: Program, odd: str = "", at: int = 0, instead: bool = False,
         rows.append("  if step % 3 == 1:")
         for line in program.seldom:
             add(line, "   ")
-    rows += ["  wait(works)", "  optimizer_step()"]
+    rows += ["  wait(works)", "  optimizer_step()" if steps_if == "True" else f"  if {steps_if}: optimizer_step()"]
+    rows += [f" {line}" for line in end]
     return Written("\n".join(rows) + "\n", lines)
 
 
@@ -146,6 +162,8 @@ def run(program: Program, source: str) -> Ended:
             while works:
                 works.pop(0).wait()
 
+        if program.begun:
+            job.guards[rank].begin_after(program.begun)
         train(rank, world, few, more, works, wait, job.guards[rank].step_done, job)
 
     note(source)
@@ -295,3 +313,108 @@ def test_a_rank_that_uses_two_groups_in_the_other_order_is_named(program: Progra
     assert (found.kind, guilty in found.culprits) == ("cycle", True), ended.text
     assert len(members) == 2 or found.culprits == (guilty,), found.text
     assert all(f"train.py:{line} " in found.text for line in source.lines.values()), found.text
+
+
+@settings(max_examples=20, deadline=None)
+@given(programs(), st.data())
+def test_a_last_step_that_one_rank_leaves_out_is_named(program: Program, data: st.DataObject) -> None:
+    guilty = data.draw(st.integers(0, program.size - 1))
+    end = data.draw(st.sampled_from([[], ["world.barrier()"], ["job.sleep(rank)"]]))
+    skips = f"rank == {guilty} and step == {program.steps - 1} and job.fault()"
+    ended = run(program, written(program, steps_if=f"not ({skips})", end=end).text)
+    assert [(found.kind, found.culprits) for found in certain(ended)] == [("steps", (guilty,))], ended.text
+    assert f"STEPS differ since step {program.begun + program.steps}," in ended.text
+    assert not ended.errors
+
+
+ENDINGS = (
+    "{one} and optimizer_step()",  # it trains its copy for itself
+    "{one} and job.sleep(2)",  # it evaluates
+    "world.barrier(); {one} and optimizer_step()",
+    "world.all_reduce(torch.ones(1)); {one} and (optimizer_step(), optimizer_step())",
+    "optimizer_step()",
+    "job.sleep(rank / 2)",
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(programs(), st.booleans(), st.lists(st.sampled_from(ENDINGS), max_size=2), st.data())
+def test_nothing_is_said_of_what_ranks_do_after_the_last_step(
+    program: Program, steps: bool, lines: list[str], data: st.DataObject
+) -> None:
+    """Also where none of them takes it, as in a test of what a step costs."""
+    one = f"rank == {data.draw(st.integers(0, program.size - 1))}"
+    alone = [line for line in lines if "{one} and" in line and "optimizer" in line]
+    if alone and (len(alone) > 1 or lines[-1] != alone[0]):
+        lines = alone[:1]  # it does not go on with the others
+    steps_if = "True" if steps else f"step < {program.steps - 1}"
+    source = written(program, steps_if=steps_if, end=[line.format(one=one) for line in lines])
+    if not steps and alone:
+        return  # then that is the step which the others left out
+    ended = run(program, source.text)
+    assert (ended.text, ended.errors) == ("", {})
+
+
+@settings(max_examples=20, deadline=None)
+@given(programs(), st.data())
+def test_an_old_message_hides_no_deadlock(program: Program, data: st.DataObject) -> None:
+    """One that has arrived, and that its sender has never waited for."""
+    step = data.draw(st.integers(1, program.steps - 1))
+    first, second = data.draw(st.permutations(range(program.size)))[:2]
+    tag = data.draw(st.integers(0, 2))
+    number = data.draw(st.integers(1, 2))  # of them
+    sends = f"job.kept.extend(world.isend(torch.ones(2), {second}, {tag}) for _ in range({number}))"
+    gets = f"[world.recv(torch.ones(2), {first}, {tag}) for _ in range({number})]"
+    first_line = Line("world", f"{sends} if rank == {first} else {gets} if rank == {second} else None")
+    odd = f"world.recv(torch.ones(3), {second} if rank == {first} else {first}, {tag})"
+    both = program._replace(body=[first_line, *(line for line in program.body if "isend" not in line.code)])
+    condition = f"rank in ({first}, {second}) and step == {step} and job.fault()"
+    source = written(both, odd, 1, False, condition)
+    ended = run(both, source.text)
+    found = certain(ended)[0]
+    assert (found.kind, {*found.culprits}) == ("cycle", {first, second}), ended.text
+    said_s = next(said.at_s for said in ended.said if said.finding == found)
+    assert said_s - ended.fault_s <= HANG_S + 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(faults("skip", "extra", "change"), st.data())
+def test_of_two_faults_the_first_is_named_first(drawn: Drawn, data: st.DataObject) -> None:
+    """The second one is another rank's, a step later, and may be seen in the same look."""
+    others = [rank for rank in range(drawn.program.size) if rank != drawn.guilty]
+    other = data.draw(st.sampled_from(others))
+    second = data.draw(st.sampled_from(["return", "raise ValueError('label 8')", "world.barrier()", "job.sleep(1)"]))
+    first_step = int(re.findall(r"and step == (\d+) and job.fault", drawn.source.text)[0])
+    head, loop, body = drawn.source.text.partition(f" for step in range({drawn.program.steps}):\n")
+    text = f"{head}{loop}  if rank == {other} and step == {first_step + 1}: {second}\n{body}"
+    ended = run(drawn.program, text)
+    found = certain(ended)
+    if found:
+        assert drawn.guilty in found[0].culprits, ended.text
+        event(found[0].kind)
+    else:
+        assert any(f"rank {drawn.guilty} " in str(error) for error in ended.errors.values()), ended.errors
+
+
+@settings(max_examples=20, deadline=None)
+@given(programs(), st.sampled_from(["checkpoint", "evaluate"]), st.data())
+def test_a_rank_that_leaves_while_another_saves_or_evaluates_is_named(
+    program: Program, name: str, data: st.DataObject
+) -> None:
+    """And who does that is not, though all wait for it longer than for a hang."""
+    guilty, busy = data.draw(st.permutations(range(program.size)))[:2]
+    step = data.draw(st.integers(1, program.steps - 2))
+    is_fault = data.draw(st.booleans())
+    busy_s = data.draw(st.sampled_from([0.5, 1.5])) * HANG_S
+    sleeps = f"job.sleep({busy_s}) if rank == {busy} and step == {step} else None"
+    body = [Line("world", f"with job.guards[rank].activity('{name}'): {sleeps}"), *program.body]
+    both = program._replace(body=body)
+    condition = f"rank == {guilty} and step == {step} and job.fault()" if is_fault else ""
+    ended = run(both, written(both, "raise ValueError('label 7')", 1, False, condition).text)
+    assert [found.culprits for found in certain(ended)] in ([], [(guilty,)] * is_fault), ended.text
+    if not is_fault:
+        assert (certain(ended), ended.errors) == ([], {})
+    else:
+        ended.errors.pop(guilty)
+        assert all(f"rank {guilty} " in str(error) for error in ended.errors.values()), ended.errors
+        assert ended.errors

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -226,6 +227,16 @@ def test_two_machines_see_each_other_through_the_store(make: Make) -> None:
     assert mine.announce("x") == "x"
     assert theirs.announced() == "x"
     assert theirs.announce("y") == "x"
+
+
+def test_an_end_is_told_to_other_machines_at_once(make: Make) -> None:
+    """However short a time ago something was told: there may be no next time."""
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    _, theirs = make(1, [1], folder="b", store=store)
+    theirs.tell(status(1))
+    theirs.tell(replace(status(1), state=FINISHED))
+    assert mine.sights()[1].status.state == FINISHED
 
 
 def test_a_store_whose_holder_has_ended_is_no_error(make: Make) -> None:

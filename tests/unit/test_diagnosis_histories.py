@@ -197,3 +197,17 @@ def test_a_rank_that_leaves_the_program_is_named(fault: str, program: Program, d
     assert finding.is_certain, finding.text
     if len(members) > 2:
         assert finding.culprits == (guilty,), finding.text
+
+
+@pytest.mark.parametrize("begun", [0, 300])
+def test_a_step_that_was_left_out_soon_after_a_restart_is_found(begun: int) -> None:
+    """The steps before it are no time in which the ranks had nothing in common."""
+    ranks = world(3)
+    for one in ranks:
+        one.step = begun
+        one.status_fields["step_before"] = begun
+    for step in range(6):
+        for one in ranks:
+            one.calls("train.py:7 train")
+            one.step -= step == 3 and one.rank == 1
+    assert (found_in(ranks).kind, found_in(ranks).culprits) == ("steps", (1,))

@@ -4,64 +4,16 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
-from rank_sights import FIRST, REDUCE, PaperRank, running, waiting_for_rank_1
+from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, running, waiting_for_rank_1
+from watched_guard import Watched, failed, stopped
 
 from lockstep.errors import CommError, PeerFailed
-from lockstep.observe.board import Board
-from lockstep.observe.flight import FlightRecorder, Record
-from lockstep.observe.guard import Guard
-from lockstep.observe.settings import GuardSettings
-from lockstep.observe.status import Sight, Stalled, Status
-
-
-class PaperBoard:
-    """Shows the ranks as they are on paper, but for the one that looks, which says itself how it is."""
-
-    def __init__(self, me: int) -> None:
-        self.me = me
-        self.ranks: Sequence[PaperRank] = ()
-        self.up = ""
-        self.told: Status | None = None
-
-    def tell(self, status: Status) -> None:
-        self.told = status
-
-    def sights(self, *, is_urgent: bool = False) -> Mapping[int, Sight]:
-        return {one.rank: one.sight() for one in self.ranks}
-
-    def records_of(self, rank: int) -> list[Record]:
-        return next((one.kept_records() for one in self.ranks if one.rank == rank), [])
-
-    def announce(self, finding: str) -> str:
-        self.up = self.up or finding
-        return self.up
-
-    def announced(self) -> str:
-        return self.up
-
-    def close(self) -> None:
-        pass
-
-
-class Watched:
-    """The guard of rank `me`, which looks at one scene after the other."""
-
-    def __init__(self, folder: Path, capsys: pytest.CaptureFixture[str], me: int = 0) -> None:
-        self.board = PaperBoard(me)
-        recorder = FlightRecorder(folder / f"flight-{me}", me, 3)
-        self.guard = Guard(recorder, cast(Board, self.board), GuardSettings(evidence=""))
-        self._capsys = capsys
-
-    def sees(self, ranks: Sequence[PaperRank]) -> list[str]:
-        """The lines that it says of them."""
-        self.board.ranks = ranks
-        self.guard.look()
-        return self._capsys.readouterr().err.splitlines()
+from lockstep.observe.status import Stalled
 
 
 @pytest.fixture
@@ -71,21 +23,9 @@ def watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Watc
     made.guard.close()
 
 
-def stopped(age_s: float = 2.1) -> list[PaperRank]:
-    ranks = waiting_for_rank_1(3, age_s)
-    ranks[1].age_s, ranks[1].is_stopped = age_s, True
-    return ranks
-
-
 def ended(how: str) -> list[PaperRank]:
     ranks = stopped(12)
     ranks[1].is_stopped, ranks[1].is_gone, ranks[1].how = False, True, how
-    return ranks
-
-
-def failed() -> list[PaperRank]:
-    ranks = waiting_for_rank_1(3, 12)
-    ranks[1].raises("ValueError", "label 7", "data.py:31")
     return ranks
 
 
@@ -148,7 +88,7 @@ def test_the_end_of_another_rank_is_an_event_of_its_own(watched: Watched) -> Non
 def test_a_report_that_another_rank_gave_counts_in_the_same_output(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, place: str, lines: int
 ) -> None:
-    monkeypatch.setattr("lockstep.observe.guard._place_of", lambda stream: "here" if place else "")
+    monkeypatch.setattr("lockstep.observe.voice.place_of", lambda stream: "here" if place else "")
     ranks = ended(HOW)
     ranks[2].status_fields["stalled"] = Stalled("stopped", (1,), (5,), place)
     said = watched.sees(ranks)
@@ -256,5 +196,22 @@ def test_what_two_threads_of_a_rank_find_at_once_is_said_once(watched: Watched) 
     assert watched.sees(failed())[0].startswith("lockstep: RAISED")
     found = watched.guard.finding
     assert found is not None
-    watched.guard._put_up(found, watched.board.sights())
+    watched.guard._lookout.put_up(found, watched.board.sights())
     assert watched.sees(failed()) == []
+
+
+def test_what_was_done_a_moment_before_an_end_is_named_in_its_place(watched: Watched) -> None:
+    """Rank 1 has raised, and of what rank 2 did before that its guard has yet to tell."""
+    watched.board.urgent = failed()
+    watched.board.urgent[0].call(REDUCE, FIRST)
+    watched.board.urgent[2].call("barrier", "train.py:50 train_step")
+    assert watched.sees(failed())[0].startswith("lockstep: MISMATCH in step 4")
+
+
+def test_what_another_rank_has_said_is_not_said_again(watched: Watched) -> None:
+    """The rank that looks for all may be another one meanwhile."""
+    ranks = waiting_for_rank_1(3)
+    found = diagnosed(ranks)
+    assert found is not None
+    ranks[2].status_fields["said"] = (found.key,)
+    assert watched.sees(ranks) == []

@@ -19,6 +19,9 @@ class Told:
     def end(self, error: BaseException | None = None) -> None:
         self.words = None if error is None else last_words(error)
 
+    def rest(self, patience_s: float) -> None:
+        """It has no thread."""
+
 
 def test_who_leaves_because_of_an_error_is_quoted_with_that() -> None:
     def program() -> None:

@@ -172,6 +172,23 @@ def test_a_rank_without_steps_of_the_optimizer() -> None:
     assert "ranks 1,2 went on to step 10" in finding.text
 
 
+def test_many_backwards_in_each_step_are_none_too_many() -> None:
+    """As of LBFGS, or of gradients that are accumulated without no_sync(). What rank 0 told is of a moment ago."""
+
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("sync world/3", 2, [4, 0, SITE] if rank == 0 else [5, 0, SITE])
+
+    assert is_quiet(tell, steps={0: 2, 1: 9, 2: 9})
+
+
+def test_what_is_under_way_is_not_compared() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        facts.tell("sync world/3", 2, [4, 1, SITE] if rank == 0 else [6, 1, SITE])
+
+    assert is_quiet(tell, steps={0: 2, 1: 3, 2: 3})
+    assert found(tell, steps={0: 3, 1: 3, 2: 3}).culprits == (0,)
+
+
 # ------------------------------------------------------------------ replicas
 
 
@@ -180,11 +197,12 @@ def replicas(
 ) -> Tell:
     """values: by rank, one after each step."""
 
+    topic = f"replica {'hand ' * (kind == 'hand')}world/3/0"
+
     def tell(facts: Facts, rank: int) -> None:
         for step, value in enumerate(values[rank], 1):
             entries = [Entry("parameter 'weight'", value), Entry("parameter 'bias'", "same")]
             rows = [[e.what, e.value, e.holders, e.is_moving] for e in entries]
-            topic = f"replica {'hand ' * (kind == 'hand')}world/3/0"
             facts.tell(topic, step, [fold(entries), kind, gradients, []], lambda rows=rows: rows)
         facts.tell(topic.replace("replica", "lines"), "now", {**LINES, **(LOADED if rank == 1 else {})})
 
@@ -203,6 +221,36 @@ def test_a_replica_that_drifts_is_named_with_its_parameter_and_steps() -> None:
     assert "parameter 'weight' is a on ranks 0, 2, b on rank 1" in finding.text
     assert "a bit flipped in its memory." in finding.text
     assert "rank 1: load_state_dict() at train.py:30 main, in step 2\n  ranks 0-2: step at train.py:9" in finding.text
+
+
+def test_nobody_is_named_before_there_may_be_a_majority() -> None:
+    three = replicas({0: "aaa", 1: "aab", 2: "aaa"})
+
+    def two_have_told(facts: Facts, rank: int) -> None:
+        if rank < 2:
+            three(facts, rank)
+
+    assert is_quiet(two_have_told)
+    assert found(two_have_told, gone=[2]).culprits == (0, 1)
+    assert found(two_have_told, size=2).culprits == (0, 1)  # of the third, on another machine, nothing is seen
+
+
+def test_running_statistics_are_noted_with_all_ranks_that_keep_them() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        if rank < 2:
+            entries = [Entry("buffer 'mean'", str(rank), is_moving=True)]
+            facts.tell("replica world/3/0", 1, [fold(entries), "ddp", "", ["'mean'"]], list)
+
+    assert is_quiet(tell)
+
+
+def test_models_of_a_part_of_the_ranks_are_compared_among_them() -> None:
+    def tell(facts: Facts, rank: int) -> None:
+        if rank < 2:
+            rows = [[*MODEL[0]], [*MODEL[1][:4], rank == 0]]
+            facts.tell("model part/2/1", "wrapped", [str(rank), SITE], lambda: rows)
+
+    assert found(tell, size=4).culprits == (0, 1)
 
 
 def test_of_pieces_only_those_who_hold_them_are_named() -> None:
@@ -342,8 +390,8 @@ def test_gradients_that_are_not_finite_are_told_once_all_have_come_by() -> None:
         if rank != 2:
             facts.tell("gradient", 3, ["loss is NaN" if rank == 1 else "", ["weight"], SITE])
 
-    assert is_quiet(tell, steps={0: 4, 1: 4, 2: 3})
-    [note] = noted(tell, steps={0: 4, 1: 4, 2: 4})
+    assert is_quiet(tell, steps={0: 5, 1: 5, 2: 4})  # what a step has applied may be seen by the loss of the next one
+    [note] = noted(tell, steps={0: 5, 1: 5, 2: 5})
     assert (note.kind, note.culprits) == ("gradient", (1,))
     assert "rank 1: loss is NaN at train.py:9 main" in note.text
     assert "gradients after averaging: weight" in note.text
@@ -380,6 +428,18 @@ def test_data_that_is_dealt_wrong_is_noted(values: list[dict[str, Any]], said: s
     assert "in pass 2 of the loop at train.py:9 main" in note.text
     joining = [{**each, "joins": True} for each in values]
     assert is_quiet(loads(joining))  # join() is there for that
+
+
+def test_ranks_with_the_same_samples_are_named_once_all_have_told() -> None:
+    same = loads([{"first": "x"}] * 3)
+
+    def two_have_told(facts: Facts, rank: int) -> None:
+        if rank < 2:
+            same(facts, rank)
+
+    assert is_quiet(two_have_told)
+    assert "Ranks 0, 1, 2 got the very same first batch" in noted(same)[0].text
+    assert "Ranks 0, 1 got" in noted(two_have_told, gone=[2])[0].text
 
 
 def test_ranks_by_hand_are_compared_only_while_their_models_are_equal() -> None:

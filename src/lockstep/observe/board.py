@@ -16,7 +16,7 @@ from lockstep.comm.preflight import process_state, state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
-from lockstep.observe.status import Folding, Sight, Status, Waiting
+from lockstep.observe.status import RUNNING, Folding, Sight, Status, Waiting
 
 FLIGHTS = "flight-*"  # names of the records' files
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
@@ -72,7 +72,7 @@ class Board:
         self._recorder = recorder
         self._here = tuple(rank for rank in here if rank != recorder.rank)
         self._away = tuple(rank for rank in range(recorder.world_size) if rank not in here)
-        self._store = store if self._away else None
+        self.use(store)
         self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
         self._first = min(here)  # whose record holds what was found on this machine
         self._peers: dict[int, Peers] = {}
@@ -84,7 +84,7 @@ class Board:
         self._gone: set[int] = set()  # ranks of this machine whose end the others know of
         self._used: dict[int, tuple[float, float, bool]] = {}  # by silent rank: when, time on cores until then, works
 
-    def use(self, store: Store) -> None:
+    def use(self, store: Store | None) -> None:
         """See the ranks of other machines through `store` from now on."""
         self._store = store if self._away else None
 
@@ -98,7 +98,7 @@ class Board:
         text = status.to_json()
         self._recorder.tell(text)
         now_s = time.monotonic()
-        if self._store is not None and now_s - self._told_s >= _PERIOD_S:
+        if self._store is not None and (now_s - self._told_s >= _PERIOD_S or status.state != RUNNING):
             self._told_s = now_s
             self._put(f"guard/status/{self._recorder.rank}", text.decode())
             self._answer()
@@ -173,15 +173,16 @@ class Board:
         """Put `finding` up for all to see, unless there is one; the one that is up."""
         record = self._record_of(self._first)
         up = finding if record is None else record.put_up(finding.encode()).decode()
-        if up == finding and self._store is not None:
-            up = self._compare_set("guard/finding", finding)
+        if up == finding:
+            first = self._try(lambda store: store.compare_set("guard/finding", "", finding))
+            up = up if first is None else first.decode()
         return up
 
     def announced(self) -> str:
         """The finding that is up; "" where there is none."""
         record = self._record_of(self._first)
         up = "" if record is None else record.notice().decode()
-        if not up and self._store is not None:
+        if not up:
             up = (self._ask("guard/finding") or b"").decode()
         return up
 
@@ -204,26 +205,18 @@ class Board:
         return "" if record.header().pid != os.getpid() and self._peers[rank].has_ended(0) else None
 
     def _ask(self, key: str) -> bytes | None:
-        store = self._store
-        return None if store is None else self._try(lambda: store.get(key) if store.check([key]) else None)
+        return self._try(lambda store: store.get(key) if store.check([key]) else None)
 
     def _put(self, key: str, text: str) -> None:
-        store = self._store
-        if store is not None:
-            self._try(lambda: store.set(key, text))
+        self._try(lambda store: store.set(key, text))
 
-    def _compare_set(self, key: str, text: str) -> str:
-        store = self._store
-        up = None if store is None else self._try(lambda: store.compare_set(key, "", text))
-        return text if up is None else up.decode()
-
-    def _try(self, call: Callable[[], _T]) -> _T | None:
-        """None where whoever held the store has ended: it is not asked again, and what was heard stays."""
-        if self._is_lost:
+    def _try(self, call: Callable[[Store], _T]) -> _T | None:
+        """None where there is no store, or whoever held it has ended: then what was heard stays."""
+        if self._store is None or self._is_lost:
             return None
         begun_s = time.monotonic()
         try:
-            return call()
+            return call(self._store)
         except RuntimeError:
             self._is_lost = True
             return None
@@ -286,7 +279,7 @@ def from_record(record: FlightRecord, said: Status | None) -> Status:
     groups = {**said.groups, **{name: fold.progress() for name, fold in folds.items()}}
     last = records[-1] if records else None
     phases = said.phases if said.step == header.step else ()  # else they are of a step that has ended
-    return replace(said, step=header.step, groups=groups, waiting=waiting, last=last, phases=phases)
+    return replace(said, step=header.step, groups=groups, messages={}, waiting=waiting, last=last, phases=phases)
 
 
 def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:

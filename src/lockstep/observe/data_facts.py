@@ -6,8 +6,10 @@ Pure, and without torch: guards compare what other processes say.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
+
+from lockstep.observe.replica_diff import ranks_in_words
 
 
 class PassFacts(NamedTuple):
@@ -31,7 +33,7 @@ def equal_data(first: Mapping[int, str]) -> str | None:
     if not groups:
         return None
     return (
-        f"{' and '.join(_list(ranks) for ranks in groups)} got the very same first batch: every sample counts "
+        f"{' and '.join(ranks_in_words(ranks) for ranks in groups)} got the very same first batch: every sample counts "
         f"{max(map(len, groups))} times and others are missed. No DistributedSampler? Give the loader "
         "sampler=lockstep.DistributedSampler(dataset, comm=comm) and no shuffle"
     )
@@ -45,7 +47,7 @@ def different_lengths(batches: Mapping[int, int | None]) -> str | None:
             known.setdefault(count, []).append(rank)
     if len(known) < 2:
         return None
-    counts = ", ".join(f"{_list(ranks)} {count}" for count, ranks in sorted(known.items()))
+    counts = ", ".join(f"{ranks_in_words(ranks)} {count}" for count, ranks in sorted(known.items()))
     return (
         f"the ranks have different numbers of batches in this epoch: {counts}. A rank that stops at the end of "
         "its own leaves the others waiting for ever: use a DistributedSampler (its drop_last=True, or its padding, "
@@ -75,11 +77,6 @@ def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str
     path, ranks = shared[0]
     more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
     return (
-        f"{_list(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on rank 0 only, "
-        "put the rank into the name, or use lockstep.Checkpointer, which does both"
+        f"{ranks_in_words(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on "
+        "rank 0 only, put the rank into the name, or use lockstep.Checkpointer, which does both"
     )
-
-
-def _list(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
-    return ("rank " if len(ranks) == 1 else "ranks ") + shown

@@ -5,7 +5,8 @@ Pure: statuses in, a finding out. Each case is a function from a scene to a find
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.endings import find_finished, find_gone, find_raised
@@ -30,12 +31,23 @@ _CASES = (
 )
 
 
-def diagnose(me: int, sights: Mapping[int, Sight], records_of: Records, limits: Limits) -> Finding | None:
+def diagnose(
+    me: int,
+    sights: Mapping[int, Sight],
+    records_of: Records,
+    limits: Limits,
+    spared: Callable[[str], AbstractContextManager[object]] = nullcontext,
+) -> Finding | None:
     """What is wrong with the job, as rank `me` sees it; None where nothing is.
 
     sights: of all ranks that have been heard of, also of `me`.
     records_of: the records of a rank that can still be read, oldest first; empty where it is on another host. Only
         called once something differs, so it may be slow.
+    spared: around each case, by its name; what it lets pass ends the case alone.
     """
     scene = Scene(me, sights, records_of, limits)
-    return next((finding for case in _CASES if (finding := case(scene)) is not None), None)
+    for case in _CASES:
+        with spared(case.__name__):
+            if (finding := case(scene)) is not None:
+                return finding
+    return None

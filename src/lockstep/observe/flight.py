@@ -40,7 +40,7 @@ _write_record, _write_word = _RECORD.pack_into, _WORD.pack_into  # of all ways t
 _LEFT_AT = 32
 _RECORD_BYTES = _RECORD.size
 _FILE_BYTES = _RING_AT + RECORDS * _RECORD_BYTES
-_TEXT_BYTES = (24, 96, 56, 18)  # of group, text, site, label; what is longer is cut
+_TEXT_BYTES = (24, 96, 56, 27)  # of group, text, site, label; what is longer is cut
 
 # words of the header
 _IS, _RANK, _WORLD, _PID, _STEP, _ALIVE_NS, _COUNT, _VERSION, _LENGTH, _NOTICE = range(10)
@@ -164,12 +164,12 @@ class FlightRecorder:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
             _write_word(self._memory, at, monotonic_ns())
 
-    def stood(self, number: int, since_ns: int) -> None:
-        """Operation `number` has ended, and the thread that calls has stood still for it."""
+    def stood(self, number: int, since_ns: int, ended_ns: int = 0) -> None:
+        """Operation `number` has ended; the thread that calls has stood still for it. ended_ns: if that is known."""
         now_ns = monotonic_ns()
         if number >= self.started - RECORDS:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
-            _write_word(self._memory, at, now_ns)
+            _write_word(self._memory, at, ended_ns or now_ns)
         clock = self.clock  # as `leave` and `StepClock.waited`, of which each would cost more than it does
         if clock.close_reader is not None and get_ident() == self._owner:
             clock.waits.append((number, since_ns, now_ns))

@@ -151,13 +151,8 @@ def _nobody_moves(scene: Scene, wait: Wait) -> bool:
     """True where all others have stood in this operation, or in another one, for too long as well."""
     parts = {found.rank: found.age_s for found in scene.waits if found.is_part_of(wait)}
     for rank in wait.ranks:
-        if not scene.is_running(rank):
-            age_s = scene.sights[rank].age_s
-        elif rank in scene.blocked:
-            age_s = parts.get(rank, scene.blocked[rank].age_s)
-        else:
-            age_s = 0.0
-        if age_s < scene.hang_s:
+        age_s = parts.get(rank, scene.blocked[rank].age_s) if rank in scene.blocked else 0.0
+        if (age_s if scene.is_running(rank) else scene.sights[rank].age_s) < scene.hang_s:
             return False
     return True
 

@@ -21,6 +21,8 @@ from lockstep.observe.settings import GuardSettings
 FLIGHT = "LOCKSTEP_FLIGHT"  # folder of the flight records of one start of a run on one machine; set by the launcher
 STORE = "LOCKSTEP_GUARD_STORE"  # "host:port/prefix": where the guards of several machines meet; set by the launcher
 
+_REST_S = 5.0  # as long as a look may wait for what the ranks of other machines share
+
 _guards: list[Guard] = []  # of this process: at most one
 _listening: weakref.WeakSet[Guard] = weakref.WeakSet()  # are told how this process ends
 _before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
@@ -90,3 +92,4 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 def _end() -> None:
     for guard in tuple(_listening):
         guard.end(getattr(sys, "last_value", None))  # the program may have an excepthook of its own
+        guard.rest(_REST_S)

@@ -34,7 +34,7 @@ class Recorder(Protocol):
 
     def leave(self, number: int) -> None: ...
 
-    def stood(self, number: int, since_ns: int) -> None: ...
+    def stood(self, number: int, since_ns: int, ended_ns: int = 0) -> None: ...
 
 
 class Watch(Protocol):
@@ -204,7 +204,7 @@ class RecordedWork(Work):
             self._fail(error)
         finally:
             if self._number >= 0:
-                self._layer.recorder.stood(self._number, began_ns)
+                self._layer.recorder.stood(self._number, began_ns, self._work.ended_ns)
                 self._number = -1
                 if self._others:
                     self._leave()

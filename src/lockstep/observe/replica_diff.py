@@ -97,13 +97,11 @@ def drift_in_words(found: Sequence[Difference], step: int, last_good: int | None
     """One paragraph: which ranks, what, since when, likely why, what to do. Units: steps are optimizer steps."""
     odd = sorted({rank for difference in found for rank in difference.odd})
     ranks = sorted({rank for difference in found for rank in difference.values})
-    if odd:
+    others = [rank for rank in ranks if rank not in odd]
+    who = f"{ranks_in_words(ranks)} no longer hold the same model, and which of them is right cannot be told"
+    if odd and others:
         verb = "holds" if len(odd) == 1 else "hold"
-        others = [rank for rank in ranks if rank not in odd]
-        who = f"{_list(odd)} no longer {verb} the same model as {_list(others)}" if others else ""
-    else:
-        who = ""
-    who = who or f"{_list(ranks)} no longer hold the same model, and which of them is right cannot be told"
+        who = f"{ranks_in_words(odd)} no longer {verb} the same model as {ranks_in_words(others)}"
     since = "They may have differed from the start" if last_good is None else f"They were equal after step {last_good}"
     causes_first = sorted(found, key=lambda difference: OF_GROUP not in difference.what)
     first = [difference_in_words(difference) for difference in causes_first[:3]]
@@ -122,10 +120,11 @@ def difference_in_words(difference: Difference) -> str:
     for rank, value in difference.values.items():
         by_value.setdefault(value, []).append(rank)
     groups = sorted(by_value.items(), key=lambda item: -len(item[1]))
-    return f"{difference.what} is " + ", ".join(f"{value} on {_list(ranks)}" for value, ranks in groups)
+    return f"{difference.what} is " + ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups)
 
 
-def _list(ranks: Sequence[int]) -> str:
+def ranks_in_words(ranks: Sequence[int]) -> str:
+    """rank 1; ranks 0, 2"""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return ("rank " if len(ranks) == 1 else "ranks ") + shown
 

@@ -28,20 +28,24 @@ def find_drift(scene: Scene, topic: Topic) -> Iterator[Finding]:
     good: str | None = None
     for step in topic.steps:
         told = topic.told[step]
-        if len(told) < 2:
-            continue
         folds = [value[0] for value in told.values()]
+        if len(told) < 2 or not have_all_told(scene, topic, told):
+            continue  # there may be a majority yet
         if agree(folds) and agree(folds, moving=True):
             good = step
         elif not agree(folds):
-            values = told.items()
-            in_dispute = [r for r, mine in values if any(differ(topic.name, mine, other) for _, other in values)]
+            in_dispute = [r for r, mine in told.items() if any(differ(topic.name, mine, o) for o in told.values())]
             if are_meant_equal(told) and (rows := shown(scene, topic, step, in_dispute)):
                 yield from _drift(scene, topic, step, good, rows)
             return
         elif any(value[3] for value in told.values()):
             yield _moving(scene, topic, told)
     yield from _left_out(scene, topic)
+
+
+def have_all_told(scene: Scene, topic: Topic, told: Mapping[int, Any]) -> bool:
+    """Or no more will be heard: the others may be on machines that are not seen, or gone."""
+    return len(told) >= min(topic.size, len(scene.sights)) or bool(scene.ended)
 
 
 def are_meant_equal(told: Mapping[int, Any]) -> bool:
@@ -107,8 +111,7 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     odd = sorted({rank for one in found for rank in one.odd}) or ranks
     options = [one for one in found if OF_GROUP in one.what]
     causes = [*options, *(one for one in found if one not in options)]
-    lines = [difference_in_words(one) for one in causes[:3]]
-    lines += [f"and {len(found) - 3} more"] if len(found) > 3 else []
+    lines = [*map(difference_in_words, causes[:3]), *([f"and {len(found) - 3} more"] if len(found) > 3 else [])]
     is_wrapped = any(value[1] != "hand" for value in topic.told[step].values())
     since = f"equal after step {good}" if good is not None else _SINCE[is_wrapped]
     is_seed = good is None and not is_wrapped and not options

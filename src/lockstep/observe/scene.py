@@ -49,6 +49,11 @@ def message_text(kind: str, what: str, peer: int | None, tag: int) -> str:
     return f"{kind} {what} {'to' if kind == 'send' else 'from'} rank {'any' if peer is None else peer} tag {tag}"
 
 
+def channel(group: str, is_send: bool, peer: int, tag: int) -> str:
+    """A name for the messages that one rank sends to `peer`, or gets from it: they pair with its own by their order."""
+    return f"{group} {'send' if is_send else 'recv'} {peer} {tag}"
+
+
 def read_message(text: str) -> Message | None:
     """What `message_text` put into it."""
     found = _MESSAGE.fullmatch(text)
@@ -162,7 +167,7 @@ class Scene:
             return Wait(rank, record, age_s, (), (), is_any=False)
         if message.peer is not None:
             ranks = (message.peer,)
-        absent = tuple(r for r in ranks if not self._answers(r, rank, message))
+        absent = tuple(r for r in ranks if not self._answers(r, rank, message, record))
         return Wait(rank, record, age_s, ranks, absent, is_any=message.peer is None)
 
     @cached_property
@@ -178,10 +183,13 @@ class Scene:
         """How many collectives each has begun in the group of that name and those ranks."""
         return {rank: progress.count for rank, progress in self.groups.get((group, ranks), {}).items()}
 
-    def _answers(self, rank: int, to: int, message: Message) -> bool:
-        """True where `rank` has the other half of `message` of rank `to` open."""
+    def _answers(self, rank: int, to: int, message: Message, record: Record) -> bool:
+        """True where `rank` has begun the other half of `message` of rank `to`, which may be long over on its side."""
         if rank not in self.sights:
             return False
+        begun = self.status(rank).messages.get(channel(record.group, not message.is_send, to, message.tag))
+        if begun is not None and self.status(to).messages:
+            return begun > record.seq
         texts = [waiting.record.text for waiting in self.status(rank).waiting if waiting.record.is_message]
         halves = [half for half in map(read_message, texts) if half is not None and half.is_send != message.is_send]
         return any(half.peer in (to, None) and half.tag == message.tag for half in halves)

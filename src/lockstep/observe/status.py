@@ -66,10 +66,12 @@ class Status:
     pid: int
     host: str
     step: int = 0
+    step_before: int = 0  # of which checkpoint the program goes on
     step_s: float = 0.0  # 99th percentile of how long a step takes; 0 where that is not known yet
     state: State = RUNNING
     groups: dict[str, Progress] = field(default_factory=dict)
-    waiting: tuple[Waiting, ...] = ()  # what is under way, oldest first
+    messages: dict[str, int] = field(default_factory=dict)  # begun so far, by `channel`; empty where that is not known
+    waiting: tuple[Waiting, ...] = ()  # what is under way, oldest first; messages as numbered in their channel
     last: Record | None = None  # the last that was started
     phases: tuple[tuple[int, int], ...] = ()  # of the main thread in this step, and when each began: see `StepClock`
     stack: tuple[str, ...] = ()  # of the main thread, outermost first: "train.py:31 train_step"; torch's own folded
@@ -79,6 +81,8 @@ class Status:
     words: LastWords | None = None  # once it is not running any more
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`
     stalled: Stalled | None = None  # what it said last, and may pass
+    said: tuple[str, ...] = ()  # keys of findings that it has said, or left to another rank, the last few
+    is_blind: bool = False  # its guard cannot look at the others
 
     def to_json(self, room: int = 56_000) -> bytes:
         """As `from_json` reads it. Where that is more than `room` bytes, older marks are left out, then the groups."""
@@ -102,7 +106,7 @@ class Status:
         raw["waiting"] = tuple(Waiting(Record(*record), age_s) for record, age_s in raw["waiting"])
         raw["last"] = None if raw["last"] is None else Record(*raw["last"])
         raw["phases"] = tuple((phase, began_ns) for phase, began_ns in raw["phases"])
-        raw["stack"] = tuple(raw["stack"])
+        raw["stack"], raw["said"] = tuple(raw["stack"]), tuple(raw["said"])
         raw["words"] = None if raw["words"] is None else LastWords(*raw["words"])
         if raw["stalled"] is not None:
             kind, ranks, begun, place = raw["stalled"]

@@ -108,9 +108,8 @@ class DataWatch:
         """The program is at its end, maybe within a pass."""
         current, self._current = self._current, None
         if current is not None and current.share is not None:
-            share, number, self._passes = current.share, self._passes, self._passes + 1
-            later = partial(share.fields, current.batches, current.is_whole)
-            note("coverage", later, epoch=max(share.deal.epoch, number))
+            share, nth, self._passes = current.share, self._passes, self._passes + 1
+            note("coverage", partial(share.fields, current.batches, current.is_whole), epoch=max(share.deal.epoch, nth))
 
     # ------------------------------------------------------------------ passes
 

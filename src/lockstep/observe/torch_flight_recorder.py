@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 # of Gloo and others; of NCCL. Where an operation has the number that the groups count by
 _DUMPS = {"_dump_fr_trace_json": "op_id", "_dump_nccl_trace_json": "collective_seq_id"}
+_DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
 
 Source = tuple[str, int]  # which recorder, and its number of a group
 
@@ -111,5 +112,5 @@ def _ended(source: Source, count: Count, entries: Sequence[Entry]) -> int:
 def _text_of(entry: Mapping[str, Any]) -> str:
     """Short, for the label of a record."""
     kind = entry["profiling_name"].rpartition(":")[2].strip("_")
-    sizes = entry["input_sizes"]
-    return kind + (str(sizes[0]).replace(" ", "") if sizes else "")
+    sizes, dtypes = entry["input_sizes"], [_DTYPES.get(name, "") for name in entry.get("input_dtypes", ())]
+    return f"{kind} {''.join(dtypes[:1])}".strip() + (str(sizes[0]).replace(" ", "") if sizes else "")

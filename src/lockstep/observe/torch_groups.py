@@ -68,13 +68,17 @@ class WatchedGroup:
         with self._lock:
             if torch_number <= self.seen or (if_idle and self.inside):
                 return
+            words, began_ns = self._of_cpp(site, "by this line"), 0
+            enter, seq, pend = self._recorder.enter, self._collectives, self.pending.append
             for number in range(self.seen + 1, torch_number + 1):
-                entry = known.get(number) if known else None
-                label = "before this line" if known is None else entry.text if entry else ""
-                words = self._words.get((site, label)) or self._keep((site, label), FROM_CPP, site, label)
-                entered = self._recorder.enter(next(self._collectives), words, now_ns=entry.began_ns if entry else 0)
-                self.pending.append((number, entered))
+                if known is not None:
+                    entry = known.get(number)
+                    words, began_ns = self._of_cpp(site, entry.text if entry else ""), entry.began_ns if entry else 0
+                pend((number, enter(next(seq), words, False, began_ns)))
             self.seen = torch_number
+
+    def _of_cpp(self, site: str, label: str) -> Words:
+        return self._words.get((site, label)) or self._keep((site, label), FROM_CPP, site, label)
 
     def _keep(self, key: tuple[str, object], text: str, site: str, label: str = "") -> Words:
         if len(self._words) >= _KEPT:

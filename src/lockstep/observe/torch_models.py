@@ -14,12 +14,13 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
 from lockstep.observe.torch_replicas import Model
 
@@ -32,15 +33,10 @@ _NAMED = 20  # parameters that a fact names
 
 @final
 class ModelFacts:
-    """Of one rank: of its `models`, by id of DDP's reducer; others put theirs there by id of the optimizer.
+    """Of one rank: of its `models`, by id of DDP's reducer; others put theirs there by id of the optimizer."""
 
-    follow: is given the parameters of each model that DDP wraps.
-    """
-
-    def __init__(
-        self, guard: Guard, models: dict[int, Model], patches: Patches, follow: Callable[[Iterable[Any]], None]
-    ) -> None:
-        self._guard, self._models, self._patches, self._follow = guard, models, patches, follow
+    def __init__(self, guard: Guard, models: dict[int, Model], patches: Patches) -> None:
+        self._guard, self._models, self._patches = guard, models, patches
         self._wrapped = 0
 
     def watch_models(self) -> None:
@@ -76,7 +72,7 @@ class ModelFacts:
             ignored = set(ddp.parameters_to_ignore)
             named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
             self._models[id(ddp.reducer)] = Model(ddp, team, "ddp", call_site(), named)
-            self._follow(ddp.module.parameters())
+            BACKWARDS.follow(ddp.module.parameters())
 
         return init
 

@@ -24,7 +24,6 @@ REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
 _EVERY = 100  # steps
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
-_SAMPLE = 8  # parameters that are looked at in every step
 
 
 @final
@@ -40,7 +39,7 @@ class Model:
         self.site = site  # where it was wrapped
         self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
         self._params = [weakref.ref(param) for _, param in named]
-        self._sample = self._params[:: max(1, len(named) // _SAMPLE)] + self._params[-1:]
+        self._sample = [self._params[at] for at in {0, len(named) // 2, len(named) - 1} if named]
         self.synced = self.unsynced = 0  # forwards of this step
         self.unsynced_site = ""  # of the last one in no_sync
         self.told: list[Any] = []  # these three, as they were told last
@@ -70,8 +69,12 @@ class Model:
         Asked for in every step, so a few stand for all: what a program does to a model between its steps, to load, cast
         or test it, it does to more than one layer.
         """
-        params = [param for known in self._sample if (param := known()) is not None]
-        return (*[param.data_ptr() for param in params[:1]], *[param._version for param in params])
+        found = []
+        for known in self._sample:
+            param = known()
+            if param is not None:
+                found += (param.data_ptr(), param._version)
+        return tuple(found)
 
     def frozen(self) -> list[str]:
         """Names of the parameters that DDP averages and that are not trained any more."""
@@ -93,7 +96,7 @@ class ReplicaFacts:
         self._every = self._stride = int(text or _EVERY)
         self.checked = 0  # the last step that was
         self._began_s = 0.0
-        self._has_hurried = False  # to the first step whose gradients were not averaged
+        self._hurries = False
         self._leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
         self._led_from = ""  # where that was made: it may be gone at the end
         self.before_load: Callable[[], None] = lambda: None  # called before a model that is followed is overwritten
@@ -149,16 +152,20 @@ class ReplicaFacts:
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return {id(param) for param in module.parameters() if param.requires_grad} <= mine
 
+    def hurry(self) -> None:
+        """Gradients of this step were not averaged: compare at its end."""
+        self._hurries = True
+
     def is_due(self, step: int) -> bool:
         """Whether to compare after `step`."""
+        hurries, self._hurries = self._hurries, False
         self._began_s = self._began_s or time.perf_counter()
-        hurries = not self._has_hurried and any(model.past for model in self._models.values())
-        self._has_hurried |= hurries
         return self.is_on and (self.checked == 0 or step % self._stride == 0 or hurries)
 
     def plan(self, step: int, *, is_last: bool = False) -> Callable[[], None]:
-        """The check after `step`. It is done when the next backward begins, or at the end: then whatever a program does
-        to the parameters after its optimizer, as a sharded one does, has been done. The gradients are there only now.
+        """The check after `step`, to be done when the next backward begins, or at the end: then what a program does to
+        parameters after its optimizer, as a sharded one does, has been done. Now or never there are the gradients, and
+        FSDP's pieces: its forward puts whole parameters in their place.
         """
         began_s = time.perf_counter()
         if not self._models:
@@ -168,6 +175,9 @@ class ReplicaFacts:
         for model in self._models.values():
             model.gradients = "" if model.is_averaged else _gradient_digest(model.module())
         spent_s = time.perf_counter() - began_s
+        if any(model.kind == "pieces" for model in self._models.values()):
+            self._check(step, spent_s)
+            return lambda: None
         return lambda: self._check(step, spent_s)
 
     def _check(self, step: int, spent_s: float) -> None:
@@ -234,7 +244,8 @@ class ReplicaFacts:
         module = next(filter(is_flat, holding), holding[0] if holding else None)  # what it has cut only FSDP can tell
         if module is not None:
             size = self._guard.world_size
-            kind = "pieces" if all(_is_cut(param, size) for param in module.parameters()) else "hand"
+            is_cut = is_flat(module) and not getattr(module, "_ignored_params", ())
+            kind = "pieces" if is_cut or all(_is_cut(param, size) for param in module.parameters()) else "hand"
             named = [*module.named_parameters()] if kind == "hand" else ()  # FSDP moves its pieces about
             self._models[id(optimizer)] = Model(module, f"0/{size}/0", kind, named=named)
 
@@ -246,10 +257,8 @@ def _place(model: Model) -> str:
 
 def _is_cut(param: Any, size: int) -> bool:
     """Whether all ranks hold a piece of `param` each, and average its gradient: as FSDP, of either kind, has it."""
-    if getattr(param, "_is_flat_param", False):
-        return True
     mesh = getattr(param, "device_mesh", None)
-    return mesh is not None and mesh.size() == size
+    return getattr(param, "_is_flat_param", False) or (mesh is not None and mesh.size() == size)
 
 
 def _gradient_digest(module: Any) -> str:

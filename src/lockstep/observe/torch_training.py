@@ -17,9 +17,11 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, final
 
+from lockstep.observe.divergence import END
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.status import RUNNING
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import DataWatch
 from lockstep.observe.torch_gradients import GradientFacts
 from lockstep.observe.torch_import import when_imported
@@ -28,7 +30,6 @@ from lockstep.observe.torch_replicas import Model, ReplicaFacts
 from lockstep.observe.wording import step_after
 
 _MEET_S, _DISPUTE_S = 0.5, 2.0
-_END = "end"
 
 
 def attach_training(guard: Guard) -> Callable[[], None]:
@@ -45,7 +46,6 @@ def attach_training(guard: Guard) -> Callable[[], None]:
         ("torch.optim.optimizer", watch.watch_steps),
         ("torch.optim.optimizer", watch.replicas.watch_steps),
         ("torch.nn.modules.module", watch.replicas.watch_modules),
-        ("torch.autograd", watch.gradients.watch_backward),
         ("torch.utils.data.dataloader", watch.data.watch_loaders),
         ("torch.serialization", watch.data.watch_saves),
         ("safetensors.torch", watch.data.watch_safetensors),
@@ -53,6 +53,7 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     ]
     for module, begin in watches:
         watch.until_closed(when_imported(module, begin))
+    watch.until_closed(BACKWARDS.attach())
     guard.at_end.append(watch.finish)
     watch.until_closed(partial(guard.at_end.remove, watch.finish))
     atexit.register(watch.end)
@@ -76,13 +77,15 @@ class TrainingWatch:
         self._guard = guard
         self._models: dict[int, Model] = {}
         self._step = 0
+        self._pending: Callable[[], None] | None = None  # the check of the last step
+        self._has_hurried = False  # to compare the first step whose gradients were not averaged
         self._is_over = False
         self._patches = Patches()
         self.replicas = ReplicaFacts(guard, self._models, environ, self._patches)
         self.replicas.before_load = self._compare_last
         self._stamped: set[int] = set()  # ids of the optimizers that have taken the step
         self.gradients = GradientFacts(guard, lambda optimizer: self.models.named(optimizer), self._patches)
-        self.models = ModelFacts(guard, self._models, self._patches, self.gradients.follow)
+        self.models = ModelFacts(guard, self._models, self._patches)
         self.data = DataWatch(guard, self.models.team)
 
     def until_closed(self, undo: Callable[[], None]) -> None:
@@ -100,7 +103,7 @@ class TrainingWatch:
         """torch.optim is there."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self._patches.add(register_optimizer_step_post_hook(lambda optimizer, *_: self._stepped(optimizer)).remove)
+        self._patches.add(register_optimizer_step_post_hook(self._stepped).remove)
         self.gradients.watch_steps()
 
     def watch_end(self) -> None:
@@ -135,7 +138,7 @@ class TrainingWatch:
 
     # ------------------------------------------------------------------ steps
 
-    def _stepped(self, optimizer: Any) -> None:
+    def _stepped(self, optimizer: Any, *_: Any) -> None:
         step = self._guard.recorder.step
         if step != self._step:
             before, self._step = self._step, step
@@ -150,9 +153,14 @@ class TrainingWatch:
     def _end_step(self, before: int, step: int) -> None:
         for model in self.models.end_step(before):
             if not model.past and self.replicas.is_trained_by_leader(model):
-                where = f"went past DistributedDataParallel, at {self.gradients.site}"
+                where = f"went past DistributedDataParallel, at {BACKWARDS.site}"
                 model.past = f"in {step_after(before)} a backward {where}"
-        self.gradients.before_backward = self.replicas.plan(step) if self.replicas.is_due(step) else None
+                if not self._has_hurried:
+                    self._has_hurried = True
+                    self.replicas.hurry()
+        self._pending = self.replicas.plan(step) if self.replicas.is_due(step) else None
+        if self._pending is not None:
+            BACKWARDS.once.append(self._compare_pending)
 
     # ------------------------------------------------------------------ the end
 
@@ -179,13 +187,17 @@ class TrainingWatch:
         if error is not None:
             self._guard.give_up(error)
 
-    def _compare_last(self) -> None:
-        """Compare what the last step has left, unless that was done."""
-        pending, self.gradients.before_backward = self.gradients.before_backward, None
-        if pending is None and self._step and self.replicas.is_on and self.replicas.checked != self._step:
-            pending = self.replicas.plan(self._step, is_last=True)
+    def _compare_pending(self) -> None:
+        """Compare what a step has left, unless that was done."""
+        pending, self._pending = self._pending, None
         if pending is not None:
             pending()
+
+    def _compare_last(self) -> None:
+        """Compare what the last step has left, whether it was due or not."""
+        if self._pending is None and self._step and self.replicas.is_on and self.replicas.checked != self._step:
+            self._pending = self.replicas.plan(self._step, is_last=True)
+        self._compare_pending()
 
     def finish(self) -> None:
         """Compare once more, when the program is done. Waits for the other ranks a little, where they are as far."""
@@ -193,18 +205,19 @@ class TrainingWatch:
             return
         self._is_over = True
         self.data.finish()
+        self.gradients.finish()
         if not self._models and not self._guard.recorder.started:
             return
         for model in self._models.values():  # loaded, cast or trained further by one rank for itself: to test it, say
             model.is_another = model.version() != model.stamp
         self._compare_last()
         facts = self._guard.facts
-        facts.tell(_END, _END, self._step)
+        facts.tell(END, END, self._step)
         deadline = time.monotonic() + _MEET_S
         latest = time.monotonic() + _DISPUTE_S
         while (found := self._guard.look_now()) is None or not found.is_certain:
             others = [sight.status for sight in facts.sights.values() if sight.status.state == RUNNING]
-            have_met = len(facts.sights) == self._guard.world_size and all(_END in one.facts for one in others)
+            have_met = len(facts.sights) == self._guard.world_size and all(END in one.facts for one in others)
             if (have_met and not facts.is_disputed) or time.monotonic() > (latest if facts.is_disputed else deadline):
                 return
             time.sleep(0.01)

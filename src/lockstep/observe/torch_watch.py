@@ -31,6 +31,7 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import WatchedGroup, name_of, numbered, outlive
@@ -119,6 +120,7 @@ class TorchWatch:
         self._flights: TorchFlightRecorder | None = None
         self._in_flight: InFlight | None = None  # in the mode "check"
         self._world: Any = None  # of torch.distributed, once that is there
+        self._map: dict[Any, Any] = {}  # its groups
         self._plain: Any = None  # ProcessGroup
         self._receive: Any = None  # ProcessGroup.recv as it was
         self._main = threading.main_thread().ident
@@ -137,6 +139,7 @@ class TorchWatch:
 
             self._in_flight = InFlight()
         self._world, self._plain = distributed_c10d._world, ProcessGroup
+        self._map = self._world.pg_map
         self._receive = ProcessGroup.recv
         wrapper = distributed_c10d.all_reduce.__code__
         known = vars(distributed_c10d).values()  # one of them warns whoever asks it for an attribute
@@ -169,7 +172,7 @@ class TorchWatch:
         steps = StepCounter(self._is_shared, is_alone=self._guard.world_size == 1)
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._catch_up_all(call_site())
+            self._catch_up_all()
             for _ in range(steps.stepped(optimizer, self._recorder.started)):
                 self._guard.step_done()
 
@@ -369,19 +372,23 @@ class TorchWatch:
 
     def _watched(self) -> list[tuple[Any, WatchedGroup]]:
         """All groups there are, and those that only C++ has used so far."""
-        for group in tuple(self._world.pg_map):
+        for group in tuple(self._map):
             if id(group) not in self._groups and type(group) is self._plain:
                 self._adopt(group)
         pairs = [(watched.group(), watched) for watched in tuple(self._groups.values())]
         return [(group, watched) for group, watched in pairs if group is not None]
 
-    def _catch_up_all(self, site: str) -> None:
-        """At the end of a step: what C++ has started belongs to it."""
-        if self._world is None:
-            return
-        for group, watched in self._watched():
-            if not watched.inside and (number := group._get_sequence_number_for_group()) != watched.seen:
-                watched.catch_up(number, site)
+    def _catch_up_all(self) -> None:
+        """At the end of a step: what C++ has started belongs to it, and as a rule to the line of its backward."""
+        site, BACKWARDS.step_site = BACKWARDS.step_site, ""
+        for group in tuple(self._map):
+            watched = self._groups.get(id(group))
+            if watched is None:
+                watched = self._adopt(group) if type(group) is self._plain else None
+            if watched is not None and not watched.inside:
+                number = group._get_sequence_number_for_group()
+                if number != watched.seen:
+                    watched.catch_up(number, site or call_site())
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""

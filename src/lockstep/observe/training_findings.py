@@ -11,11 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.observe.data_facts import different_lengths, equal_data, shared_paths
-from lockstep.observe.divergence import SYNC_ALIKE
+from lockstep.observe.divergence import END, SYNC_ALIKE
 from lockstep.observe.facts import Topic, shown, topics_told
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import agree, odd_ranks
-from lockstep.observe.replica_findings import STEP_ALIKE, find_drift
+from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
 from lockstep.observe.scene import Scene
 from lockstep.observe.wording import Finding, compose, listed, names, step_after
 
@@ -51,7 +51,7 @@ def _model(scene: Scene, topic: Topic) -> Iterator[Finding]:
         if len(set(digests.values())) < 2 or (rows := shown(scene, topic, key, told)) is None:
             continue
         odd = odd_ranks(digests) if len(told) > 2 else ()
-        if not odd and any(rank not in told and scene.is_running(rank) for rank in scene.sights):
+        if not odd and not have_all_told(scene, topic, told):
             continue  # there may be a majority yet
         usual = min(set(told) - set(odd))
         others = [rank for rank in odd or told if digests[rank] != digests[usual]]
@@ -132,10 +132,11 @@ def _synced(scene: Scene, topic: Topic) -> Iterator[Finding]:
     latest: dict[int, Any] = {}
     for step in topic.steps:
         now = topic.told[step]
-        told = {r: value for r, value in latest.items() if scene.status(r).step > int(step)} | now
         latest.update(now)
+        told = {r: value for r, value in latest.items() if scene.status(r).step > int(step)}  # of those that ended it
         counts = {rank: value[0] for rank, value in told.items()}
-        stays = [r for r in told if scene.status(r).step == int(step) < scene.step - _AHEAD and counts[r] > _AHEAD]
+        most = max([_AHEAD, *counts.values()])
+        stays = [r for r in now if scene.status(r).step == int(step) < scene.step - _AHEAD and now[r][0] > most]
         if stays:
             yield _without_steps(scene, topic, step, stays)
             return
@@ -186,9 +187,11 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
     """Gradients that are NaN or infinite when the optimizer is about to apply them."""
     for step in topic.steps:
         told = topic.told[step]
-        silent = [rank for rank in scene.sights if rank not in told and scene.is_running(rank)]
+        silent = [scene.status(rank) for rank in scene.sights if rank not in told and scene.is_running(rank)]
         is_heard = len(scene.sights) == scene.status(scene.me).world_size
-        if any(scene.status(rank).step <= int(step) for rank in silent) or (scene.step <= int(step) and not is_heard):
+        if any(one.step <= int(step) + 1 and END not in one.facts for one in silent) or (
+            scene.step <= int(step) and not is_heard
+        ):
             return  # they may yet tell
         origins = {rank: value[0] for rank, value in told.items() if value[0]}
         lines = [f"rank {rank}: {value[0]} at {value[2]}" for rank, value in told.items() if value[0]]
@@ -199,9 +202,9 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
             "gradient",
             topic.name,
             f"NOT FINITE gradients in {step_after(step)}.",
-            sorted(origins) if len(origins) < len(told) else (),
+            sorted(origins) if len(origins) < len(scene.sights) else (),
             lines,
-            why="their mean is about to be applied on every rank, and from the next step on nothing is finite.",
+            why="their mean is applied on every rank, and from the next step on nothing is finite.",
             fix="look at that rank's batch and loss; skip the step where the gradients' norm is not finite.",
             done=int(step),
         )
@@ -215,11 +218,10 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
     for number in topic.steps:
         told = topic.told[number]
         site = next(iter(told.values()))["site"]
-        texts = {
-            "lengths": different_lengths({rank: value["batches"] for rank, value in told.items()}),
-            "equal": equal_data({rank: value["first"] for rank, value in told.items()}),
-            "order": next((value["order"] for value in told.values() if value["order"]), None),
-        }
+        texts = {"order": next((value["order"] for value in told.values() if value["order"]), None)}
+        if have_all_told(scene, topic, told):
+            texts["lengths"] = different_lengths({rank: value["batches"] for rank, value in told.items()})
+            texts["equal"] = equal_data({rank: value["first"] for rank, value in told.items()})
         for kind, text in texts.items():
             if text is not None and not any(value["joins"] for value in told.values()):
                 text = text[0].upper() + text[1:]

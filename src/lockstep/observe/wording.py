@@ -34,6 +34,7 @@ Kind = Literal[
     "gradient",  # not finite
     "data",
     "caught",  # an error of the ranks, by the program itself
+    "guard",  # which has failed itself
 ]
 
 

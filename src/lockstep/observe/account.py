@@ -1,0 +1,141 @@
+"""What one rank says of itself: how far it is, what it has under way, where it stands, and how it has left."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import Counter, deque
+from collections.abc import Sequence
+from typing import Any, final
+
+from lockstep.observe.board import waits_of
+from lockstep.observe.facts import Facts
+from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
+from lockstep.observe.last_words import last_words, users_line
+from lockstep.observe.scene import channel, read_message
+from lockstep.observe.stacks import Motion, is_traced
+from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, State, Status
+
+_OPEN_MAX = 64  # operations under way that are followed
+_CHANNELS_MAX = 256
+_STEPS = 128  # of which the time is kept
+_PHASES = 24  # of the step that are shown
+
+
+@final
+class Account:
+    """Of the rank whose thread makes it. One thread at a time."""
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.facts = Facts()  # of this rank's training
+        self.steps_s: deque[float] = deque(maxlen=_STEPS)
+        self.activity = ""
+        self.step_before = 0  # of which checkpoint the program goes on
+        self.state: State = RUNNING
+        self.words: LastWords | None = None
+        self.saw: LastWords | None = None  # of an error that this rank raised because of another
+        self.is_blind = False  # its guard cannot look at the others
+        self.motion = Motion(threading.get_ident())
+        self._recorder, self._record = recorder, FlightRecord(recorder.path)
+        self._folds: dict[str, Folding] = {}
+        self._channels: Counter[str] | None = Counter()  # messages so far; None where not all of them are known
+        self._under_way: dict[int, Record] = {}  # at the last look, by number
+        self._read = 0  # records before this number have been read
+
+    def group(self, name: str, ranks: Sequence[int]) -> bool:
+        """There is a group of this name and these ranks. Whether that is news."""
+        is_new = name not in self._folds
+        if is_new:
+            self._folds[name] = Folding(ranks)
+        return is_new
+
+    def catch_up(self) -> None:
+        """Read what was recorded since the last time, and what has ended."""
+        for record in self._record.records(min(self._under_way, default=self._read)):
+            if record.number >= self._read:
+                record = self._count(record, is_next=record.number == self._read)
+                self._read = record.number + 1
+            else:
+                record = record._replace(seq=self._under_way.get(record.number, record).seq)
+            if record.left_ns:
+                self._under_way.pop(record.number, None)
+            else:
+                self._under_way[record.number] = record
+        for number in sorted(self._under_way)[:-_OPEN_MAX]:
+            del self._under_way[number]
+
+    def _count(self, record: Record, *, is_next: bool) -> Record:
+        """A new one; `seq` of a message is its number in its channel, while the rank has seen all of its messages."""
+        message = read_message(record.text) if record.is_message else None
+        if not is_next or (record.is_message and (message is None or message.peer is None)):
+            self._channels = None
+        if message is not None and message.peer is not None and self._channels is not None:
+            key = channel(record.group, message.is_send, message.peer, message.tag)
+            self._channels[key] += 1
+            return record._replace(seq=self._channels[key] - 1)
+        if not record.is_message and record.group in self._folds:
+            self._folds[record.group].add(Mark(record.seq, record.step, record.digest))
+        return record
+
+    @property
+    def newest(self) -> tuple[Record, ...]:
+        """The newest operation of each group that has been used of late."""
+        return tuple({record.group: record for record in self._record.records(self._read - _OPEN_MAX)}.values())
+
+    @property
+    def oldest_ns(self) -> int:
+        """When the oldest of what is under way began; 0 where nothing is."""
+        return min((record.entered_ns for record in self._under_way.values()), default=0)
+
+    def records(self, since: int, until: int) -> list[Record]:
+        """Numbers `since` to `until`, without that one, which are still there."""
+        return self._record.records(since, until)
+
+    def end(self, error: BaseException | None) -> None:
+        """The rank leaves: by `error`, or because its program is done."""
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            self.state = FINISHED
+            self.words = self.saw or LastWords("", "", "" if error is None else users_line(error))
+        else:
+            is_mute = isinstance(error, SystemExit) and self.saw is not None  # sys.exit(1), where an error was caught
+            self.state, self.words = RAISED, self.saw if is_mute else last_words(error)
+
+    def brief(self, step: int | None = None, **more: Any) -> Status:
+        """What needs no looking. step: read before the facts are, which else seem to be of a step that has ended."""
+        recorder, host = self._recorder, socket.gethostname()
+        who = {"rank": recorder.rank, "world_size": recorder.world_size, "pid": os.getpid(), "host": host}
+        how = {
+            "step": recorder.step if step is None else step,
+            "step_before": self.step_before,
+            "state": self.state,
+            "words": self.words,
+            "is_blind": self.is_blind,
+        }
+        return Status(**who, **how, **more)
+
+    def status(self, now_s: float, **said: Any) -> Status:
+        """All of it, at `now_s` of a clock that never goes back. said: see `Voice.shown`."""
+        step, stand = self._recorder.step, self.motion.look(now_s)
+        steps = sorted(self.steps_s)
+        newest = self._record.records(self._read - 1)
+        channels = self._channels or {}
+        return self.brief(
+            step,
+            step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
+            groups={name: fold.progress() for name, fold in self._folds.items()},
+            messages=dict(channels) if len(channels) <= _CHANNELS_MAX else {},
+            waiting=waits_of(list(self._under_way.values())),
+            last=newest[-1] if newest else None,
+            phases=tuple(self._recorder.clock.so_far(_PHASES)),
+            stack=stand.stack,
+            unmoved_s=stand.unmoved_s,
+            looping_s=stand.looping_s,
+            activity=self.activity or stand.activity or ("debugger" if is_traced() else ""),
+            facts=self.facts.said(),
+            **said,
+        )
+
+    def close(self) -> None:
+        """Give back the memory."""
+        self._record.close()

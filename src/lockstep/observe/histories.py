@@ -1,0 +1,219 @@
+"""Two histories of the calls of one group: where they part, and what the odd one did there. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from typing import Literal, NamedTuple
+
+from lockstep.observe.flight import Record
+from lockstep.observe.status import Progress
+from lockstep.observe.torch_groups import FROM_CPP
+
+Fault = Literal["skipped", "extra", "changed", ""]
+INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}
+_LOOK_AHEAD = 8
+_NAMES = ("kind", "dtype", "shape", "reduction", "root", "algorithm")
+
+Shape = tuple[tuple[str, str], ...]  # text and site of each call of a step
+
+
+def classes(members: dict[int, Progress]) -> list[tuple[int, ...]]:
+    """The ranks by digest, most ranks first, at the collective that most ranks have passed of those that differ."""
+    first: dict[int, int] = {}  # digest by number, of whichever rank came first
+    differing = set()
+    for progress in members.values():
+        for seq, _, digest in progress.marks:
+            if first.setdefault(seq, digest) != digest:
+                differing.add(seq)
+    if not differing:
+        return []
+    seen: dict[int, dict[int, list[int]]] = {seq: defaultdict(list) for seq in differing}
+    for rank, progress in sorted(members.items()):
+        for seq, _, digest in progress.marks:
+            if seq in differing:
+                seen[seq][digest].append(rank)
+    classes = min(seen.items(), key=lambda item: (-sum(map(len, item[1].values())), item[0]))[1]
+    return sorted((tuple(ranks) for ranks in classes.values()), key=lambda ranks: (-len(ranks), ranks))
+
+
+class Side(NamedTuple):
+    """Ranks whose digests agree."""
+
+    ranks: tuple[int, ...]
+    history: list[Record]  # of the first of them whose record can be read; by seq
+
+
+class Parting(NamedTuple):
+    """Where two histories part."""
+
+    usual: Side
+    odd: Side
+    a: Record  # of the usual one
+    b: Record  # of the odd one
+    is_origin: bool  # nothing differs before it
+    is_step: bool  # the collectives are the same, but in different steps
+
+    @property
+    def step(self) -> int:
+        """The one in which they do."""
+        return min(self.a.step, self.b.step)
+
+    @property
+    def pairs(self) -> list[tuple[Record, Record]]:
+        """The collectives that both histories have, by seq."""
+        return _pairs(self.usual, self.odd)
+
+    def swapped(self) -> Parting:
+        """The roles were only a guess."""
+        return self._replace(usual=self.odd, odd=self.usual, a=self.b, b=self.a)
+
+
+def _pairs(first: Side, second: Side) -> list[tuple[Record, Record]]:
+    by_seq = {record.seq: record for record in second.history}
+    return [(record, by_seq[record.seq]) for record in first.history if record.seq in by_seq]
+
+
+def first_parting(usual: Side, odd: Side) -> Parting | None:
+    """Where their digests do."""
+    pairs = _pairs(usual, odd)
+    for before, (a, b) in zip([None, *pairs], pairs, strict=False):
+        if a.digest != b.digest:
+            is_origin = a.seq == 0 or (before is not None and before[0].seq == a.seq - 1)
+            is_step = a.step != b.step and (a.text == b.text or not a.text or not b.text)
+            return Parting(usual, odd, a, b, is_origin, is_step)
+    return None
+
+
+def first_other_text(parting: Parting) -> Parting | None:
+    """After one that is of no account: where the calls differ in more than their step."""
+    for a, b in parting.pairs:
+        if a.seq > parting.a.seq and a.text and b.text and a.text != b.text:
+            return parting._replace(a=a, b=b, is_origin=True, is_step=False)
+    return None
+
+
+def where_lines_part(parting: Parting) -> Parting:
+    """Back to where equal calls began to come from lines that do not go together: one was left out or put in there."""
+    step = parting.step
+    pairs = [pair for pair in parting.pairs if pair[0].seq < parting.a.seq]
+    together: dict[str, set[str]] = defaultdict(set)
+    for a, b in pairs:
+        if a.step < step:
+            together[a.site].add(b.site)
+            together[b.site].add(a.site)
+    for a, b in reversed(pairs):
+        if a.text == FROM_CPP or b.site in together[a.site] or not together[a.site] | together[b.site]:
+            break
+        parting = parting._replace(a=a, b=b)
+    return parting
+
+
+# ------------------------------------------------------------------ by their steps
+
+
+def is_drift(parting: Parting) -> bool:
+    """True where both make the same calls from the same lines, and only number their steps differently."""
+    step, usual, odd = parting.step, parting.usual, parting.odd
+    pairs = [(a, b) for a, b in parting.pairs if min(a.step, b.step) >= step]
+    is_same_program = all(a.text and _line(a) == _line(b) for a, b in pairs)
+    is_constant = len({a.step - b.step for a, b in pairs if a.seq >= parting.a.seq}) == 1
+    late, ahead = (usual, odd) if parting.a.step == step else (odd, usual)
+    stays = late.history[-1].step == step
+    shape, known, following = _shape(late.history, step), _shapes((usual, odd), step), _shape(ahead.history, step + 1)
+    begun = {following[: length + 1] for length in range(len(following))}
+    return is_same_program and (is_constant or stays) and shape not in known and _are_several(shape, known | begun)
+
+
+def _are_several(shape: Shape, known: set[Shape]) -> bool:
+    """True where the calls are those of two or more whole steps."""
+    heads = [one for one in known if len(one) < len(shape) and shape[: len(one)] == one]
+    tails = [shape[len(one) :] for one in heads]
+    return any(tail in known or _are_several(tail, known) for tail in tails)
+
+
+def is_whole(side: Side, step: int) -> bool:
+    """True where the calls in `step` are all those of a step that has ended."""
+    return bool(shape := _shape(side.history, step)) and shape in _shapes((side,), step)
+
+
+def unusual(parting: Parting) -> Side | None:
+    """Of two: the one whose calls in the step are not those of any other step; None where that cannot be said."""
+    known = _shapes((parting.usual, parting.odd), parting.step)
+    knows_usual, knows_odd = (_is_known(side.history, parting.step, known) for side in (parting.usual, parting.odd))
+    if knows_usual == knows_odd:
+        return None
+    return parting.odd if knows_usual else parting.usual
+
+
+def _is_known(history: Sequence[Record], step: int, known: set[Shape]) -> bool:
+    shape = _shape(history, step)
+    if history[-1].step == step:  # it is still in it
+        return any(whole[: len(shape)] == shape for whole in known)
+    return shape in known
+
+
+def _shape(history: Sequence[Record], step: int) -> Shape:
+    return tuple(_line(record) for record in history if record.step == step)
+
+
+def _line(record: Record) -> tuple[str, str]:
+    """Text and site; what C++ has started was seen from this line or that one."""
+    return record.text, "" if record.text == FROM_CPP else record.site
+
+
+def _shapes(sides: Iterable[Side], but: int) -> set[Shape]:
+    """The calls of every whole step, but of that one."""
+    found: set[Shape] = set()
+    for history in (side.history for side in sides):
+        steps = {record.step for record in history} - {but, history[0].step, history[-1].step}
+        found |= {_shape(history, step) for step in steps}
+    return found
+
+
+# ------------------------------------------------------------------ by their calls
+
+
+def fault_of_odd(parting: Parting) -> Fault:
+    """What the odd one did, taken that the usual one is right; "" where that cannot be said."""
+    if not parting.is_origin:
+        return ""
+    if parting.is_step:
+        return "skipped" if parting.b.step > parting.a.step else "extra"
+    sides = (parting.usual, parting.odd)
+    a, b = ([record for record in side.history if record.seq >= parting.a.seq][:_LOOK_AHEAD] for side in sides)
+    if _agree(a[1:], b[1:]):
+        return "changed"
+    if _agree(a[1:], b):
+        return "skipped"
+    return "extra" if _agree(a, b[1:]) else ""
+
+
+def _agree(a: Sequence[Record], b: Sequence[Record]) -> bool:
+    length = min(len(a), len(b))
+    return length > 0 and all((x.text, x.step) == (y.text, y.step) for x, y in zip(a, b, strict=False))
+
+
+def calls_in(side: Side, step: int) -> Counter[tuple[str, str]]:
+    """Text and site of the calls in `step`."""
+    return Counter((record.text, record.site) for record in side.history if record.step == step)
+
+
+def what_differs(first: str, second: str) -> list[str]:
+    """Of `_NAMES`: what two texts do not share. The kind says it all."""
+    if not first or not second:
+        return []
+    a, b = _parts(first), _parts(second)
+    return ["kind"] if a["kind"] != b["kind"] else [name for name in _NAMES if a[name] != b[name]]
+
+
+def _parts(text: str) -> dict[str, str]:
+    before, bracket, rest = text.partition("[")
+    shape, _, after = rest.partition("]")
+    words = before.split() + after.split()
+    roots = [word for word in words if word.startswith("root=")]
+    ways = [way for by, way in pairwise(words) if by == "by"]
+    words = [word for word in words if word not in (*roots, "by", *ways)] + ["", ""]
+    parts = (words[0], words[1], bracket + shape, " ".join(words[2:]).strip(), "".join(roots), "".join(ways))
+    return dict(zip(_NAMES, parts, strict=True))

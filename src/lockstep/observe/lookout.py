@@ -1,0 +1,211 @@
+"""Looks at all ranks for one of them: says how that one is, sees how the others are, and puts up what is wrong.
+
+What it sees is compared by `diagnosis`, which is pure. What is certain goes on the board, for all ranks; what may pass
+is said by the first rank that looks.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import final
+
+from lockstep.observe.account import Account
+from lockstep.observe.board import Board
+from lockstep.observe.diagnosis import Finding, Limits, diagnose
+from lockstep.observe.divergence import find_left_out
+from lockstep.observe.endings import find_caught, left_first
+from lockstep.observe.scene import Scene
+from lockstep.observe.status import FINISHED, RUNNING, Sight, Waiting
+from lockstep.observe.training_findings import training_notes
+from lockstep.observe.voice import Voice
+
+WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
+_NEWS_S = 0.5  # how long what has happened may take to be seen from here
+_STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
+_SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
+
+
+@final
+class Lookout:
+    """Of one rank's guard. Any thread may call: one looks at a time."""
+
+    def __init__(
+        self, rank: int, account: Account, board: Board, voice: Voice, limits: Limits, period_s: float
+    ) -> None:
+        """period_s: between two looks."""
+        self.finding: Finding | None = None
+        self.before_look: list[Callable[[], None]] = []
+        self._rank, self._account, self._board, self._voice, self._limits = rank, account, board, voice, limits
+        self._period_s = period_s
+        self._looked_s = self._blind_until_s = 0.0
+        self._lock = threading.RLock()  # what a look calls may find a new group
+
+    def group(self, name: str, ranks: Sequence[int]) -> None:
+        """There is a group of this name, of these ranks of the job, in its order."""
+        with self._lock:
+            if self._account.group(name, ranks):
+                self._tell()  # a rank that is killed now has said who is in the group
+
+    def leave(self, error: BaseException | None) -> None:
+        """This rank is at its end: see `Account.end`. The others are told at once."""
+        self._account.end(error)
+        if self._lock.acquire(timeout=WORDS_S):
+            try:
+                self._catch_up()
+                self._tell()
+                if self._account.state == FINISHED:
+                    self.say_at_end()
+            finally:
+                self._lock.release()
+
+    # ------------------------------------------------------------------ looking
+
+    def look(self, *, is_last: bool = False) -> None:
+        """Say how this rank is, see how the others are, act on what is found.
+
+        is_last: there may be no other look, so this rank does not leave it to the one that looks for all.
+        """
+        with self._lock:
+            now_s = time.monotonic()
+            if 0.0 < self._looked_s < now_s - self._period_s - _STALE_S:  # a suspended job, a paused machine
+                self._blind_until_s = now_s + _SETTLED_S
+                self._account.motion.begin_anew()
+            self._looked_s = now_s
+            self._catch_up()
+            self._tell()
+            failures = self._voice.failures
+            with self._voice.spared("looking at the other ranks"):
+                if self.certain() is None:
+                    self._find(is_last)
+            self._account.is_blind = self._voice.failures > failures
+
+    def _catch_up(self) -> None:
+        """Know of all that this rank has done, also of what is only seen by looking."""
+        self._voice.call(self.before_look)
+        with self._voice.spared("reading its own record"):
+            self._account.catch_up()
+
+    def _tell(self) -> None:
+        with self._voice.spared("saying how this rank is"):
+            self._board.tell(self._account.status(time.monotonic(), **self._voice.shown()))
+            return
+        with self._voice.spared("saying that this rank is there"):  # whoever is silent is said to stand still
+            self._board.tell(self._account.brief())
+
+    def _find(self, is_last: bool) -> None:
+        sights = self._board.sights()
+        with self._voice.spared("comparing what the ranks tell"):
+            self._account.facts.compare(sights, self._rank)
+        self._voice.say_if_over(sights)
+        is_first = self._is_first(sights)
+        with self._voice.spared("looking at what they train"):
+            for note in training_notes(self._scene(sights)) if is_first else ():
+                if self._voice.is_news(note, sights):
+                    self._voice.say(note)
+        if not is_last and (not is_first or self._looked_s < self._blind_until_s):
+            return
+        found = self._diagnosed(sights, self._limits)
+        if found is None or not self._voice.is_news(found, sights):
+            return
+        if found.is_certain:
+            sights = self._board.sights(is_urgent=True)  # it may come of what another rank did a moment before
+            first = self._diagnosed(sights, self._limits)
+            self.put_up(first if first is not None and first.is_certain else found, sights)
+        elif is_first:  # only said: it may pass
+            self.finding = found
+            self._voice.say_with_evidence(found, sights)
+
+    def _is_first(self, sights: Mapping[int, Sight]) -> bool:
+        """Whether this is the first rank whose guard looks: one is enough."""
+        able = [one for one in sights.values() if one.age_s < _STALE_S and not one.status.is_blind]
+        looking = [one.status.rank for one in able if one.status.state == RUNNING]
+        return self._rank == min(looking, default=self._rank)
+
+    def _scene(self, sights: Mapping[int, Sight]) -> Scene:
+        return Scene(self._rank, sights, self._board.records_of, self._limits)
+
+    def _diagnosed(self, sights: Mapping[int, Sight], limits: Limits) -> Finding | None:
+        return diagnose(self._rank, sights, self._board.records_of, limits, self._voice.spared)
+
+    def put_up(self, found: Finding, sights: Mapping[int, Sight]) -> None:
+        """For all ranks to see; said, unless another one was up before."""
+        found, before = self._voice.marked(found), self.finding
+        self.finding = found
+        with self._voice.spared("telling all ranks what was found"):
+            self.finding = Finding.from_json(self._board.announce(found.to_json()))
+        if self.finding == found != before:  # else another rank said it, or another thread of this one
+            self._voice.say_with_evidence(found, sights)
+
+    def say_at_end(self) -> None:
+        """What only the ends of the ranks show: said by one of them."""
+        with self._lock, self._voice.spared("looking back at its end"):
+            mine = self._account.status(time.monotonic(), **self._voice.shown())
+            sights = {**self._board.sights(), self._rank: Sight(mine, 0.0, is_gone=False)}
+            note = find_caught(self._scene(sights))
+            if note is not None and note.culprits[0] == self._rank and self._voice.is_news(note, sights):
+                self._voice.say(note)
+            left_out = find_left_out(self._scene(sights))
+            if left_out is not None and self._voice.is_news(left_out, sights):
+                self.put_up(left_out, sights)
+
+    # ------------------------------------------------------------------ why an operation has failed
+
+    def certain(self) -> Finding | None:
+        """What has been found for certain, also if another rank has only just put it up."""
+        if self.finding is None or not self.finding.is_certain:
+            with self._lock:
+                up = self._board.announced()
+            self.finding = Finding.from_json(up) if up else self.finding
+        return self.finding if self.finding is not None and self.finding.is_certain else None
+
+    def now(self, *, has_failed: bool = False) -> Finding | None:
+        """What is certain at this very moment.
+
+        has_failed: the newest operation of each group, taken as if it were still under way: one sees who it waits for.
+        """
+        with self._lock:
+            self._catch_up()
+            self._tell()
+            sights, limits = dict(self._board.sights(is_urgent=True)), self._limits
+            if has_failed:
+                waiting = tuple(Waiting(record, 0.0) for record in self._account.newest)
+                if not waiting:
+                    return None
+                status = self._account.status(time.monotonic(), **self._voice.shown())
+                failed = replace(status, waiting=waiting, messages={}, stack=())  # it has been unwound
+                sights[self._rank], limits = Sight(failed, 0.0, is_gone=False), replace(limits, grace_s=0.0)
+            found = self._diagnosed(sights, limits)
+        return found if found is not None and found.is_certain else None
+
+    def of_failure(self) -> Finding | None:
+        """Why the newest operation of this rank failed, said and put up; None where that cannot be seen."""
+        if self.certain() is not None:
+            return self.finding
+        deadline = time.monotonic() + _NEWS_S
+        while ((found := self.now(has_failed=True)) is None or _may_be_another(found)) and time.monotonic() < deadline:
+            time.sleep(0.02)  # the others may be about to say it
+        if found is not None:
+            with self._lock:
+                self.put_up(found, self._board.sights())
+        return found and self.finding
+
+    def who_left(self, lost: int | None) -> tuple[int, str] | None:
+        """The first cause that this rank has lost another one: see `left_first`. Waits for it."""
+        begun_s, passed_s = time.monotonic(), 0.0
+        while True:
+            with self._lock:
+                sights = self._board.sights(is_urgent=True)
+            said = left_first(self._rank, sights, is_final=passed_s >= _NEWS_S, lost=lost)
+            if said is not None or passed_s >= WORDS_S:
+                return said
+            time.sleep(0.02)
+            passed_s = time.monotonic() - begun_s
+
+
+def _may_be_another(found: Finding) -> bool:
+    """Whether the fault may be that of a rank which has yet to say what it does: Gloo aborts who is sent too much."""
+    return found.kind == "finished" or (found.kind == "gone" and signal.SIGABRT.name in found.text)

@@ -1,0 +1,136 @@
+"""Every backward of this process, seen in one place: of what, from which line, and what it has computed first.
+
+Whoever wants to know of them attaches `BACKWARDS` and reads there. It is in the way of every step, among caches that
+the step has filled with other things: so there is one replacement of torch.autograd.backward for all, and one hook on
+one parameter. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, final
+
+from lockstep.observe.call_site import site_from
+from lockstep.observe.patches import Patches
+from lockstep.observe.torch_import import when_imported
+
+_KEPT = 256  # of one step
+_SMALL = 1 << 12  # elements
+
+Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it; the line of its backward)
+
+
+class Phases(Protocol):
+    """What is told where a backward begins and ends."""
+
+    @property
+    def has_ddp(self) -> bool:
+        """Whether backward waits for the other ranks before it returns."""
+        ...
+
+    def backward_begins(self) -> int: ...
+
+    def gradients_are_there(self) -> None: ...
+
+    def backward_ends(self, before: int, site: str) -> None: ...
+
+
+@final
+class Backwards:
+    """Those of one process. Nothing is kept unless somebody has attached it."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._patches = Patches()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self.phases: Phases | None = None
+        self.once: list[Callable[[], None]] = []  # to be called when the next backward begins
+        self.site = ""  # the line of the last one
+        self.step_site = ""  # of the last one of this step
+        self.losses: list[Loss] = []  # of this step: who counts steps empties it
+        self.recent: list[Loss] = []  # since an optimizer has stepped last: who looks then empties it
+        self.own: list[Any] = []  # likewise: gradients of probes, before they are averaged
+        self.probes: list[weakref.ref[Any]] = []  # small parameters
+        self.scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
+        self._plain: Any = None  # torch.Tensor
+        self._queue: Any = None
+        self._ours: Any = None  # what stands in the place of torch.autograd.backward
+
+    def attach(self) -> Callable[[], None]:
+        """See them from the import of torch.autograd on. The result ends that, once all who have attached call it."""
+        self._users += 1
+        if self._users == 1:
+            self._patches.add(when_imported("torch.autograd", self._watch))
+        return self._detach
+
+    def _detach(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._patches.undo()
+            self._begin_anew()  # nothing of the program is kept
+
+    def follow(self, parameters: Iterable[Any]) -> None:
+        """Note the gradients of the first small one of a model's `parameters`, before they are averaged."""
+        from torch.utils.hooks import unserializable_hook
+
+        trained = [param for param in parameters if param.requires_grad and param.is_floating_point()]
+        first = next((param for param in trained if param.numel() <= _SMALL), None)
+        if first is not None and not any(known() is first for known in self.probes):
+            self.probes.append(weakref.ref(first))
+            hook = unserializable_hook(functools.partial(self._computed))  # else torch warns who sends the parameter on
+            self._patches.add(first.register_hook(hook).remove)
+
+    def _watch(self) -> None:
+        from torch import Tensor, autograd
+
+        self._plain = Tensor  # asking a subclass for its value may be a collective
+        self._queue = autograd.Variable._execution_engine.queue_callback
+        self._patches.replace(autograd, "backward", self._seeing)
+
+    def _seeing(self, old: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(old)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if self._ours is not backward:  # put back by somebody who had wrapped it meanwhile
+                return old(tensors, *args, **kwargs)
+            self.site = self.step_site = site = site_from(sys._getframe(1))
+            if self.once:
+                calls, self.once = self.once, []
+                for call in calls:
+                    call()
+            if type(tensors) is self._plain and tensors.numel() == 1 and tensors.is_floating_point():
+                root = tensors
+                if self.scaled is not None:
+                    root = self.scaled[1] if self.scaled[0] is root else root
+                    self.scaled = None
+                loss = root.item() if root.is_cpu else root.detach(), site
+                if len(self.losses) < _KEPT:
+                    self.losses.append(loss)
+                if len(self.recent) < _KEPT:
+                    self.recent.append(loss)
+            phases = self.phases
+            if phases is None:
+                return old(tensors, *args, **kwargs)
+            before = phases.backward_begins()
+            try:
+                return old(tensors, *args, **kwargs)
+            finally:
+                phases.backward_ends(before, site)
+
+        self._ours = backward
+        return backward
+
+    def _computed(self, gradient: Any) -> None:
+        """That of a probe, before DistributedDataParallel has it."""
+        if len(self.own) < _KEPT:
+            self.own.append(gradient)
+        phases = self.phases
+        if phases is not None and phases.has_ddp:  # called back before DDP is, which asks for it with the last gradient
+            self._queue(phases.gradients_are_there)
+
+
+BACKWARDS = Backwards()

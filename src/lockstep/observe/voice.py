@@ -1,0 +1,157 @@
+"""What a guard says: every thing once, on standard error and to whoever keeps it; also that it fails itself.
+
+The evidence of a finding is a folder of text: for every rank where it stands and what it did last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TextIO, final
+
+from lockstep.observe.endings import goes_on, sequel, stalled_by
+from lockstep.observe.flight import Record
+from lockstep.observe.scene import Records
+from lockstep.observe.status import Sight, Stalled
+from lockstep.observe.wording import Finding, step_after
+
+_SHOWN = 16  # of what was said
+
+
+@final
+class Voice:
+    """Of one rank's guard."""
+
+    def __init__(self, rank: int, evidence: str, records_of: Records) -> None:
+        self.on_finding: list[Callable[[Finding], None]] = []  # called with what this rank says
+        self.stalled: Stalled | None = None  # what it said last of ranks that stand still
+        self.failures = 0  # of parts of the guard
+        self._rank, self._evidence, self._records_of = rank, evidence, records_of
+        self._said: dict[str, None] = {}  # keys of findings, in their order
+
+    def is_news(self, found: Finding, sights: Mapping[int, Sight]) -> bool:
+        """Whether no rank has said this yet."""
+        return found.key not in self._said and not any(found.key in one.status.said for one in sights.values())
+
+    def shown(self) -> dict[str, Any]:
+        """Of this, in a status: what other ranks need not say."""
+        return {"stalled": self.stalled, "said": tuple(self._said)[-_SHOWN:]}
+
+    def marked(self, found: Finding) -> Finding:
+        """`found`, to be said here."""
+        return replace(found, said_to=f"{place_of(sys.stderr)} {self._rank}")
+
+    def say(self, found: Finding, text: str = "") -> None:
+        """Whatever becomes of one way, the others are gone."""
+        self._said[found.key] = None
+        self._write(text or found.text)
+        self.call(self.on_finding, found)
+
+    def say_with_evidence(self, found: Finding, sights: Mapping[int, Sight]) -> None:
+        """Also what may pass; as the end of what was said before, where it is that."""
+        here = place_of(sys.stderr)
+        self.say(found, sequel(found, self.stalled, sights, here))
+        if found.kind in ("stopped", "hang"):
+            self.stalled = stalled_by(found, sights, here)
+        if self._evidence:
+            with self.spared("keeping the evidence"):
+                keep_evidence(self._evidence, found, sights, self._records_of)
+
+    def say_if_over(self, sights: Mapping[int, Sight]) -> None:
+        """That ranks which stood still go on."""
+        if self.stalled is not None and (over := goes_on(self.stalled, sights)):
+            self.stalled = None
+            self._write(over)
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # nobody reads it, it is closed, there is none
+            sys.stderr.write(text.rstrip("\n") + "\n")
+            sys.stderr.flush()
+
+    @contextlib.contextmanager
+    def spared(self, what: str) -> Iterator[None]:
+        """An error within is said once, and goes no further: neither the run nor the rest of its guard ends by it."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 (of our own, or of what we call)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+            lines = (
+                f"lockstep: GUARD of rank {self._rank}: {what} failed: {type(error).__name__}: {error} ({where}).",
+                "  The run goes on, and all else is watched; this is tried again with every look.",
+                "  Until it succeeds, what it would find stays unsaid. Please report these lines: the error is ours.",
+            )
+            self.failures += 1
+            found = Finding("guard", (self._rank,), "\n".join(lines), is_certain=False, key=f"guard:{where}")
+            if self.is_news(found, {}):
+                self.say(found)
+
+    def call(self, hooks: Sequence[Callable[..., None]], *told: object) -> None:
+        """Each of them, whatever becomes of the others."""
+        for hook in tuple(hooks):
+            with self.spared(f"its {getattr(hook, '__qualname__', 'hook')}"):
+                hook(*told)
+
+    def as_shown(self, error: BaseException, found: Finding | None) -> BaseException:
+        """What to print for `error` at this rank's end: its first line, where the same output has all of it already."""
+        here = place_of(sys.__stderr__)  # torch prints by way of a `sys.stderr` of its own
+        if found is None or not here or found.said_to.rpartition(" ")[0] != here or str(error) != found.words:
+            return error
+        head = str(error).partition("\n")[0]
+        shown = type(error).__new__(type(error))
+        shown.args = (f"{head}\n  (all of it: see lockstep's report in this output)",)
+        shown.__cause__, shown.__suppress_context__ = error.__cause__, error.__suppress_context__
+        shown.__context__ = error.__context__
+        return shown.with_traceback(error.__traceback__)
+
+
+def place_of(stream: TextIO | None) -> str:
+    """Equal for ranks whose messages go to one terminal, file or pipe."""
+    try:
+        place = os.fstat(stream.fileno() if stream is not None else -1)
+    except (OSError, ValueError):  # it is no file
+        return ""
+    return f"{socket.gethostname()} {place.st_dev} {place.st_ino}"
+
+
+def keep_evidence(folder: str, finding: Finding, sights: Mapping[int, Sight], records_of: Records) -> None:
+    """Write finding.txt, a file for each rank that is seen, and the stacks of all threads of this process.
+
+    Nothing where that cannot be written (a full or read-only disk): the finding itself is said and raised.
+    """
+    place = Path(folder)
+    with contextlib.suppress(OSError):
+        place.mkdir(parents=True, exist_ok=True)
+        with open(place / "finding.txt", "a") as file:
+            file.write(finding.text + "\n\n")
+        for rank, sight in sights.items():
+            (place / f"rank-{rank}.txt").write_text("\n".join(_lines(sight, records_of(rank))) + "\n")
+        with open(place / f"threads-of-pid-{os.getpid()}.txt", "w") as file:
+            faulthandler.dump_traceback(file, all_threads=True)
+
+
+def _lines(sight: Sight, records: Sequence[Record]) -> list[str]:
+    status = sight.status
+    gone = ", its process has ended" if sight.is_gone else ""
+    return [
+        f"rank {status.rank}, pid {status.pid} on {status.host}, {step_after(status.step)}, {status.state}{gone}",
+        f"as of {sight.age_s:.1f} s ago; at this place without moving for {status.unmoved_s:.1f} s:",
+        *(f"  {line}" for line in reversed(status.stack)),
+        "last operations, the newest last:",
+        *(f"  {line_of(record)}" for record in records),
+    ]
+
+
+def line_of(record: Record) -> str:
+    """`#6503 step 812 world seq 6503  all_reduce float32 [262144] sum  train.py:88 train_step  1.200 ms`"""
+    took = f"{(record.left_ns - record.entered_ns) / 1e6:.3f} ms" if record.left_ns else "under way"
+    label = f"  {record.label!r}" if record.label else ""
+    place = f"#{record.number} {step_after(record.step)} {record.group} seq {record.seq}"
+    return f"{place}  {record.text}  {record.site}{label}  {took}"

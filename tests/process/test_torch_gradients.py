@@ -1,0 +1,61 @@
+"""Gradients of a stock torch program that are not finite: the rank, the step and the parameters, whenever they come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from guarded_programs import Case, guarded, small, train
+from torch.nn.parallel import DistributedDataParallel
+
+from lockstep.testing.worlds import run_processes
+
+
+def nan_loss(rank: int, _: Path) -> None:
+    bad = torch.full((3, 4), float("nan"))
+    train(DistributedDataParallel(small()), data=lambda step: bad if (rank, step) == (1, 3) else torch.ones(3, 4))
+
+
+_held: list[torch.optim.Optimizer] = []
+
+
+def nan_in_backward(rank: int, _: Path, bad_step: int = 3, steps: int = 7) -> None:
+    model = DistributedDataParallel(small())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        out = model(torch.ones(3, 4))
+        ((out * 0).sqrt() if (rank, step) == (1, bad_step) else out).sum().backward()
+        optimizer.step()
+    _held[:] = [optimizer]  # as a script does that has it in no function
+
+
+def nan_in_backward_late(rank: int, folder: Path) -> None:
+    """Past the steps in which all gradients are looked at: seen by the loss of the step after."""
+    nan_in_backward(rank, folder, 13, 17)
+
+
+def nan_in_last_backward(rank: int, folder: Path) -> None:
+    nan_in_backward(rank, folder, 13, 14)
+
+
+WRONG: dict[Case, tuple[str, ...]] = {
+    nan_loss: ("NOT FINITE gradients in step 4.  Culprit: rank 1", "the loss is not finite at", "'0.weight' (28 NaN"),
+    nan_in_backward: ("NOT FINITE gradients in step 4.  Culprit: rank 1", "not finite before averaging"),
+    nan_in_backward_late: (
+        "NOT FINITE gradients in step 14.  Culprit: rank 1",
+        "before averaging",
+        "'2.weight' (21 NaN",
+    ),
+    nan_in_last_backward: ("NOT FINITE gradients in step 14.  Culprit: rank 1", "before averaging", "(21 NaN"),
+}
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case.__name__)
+def test_what_is_not_finite_is_named(case: Case, tmp_path: Path) -> None:
+    results = run_processes(2, guarded, 2, str(tmp_path), case, connect=False)
+    said = " ".join(" ".join(text for text, _ in results).split())
+    for words in WRONG[case]:
+        assert " ".join(words.split()) in said, said

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,14 @@ def guarded(
                 call()
             guard.close()
     return said.getvalue(), result
+
+
+def is_named(case: Case, words: Sequence[str], folder: Path, *, ranks: int = 2) -> None:
+    """What is wrong is said, in these words."""
+    results = run_processes(ranks, guarded, ranks, str(folder), case, connect=False)
+    said = " ".join(" ".join(text for text, _ in results).split())
+    for each in words:
+        assert " ".join(each.split()) in said, said
 
 
 def is_left_alone(case: Case, folder: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from guarded_programs import Case, guarded, is_left_alone, small, train
+from guarded_programs import Case, is_left_alone, is_named, small, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy, fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lockstep
 from lockstep.observe import torch_training
-from lockstep.testing.worlds import run_processes
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of FSDP on a CPU and of tracing
 
@@ -179,10 +178,7 @@ WRONG: dict[Case, tuple[str, ...]] = {
 
 @pytest.mark.parametrize("case", WRONG, ids=lambda case: case.__name__)
 def test_what_is_wrong_is_named(case: Case, tmp_path: Path) -> None:
-    results = run_processes(2, guarded, 2, str(tmp_path), case, connect=False)
-    said = " ".join(" ".join(text for text, _ in results).split())
-    for words in WRONG[case]:
-        assert " ".join(words.split()) in said, said
+    is_named(case, WRONG[case], tmp_path)
 
 
 # ------------------------------------------------------------------ what is right

@@ -96,7 +96,6 @@ class ReplicaFacts:
         self._every = self._stride = int(text or _EVERY)
         self.checked = 0  # the last step that was
         self._began_s = 0.0
-        self._hurries = False
         self._leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
         self._led_from = ""  # where that was made: it may be gone at the end
         self.before_load: Callable[[], None] = lambda: None  # called before a model that is followed is overwritten
@@ -152,13 +151,8 @@ class ReplicaFacts:
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return {id(param) for param in module.parameters() if param.requires_grad} <= mine
 
-    def hurry(self) -> None:
-        """Gradients of this step were not averaged: compare at its end."""
-        self._hurries = True
-
-    def is_due(self, step: int) -> bool:
-        """Whether to compare after `step`."""
-        hurries, self._hurries = self._hurries, False
+    def is_due(self, step: int, *, hurries: bool) -> bool:
+        """Whether to compare after `step`. hurries: it is the first whose gradients were not averaged."""
         self._began_s = self._began_s or time.perf_counter()
         return self.is_on and (self.checked == 0 or step % self._stride == 0 or hurries)
 

@@ -151,14 +151,14 @@ class TrainingWatch:
                 model.stamp = model.version()
 
     def _end_step(self, before: int, step: int) -> None:
+        hurries = False
         for model in self.models.end_step(before):
             if not model.past and self.replicas.is_trained_by_leader(model):
                 where = f"went past DistributedDataParallel, at {BACKWARDS.site}"
                 model.past = f"in {step_after(before)} a backward {where}"
-                if not self._has_hurried:
-                    self._has_hurried = True
-                    self.replicas.hurry()
-        self._pending = self.replicas.plan(step) if self.replicas.is_due(step) else None
+                hurries = not self._has_hurried
+        self._has_hurried |= hurries
+        self._pending = self.replicas.plan(step) if self.replicas.is_due(step, hurries=hurries) else None
         if self._pending is not None:
             BACKWARDS.once.append(self._compare_pending)
 

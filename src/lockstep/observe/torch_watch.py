@@ -160,10 +160,7 @@ class TorchWatch:
     def watch_functional(self) -> None:
         """Functional collectives are there, which DTensor and torch.compile make."""
 
-        def adopt(group: Any) -> WatchedGroup | None:
-            return self._groups.get(id(group)) or (self._adopt(group) if type(group) is self._plain else None)
-
-        self._patches.add(watch_functional(adopt))
+        self._patches.add(watch_functional(self._known))
 
     def watch_steps(self) -> None:
         """torch.optim is there: be told of each step of each optimizer."""
@@ -337,6 +334,10 @@ class TorchWatch:
 
     # ------------------------------------------------------------------ groups
 
+    def _known(self, group: Any) -> WatchedGroup | None:
+        """`group` as it is followed, from now on if not before; None where it has its own layer, or is not ours."""
+        return self._groups.get(id(group)) or (self._adopt(group) if type(group) is self._plain else None)
+
     def _adopt(self, group: Any, *, is_new: bool = True) -> WatchedGroup | None:
         """Follow `group` from now on; None for one that is not of the job's ranks, as far as torch can tell."""
         world = self._world
@@ -373,8 +374,7 @@ class TorchWatch:
     def _watched(self) -> list[tuple[Any, WatchedGroup]]:
         """All groups there are, and those that only C++ has used so far."""
         for group in tuple(self._map):
-            if id(group) not in self._groups and type(group) is self._plain:
-                self._adopt(group)
+            self._known(group)
         pairs = [(watched.group(), watched) for watched in tuple(self._groups.values())]
         return [(group, watched) for group, watched in pairs if group is not None]
 
@@ -382,9 +382,7 @@ class TorchWatch:
         """At the end of a step: what C++ has started belongs to it, and as a rule to the line of its backward."""
         site, BACKWARDS.step_site = BACKWARDS.step_site, ""
         for group in tuple(self._map):
-            watched = self._groups.get(id(group))
-            if watched is None:
-                watched = self._adopt(group) if type(group) is self._plain else None
+            watched = self._known(group)
             if watched is not None and not watched.inside:
                 number = group._get_sequence_number_for_group()
                 if number != watched.seen:

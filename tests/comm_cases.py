@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import REDUCTIONS, Reduction
+from lockstep.comm.op import REDUCTIONS, Reduction, Work
 from lockstep.errors import CommError, ConfigError, TransportClosed
 
 SHAPES = ((), (1,), (7,), (3, 5), (2, 0, 3), (0,), (1001,))
@@ -352,6 +353,26 @@ def done_without_waiting(comm: Communicator) -> None:
         work.wait()
 
 
+def waited_for_by_many_threads(comm: Communicator) -> None:
+    """What is left to do at the end, a division or a copy back, is done once, and all return after it."""
+    for make in (torch.clone, strided):
+        for _ in range(5):
+            tensor, seen = make(torch.full((3_000,), 2.0)), list[float]()
+            work = comm.all_reduce(tensor, "mean", async_op=True)
+
+            def wait(work: Work = work, last: Tensor = tensor[-1], seen: list[float] = seen) -> None:
+                work.wait()
+                seen.append(last.item())
+
+            threads = [threading.Thread(target=wait) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert seen == [2.0] * 3
+    assert getattr(comm.transport, "pending", 0) == 0, "each is counted once"
+
+
 def barriers(comm: Communicator) -> None:
     for _ in range(3):
         comm.barrier()
@@ -382,6 +403,10 @@ def wrong_arguments(comm: Communicator) -> None:
         (lambda: comm.reduce_scatter(torch.ones(2), [one] * W), "output has 2 elements"),
         (lambda: comm.reduce_scatter_tensor(one, torch.ones(W, dtype=torch.float64)), "dtypes differ"),
         (lambda: comm.all_to_all([one] * W, wrong), "one per rank"),
+        (lambda: comm.all_to_all([torch.ones(2)] * W, [one] * W), rf"its output_list\[{rank}\] has 2 elements"),
+        (lambda: comm.recv_op(torch.ones(2, dtype=torch.complex64).conj(), (rank + 1) % W), "not conjugated"),
+        (lambda: comm.empty(-1), "empty of -1 elements"),
+        (lambda: comm.shared(-1), "shared of -1 elements"),
         (lambda: comm.gather(one, None if rank == 0 else [one] * W), "rank 0"),
         (lambda: comm.scatter(one, [torch.ones(2)] * W if rank == 0 else [one] * W), "rank 0"),
         (lambda: comm.batch_send_recv([]), "at least one"),
@@ -428,6 +453,7 @@ CASES: dict[str, Callable[[Communicator], None]] = {
         split_without_some,
         many_at_once,
         done_without_waiting,
+        waited_for_by_many_threads,
         barriers,
         wrong_arguments,
         closed,

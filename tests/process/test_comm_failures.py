@@ -136,6 +136,21 @@ def test_a_receive_without_a_send(tmp_path: Path) -> None:
     assert "an earlier operation timed out on this rank" in after
 
 
+def looks_without_waiting(comm: Communicator, path: str) -> None:
+    """A limit below torch's millisecond is a limit: torch takes it for none."""
+    if comm.rank == 0:
+        with pytest.raises(CollectiveTimeout, match=r"within 0 s"):
+            comm.irecv(torch.ones(1), 1).wait(0.0)
+        (Path(path) / "0").touch()
+    else:
+        stay_until(path, others=1)
+
+
+@pytest.mark.limit_s(25)  # less than the operation's own limit
+def test_a_receive_that_is_only_looked_at(tmp_path: Path) -> None:
+    run_processes(2, looks_without_waiting, str(tmp_path), timeout_s=40)
+
+
 def interrupted(comm: Communicator) -> str:
     """A signal is heard during a wait that nobody will end."""
     if comm.rank == 1:

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 import lockstep
+from lockstep.comm.launcher_variables import slurm_port
 from lockstep.comm.place import Place
 from lockstep.comm.preflight import await_listener, unmet
-from lockstep.comm.slurm_lists import slurm_port
 from lockstep.comm.torch_names import process_group_of
 from lockstep.errors import CollectiveTimeout, ConfigError, EnvironmentProblems
 from lockstep.testing.worlds import run_processes

@@ -87,7 +87,10 @@ def test_a_mismatch_is_told_to_every_rank(odd: Call, words: str) -> None:
         (lambda comm: comm.all_gather([torch.ones(comm.rank + 1)] * 2, torch.ones(comm.rank + 1)), "has room for"),
         (lambda comm: comm.all_gather_into_tensor(torch.ones(2 + 2 * comm.rank), torch.ones(1 + comm.rank)), "room"),
         (lambda comm: comm.reduce_scatter(torch.ones(1 + comm.rank), [torch.ones(1 + comm.rank)] * 2), "another size"),
-        (lambda comm: comm.all_to_all([torch.ones(1)] * 2, [torch.ones(1 + comm.rank)] * 2), "rank 0 has room for 1"),
+        (
+            lambda comm: comm.all_to_all([torch.ones(1)] * 2, [torch.ones(1 + comm.rank), torch.ones(1)]),
+            "rank 0 has room for 1",
+        ),
         (lambda comm: comm.gather(torch.ones(2 - comm.rank), [torch.ones(2)] * 2 if comm.rank == 0 else None), "room"),
         (
             lambda comm: comm.scatter(torch.ones(1 + comm.rank), [torch.ones(1)] * 2 if comm.rank == 0 else None),

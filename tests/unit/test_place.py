@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
+import socket
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.devices import fair_threads
 from lockstep.comm.handshake import Record, disagreement
+from lockstep.comm.launcher_variables import expand_hosts, expand_tasks, slurm_port
 from lockstep.comm.place import Place, find_place, place_on_machines, read_place
-from lockstep.comm.preflight import (
-    core_mask,
-    core_quota,
-    fair_threads,
-    gloo_interface,
-    interface_of,
-    is_running,
-    local_address,
-)
-from lockstep.comm.slurm_lists import expand_hosts, expand_tasks, slurm_port
+from lockstep.comm.preflight import core_mask, core_quota, gloo_interface, interface_of, listen, local_address
+from lockstep.comm.shm.peers import is_running
 from lockstep.errors import EnvironmentProblems
 
 PLAIN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
@@ -398,3 +394,20 @@ def test_a_machine_whose_name_leads_nowhere_gets_the_interface_towards_the_other
     assert gloo_interface(["127.0.1.1", "10.0.0.9"], one_machine=False) == "lo", "the one that has the local address"
     monkeypatch.setattr("lockstep.comm.preflight.resolve", lambda host, port: ["10.0.0.5"])
     assert gloo_interface(["10.0.0.9"], one_machine=False) == "", "gloo finds the right one by the machine's name"
+    monkeypatch.setattr("lockstep.comm.preflight.resolve", lambda host, port: "a..b".encode("idna"))
+    assert gloo_interface(["127.0.1.1", "10.0.0.9"], one_machine=False) == "lo", "a name that no resolver takes"
+
+
+def test_a_machine_without_ipv6(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_ipv6(family: int, *rest: object) -> socket.socket:
+        if family == socket.AF_INET6:
+            raise OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
+        return plain(family, *rest)
+
+    plain = socket.socket
+    monkeypatch.setattr(socket, "socket", without_ipv6)
+    assert local_address("fe80::1") == ""
+    place = find_place({**PLAIN, "RANK": "0", "MASTER_ADDR": "fe80::1"})
+    held = listen(place, ["fe80::1"], everywhere=False)
+    assert (held.listener, held.taken) == (None, False)
+    assert "that fails: Address family not supported" in held.problem

@@ -11,8 +11,19 @@ from torch import Tensor
 
 from lockstep.comm import objects
 from lockstep.comm.algorithms.choice import by_messages
-from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Kind, Reduction, ThenWork, Work
-from lockstep.comm.operands import SUM_LIKE, WIDER, check_reduction, dense, in_place, in_place_list
+from lockstep.comm.op import CommOp, Kind, Reduction, ThenWork, Work
+from lockstep.comm.operands import (
+    SUM_LIKE,
+    check_even,
+    check_list,
+    check_numel,
+    check_peer,
+    check_reduction,
+    check_root_list,
+    dense,
+    in_place,
+    in_place_list,
+)
 from lockstep.comm.pulse import open_pulse
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, TransportClosed
@@ -57,6 +68,7 @@ class Communicator:
         Between ranks of one host it lies in memory that all see. A tensor like any other, also for other groups.
         Not collective. Memory: given back with the last reference to its storage.
         """
+        check_numel("empty", numel)
         return self.transport.empty(numel, dtype)
 
     def shared(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
@@ -69,8 +81,7 @@ class Communicator:
         """
         if self._closed:
             raise TransportClosed(f"shared on a closed communicator ({self.name!r}, rank {self.rank})")
-        if numel < 0:
-            raise ConfigError(f"shared of {numel} elements: give their number, 0 or more")
+        check_numel("shared", numel)
         if self.world_size == 1:
             with torch.inference_mode(False):  # like what the transports make: for use in every mode
                 return torch.zeros(numel, dtype=dtype, device=self.device)
@@ -117,13 +128,13 @@ class Communicator:
 
     def send_op(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> CommOp:
         """A send for `batch_send_recv`."""
-        self._check_peer("dst", dst, tag)
+        check_peer(self, "dst", dst, tag)
         return self._message("send", inputs=(dense(tensor),), peer=dst, tag=tag, label=label)
 
     def recv_op(self, tensor: Tensor, src: int, tag: int = 0, *, label: str = "") -> CommOp:
         """A receive for `batch_send_recv`; `tensor` must be contiguous."""
-        if not tensor.is_contiguous():
-            raise ConfigError("recv_op needs a contiguous tensor: receive into a buffer and copy it")
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # there is no `wait` that would copy back
+            raise ConfigError("recv_op needs a contiguous tensor, not conjugated: receive into a buffer and copy it")
         return self._recv_op(tensor, src, tag, label)[0]
 
     def batch_send_recv(self, ops: Sequence[CommOp], *, async_op: bool = False) -> Work:
@@ -145,10 +156,10 @@ class Communicator:
         self, tensor: Tensor, src: int = 0, *, algorithm: str | None = None, async_op: bool = False, label: str = ""
     ) -> Work:
         """Every rank's `tensor` becomes rank `src`'s. Same shape and dtype everywhere."""
-        self._check_peer("src", src)
+        check_peer(self, "src", src)
         flat, copy_back = in_place(tensor)
         inputs = (flat,) if self.rank == src else ()
-        return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, src, algorithm=algorithm)
+        return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, algorithm, peer=src)
 
     def reduce(
         self,
@@ -161,13 +172,13 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """Rank `dst`'s `tensor` becomes the reduction over all ranks; on the others it keeps its value."""
-        self._check_peer("dst", dst)
+        check_peer(self, "dst", dst)
         check_reduction(reduce, tensor)
         if self.rank == dst:
             flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
-            return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, dst, reduce, algorithm)
+            return self._collective("reduce", (flat,), (flat,), copy_back, async_op, label, algorithm, reduce, dst)
         flat = dense(tensor, complex_as_real=True)
-        return self._collective("reduce", (flat,), (), None, async_op, label, dst, reduce, algorithm)
+        return self._collective("reduce", (flat,), (), None, async_op, label, algorithm, reduce, dst)
 
     def gather(
         self,
@@ -179,8 +190,8 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """On rank `dst`, `gather_list[r]` becomes rank r's `tensor`; other ranks pass no list."""
-        self._check_peer("dst", dst)
-        is_root = self._check_root_list("gather_list", gather_list, tensor, root=dst)
+        check_peer(self, "dst", dst)
+        is_root = check_root_list(self, "gather_list", gather_list, tensor, root=dst)
         outputs, copy_back = in_place_list(gather_list or ()) if is_root else ((), None)
         return self._collective("gather", (dense(tensor),), outputs, copy_back, async_op, label, peer=dst)
 
@@ -194,8 +205,8 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """Every rank's `tensor` becomes `scatter_list[rank]` of rank `src`; other ranks pass no list."""
-        self._check_peer("src", src)
-        self._check_root_list("scatter_list", scatter_list, tensor, root=src)
+        check_peer(self, "src", src)
+        check_root_list(self, "scatter_list", scatter_list, tensor, root=src)
         flat, copy_back = in_place(tensor)
         inputs = tuple(dense(t) for t in scatter_list or ())
         return self._collective("scatter", inputs, (flat,), copy_back, async_op, label, peer=src)
@@ -214,7 +225,7 @@ class Communicator:
         """Every rank's `tensor` becomes the reduction over all ranks: the same bits everywhere. Equal shapes."""
         check_reduction(reduce, tensor)
         flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
-        return self._collective("all_reduce", (flat,), (flat,), copy_back, async_op, label, None, reduce, algorithm)
+        return self._collective("all_reduce", (flat,), (flat,), copy_back, async_op, label, algorithm, reduce)
 
     def all_gather(
         self,
@@ -226,21 +237,17 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """`tensor_list[r]` becomes rank r's `tensor`. Sizes may differ between ranks, if every rank's list says so."""
-        self._check_list("tensor_list", tensor_list, tensor)
+        check_list(self, "tensor_list", tensor_list, tensor)
         outputs, copy_back = in_place_list(tensor_list)
-        return self._collective(
-            "all_gather", (dense(tensor),), outputs, copy_back, async_op, label, algorithm=algorithm
-        )
+        return self._collective("all_gather", (dense(tensor),), outputs, copy_back, async_op, label, algorithm)
 
     def all_gather_into_tensor(
         self, output: Tensor, tensor: Tensor, *, algorithm: str | None = None, async_op: bool = False, label: str = ""
     ) -> Work:
         """`output` [W * n] becomes the ranks' `tensor` [n] one after the other; `tensor` may be part of it."""
-        self._check_even("all_gather_into_tensor", whole=output, part=tensor)
+        check_even(self, "all_gather_into_tensor", whole=output, part=tensor)
         flat, copy_back = in_place(output)
-        return self._collective(
-            "all_gather", (dense(tensor),), (flat,), copy_back, async_op, label, algorithm=algorithm
-        )
+        return self._collective("all_gather", (dense(tensor),), (flat,), copy_back, async_op, label, algorithm)
 
     def reduce_scatter(
         self,
@@ -253,11 +260,11 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """`output` becomes the reduction of `input_list[rank]` over all ranks. Sizes may differ along the list only."""
-        self._check_list("input_list", input_list, output, "output")
+        check_list(self, "input_list", input_list, output, "output")
         check_reduction(reduce, output)
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
         inputs = tuple(dense(t, complex_as_real=True) for t in input_list)
-        return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, None, reduce, algorithm)
+        return self._collective("reduce_scatter", inputs, (flat,), copy_back, async_op, label, algorithm, reduce)
 
     def reduce_scatter_tensor(
         self,
@@ -274,13 +281,11 @@ class Communicator:
         A wider `output` (float32 for bfloat16 or float16, float64 for float32) takes the sum of widened elements: what
         travels is narrow, what is added is not.
         """
-        self._check_even("reduce_scatter_tensor", whole=tensor, part=output, may_widen=True)
+        check_even(self, "reduce_scatter_tensor", whole=tensor, part=output, may_widen=True)
         check_reduction(reduce, output)
         flat, copy_back = in_place(output, complex_as_real=reduce in SUM_LIKE)
         whole = dense(tensor, complex_as_real=True)
-        return self._collective(
-            "reduce_scatter", (whole,), (flat,), copy_back, async_op, label, None, reduce, algorithm
-        )
+        return self._collective("reduce_scatter", (whole,), (flat,), copy_back, async_op, label, algorithm, reduce)
 
     def all_to_all(
         self,
@@ -292,15 +297,15 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """`output_list[r]` becomes what rank r has in `input_list[rank]`. Sizes may differ; pairs must agree."""
-        self._check_list("output_list", output_list)
-        self._check_list("input_list", input_list, output_list[0], "")
+        check_list(self, "output_list", output_list)
+        check_list(self, "input_list", input_list, output_list[self.rank], f"output_list[{self.rank}]")
         outputs, copy_back = in_place_list(output_list)
         inputs = tuple(dense(t) for t in input_list)
-        return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label, algorithm=algorithm)
+        return self._collective("all_to_all", inputs, outputs, copy_back, async_op, label, algorithm)
 
     def barrier(self, *, algorithm: str | None = None, async_op: bool = False, label: str = "") -> Work:
         """Return when every rank has called it."""
-        return self._collective("barrier", (), (), None, async_op, label, algorithm=algorithm)
+        return self._collective("barrier", (), (), None, async_op, label, algorithm)
 
     # ------------------------------------------------------------------ small JSON objects
 
@@ -310,7 +315,7 @@ class Communicator:
         JSON values, at most 1 MiB (so tuples come back as lists and keys as strings): the same holds for the next two.
         Raises: ConfigError where the value cannot travel, and CommError on the other ranks.
         """
-        self._check_peer("src", src)
+        check_peer(self, "src", src)
         return objects.broadcast_object(self, value, src, label)
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
@@ -319,7 +324,7 @@ class Communicator:
 
     def gather_object(self, value: Any, dst: int = 0, *, label: str = "") -> list[Any] | None:
         """The ranks' `value`s, in rank order, on rank `dst`; None on the others. Blocks."""
-        self._check_peer("dst", dst)
+        check_peer(self, "dst", dst)
         return objects.gather_object(self, value, dst, label)
 
     # ------------------------------------------------------------------ smaller groups
@@ -357,9 +362,9 @@ class Communicator:
         copy_back: Callable[[], object] | None,
         async_op: bool,
         label: str,
-        peer: int | None = None,
-        reduce: Reduction | None = None,
         algorithm: str | None = None,
+        reduce: Reduction | None = None,
+        peer: int | None = None,
     ) -> Work:
         if self._closed:
             raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
@@ -386,7 +391,7 @@ class Communicator:
     def _recv_op(
         self, tensor: Tensor, src: int | None, tag: int, label: str
     ) -> tuple[CommOp, Callable[[], object] | None]:
-        self._check_peer("src", src, tag)
+        check_peer(self, "src", src, tag)
         if src is None and self.world_size == 1:
             raise ConfigError(f"recv from any rank: {self.name!r} has one rank, so no message can come")
         flat, copy_back = in_place(tensor)
@@ -396,50 +401,3 @@ class Communicator:
         op, copy_back = self._recv_op(tensor, src, tag, label)
         work = self.transport.submit(op._replace(async_op=async_op))
         return work if copy_back is None else ThenWork(work, copy_back)
-
-    def _check_peer(self, argument: str, rank: int | None, tag: int | None = None) -> None:
-        """tag: of a message, which goes to another rank, or comes from one or from any."""
-        if rank is not None and not 0 <= rank < self.world_size:
-            raise ConfigError(f"{argument}={rank}: {self.name!r} has ranks 0 to {self.world_size - 1}")
-        if tag is not None and rank == self.rank:
-            raise ConfigError(f"{argument}={rank} is this rank itself: a rank cannot send to itself, copy the tensor")
-        if tag is not None and not 0 <= tag < COLLECTIVE_TAG:
-            raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 3")
-
-    def _check_list(
-        self, argument: str, tensors: Sequence[Tensor], own: Tensor | None = None, name: str = "tensor"
-    ) -> None:
-        """own: what this rank's tensor of the list goes into or comes from, argument `name`; "": of any size."""
-        if len(tensors) != self.world_size:
-            raise ConfigError(f"{argument} has {len(tensors)} tensors: it needs one per rank, {self.world_size}")
-        dtypes = {str(t.dtype) for t in (tensors if own is None else (*tensors, own))}
-        if len(dtypes) > 1:
-            raise ConfigError(f"{argument} on rank {self.rank}: one operation has one dtype, not {sorted(dtypes)}")
-        if own is not None and name and tensors[self.rank].numel() != own.numel():
-            raise ConfigError(
-                f"on rank {self.rank} {argument}[{self.rank}] has {tensors[self.rank].numel()} elements, but its "
-                f"{name} has {own.numel()} elements: they are one and the same data"
-            )
-
-    def _check_even(self, kind: str, whole: Tensor, part: Tensor, may_widen: bool = False) -> None:
-        if whole.numel() != self.world_size * part.numel():
-            raise ConfigError(
-                f"{kind} on rank {self.rank}: the whole has {whole.numel()} elements, but {self.world_size} ranks x "
-                f"{part.numel()} elements each are {self.world_size * part.numel()}; for uneven parts use the list form"
-            )
-        if whole.dtype != part.dtype and not (may_widen and part.dtype == WIDER.get(whole.dtype)):
-            raise ConfigError(
-                f"{kind} on rank {self.rank}: dtypes differ, {whole.dtype} and {part.dtype}"
-                + ("; a wider sum is float32 of bfloat16 or float16, or float64 of float32" if may_widen else "")
-            )
-
-    def _check_root_list(self, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, root: int) -> bool:
-        """Whether this rank is the root, which alone has the list."""
-        if self.rank != root:
-            if tensors:
-                raise ConfigError(f"{argument} belongs to rank {root} only; rank {self.rank} must pass None")
-            return False
-        if tensors is None:
-            raise ConfigError(f"{argument} is needed on rank {root}, which is the root")
-        self._check_list(argument, tensors, tensor)
-        return True

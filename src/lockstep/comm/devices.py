@@ -57,4 +57,17 @@ def set_threads(threads: int | None, mine: Record, records: Sequence[Record]) ->
         torch.set_num_threads(threads)
     elif not asked or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         neighbours = [int(record["cores"], 16) for record in records if record["machine"] == mine["machine"]]
-        torch.set_num_threads(preflight.fair_threads(int(mine["cores"], 16), neighbours, preflight.core_quota()))
+        torch.set_num_threads(fair_threads(int(mine["cores"], 16), neighbours, preflight.core_quota()))
+
+
+def fair_threads(mask: int, neighbours: Sequence[int], quota: float) -> int:
+    """Threads for one rank so that the ranks of its machine together have one per core; at least 1.
+
+    mask: this rank's cores. neighbours: the masks of all ranks of the machine, this one's too. A core that n ranks may
+    use counts 1/n, so ranks that share all cores and ranks pinned to their own both come out right.
+    """
+    share = 0.0
+    for core in range(mask.bit_length()):
+        if mask >> core & 1:
+            share += 1 / max(1, sum(other >> core & 1 for other in neighbours))
+    return max(1, int(min(share, quota / max(1, len(neighbours))) + 1e-9))

@@ -15,7 +15,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import AllWork, CommOp, Work
+from lockstep.comm.op import AllWork, CommOp, ThenWork, Work
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_by_blocks
 
@@ -39,7 +39,7 @@ class ExchangedSums:
         self._rank = rank
         self._world_size = world_size
         self._kept = _KeptMemory()
-        self._open: list[weakref.ref[_Sum]] = []
+        self._open: list[weakref.ref[ThenWork]] = []
 
     def start(self, op: CommOp, exchange: Exchange) -> Work:
         """Start a reduce_scatter. Every rank starts the same exchanges in the same order."""
@@ -52,15 +52,14 @@ class ExchangedSums:
         self._open.append(weakref.ref(work))
         return work
 
-    def _among_all(self, op: CommOp, result: Tensor, parts: Sequence[Tensor], exchange: Exchange) -> _Sum:
+    def _among_all(self, op: CommOp, result: Tensor, parts: Sequence[Tensor], exchange: Exchange) -> ThenWork:
         came = parts[0].new_empty(self._world_size, result.numel())
         whole = op.inputs[0].view(-1) if len(op.inputs) == 1 else torch.cat([*parts])
         coming = [result.numel()] * self._world_size
         work = exchange(came.view(-1), whole, coming, [part.numel() for part in parts])
-        assert op.reduce is not None
-        return _Sum(work, partial(tree_reduce_by_blocks, result, came.unbind(), op.reduce))
+        return ThenWork(work, partial(tree_reduce_by_blocks, result, came.unbind(), op.reduction))
 
-    def _by_distance(self, op: CommOp, result: Tensor, parts: Sequence[Tensor], exchange: Exchange) -> _Sum:
+    def _by_distance(self, op: CommOp, result: Tensor, parts: Sequence[Tensor], exchange: Exchange) -> ThenWork:
         """To the next rank and from the one before, then two apart, ...: nothing is copied here."""
         width, size = self._world_size, result.numel()
         memory = self._kept.take((width - 1) * size * parts[0].element_size())
@@ -75,11 +74,10 @@ class ExchangedSums:
             works.append(exchange(rows[source], parts[to], coming, going))
 
         def add() -> None:
-            assert op.reduce is not None
-            tree_reduce_by_blocks(result, rows, op.reduce)
+            tree_reduce_by_blocks(result, rows, op.reduction)
             self._kept.give(memory)
 
-        return _Sum(AllWork(works), add)
+        return ThenWork(AllWork(works), add)
 
     def _add_what_has_come(self) -> None:
         still_open = []
@@ -91,26 +89,6 @@ class ExchangedSums:
             elif work is not None:
                 still_open.append(known)
         self._open = still_open
-
-
-@final
-class _Sum(Work):
-    """The exchanges of one reduce-scatter and the sum after them, which the first `wait` computes."""
-
-    def __init__(self, exchanges: Work, add: Callable[[], object]) -> None:
-        self._exchanges = exchanges
-        self._add: Callable[[], object] | None = add
-        self._adding = threading.Lock()  # its owner may wait while another thread starts the next
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._exchanges.wait(timeout_s)
-        with self._adding, torch.no_grad():
-            if self._add is not None:
-                self._add()
-                self._add = None  # after an error it is for the owner's own `wait`
-
-    def is_done(self) -> bool:
-        return self._exchanges.is_done()
 
 
 @final

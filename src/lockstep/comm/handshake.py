@@ -21,25 +21,11 @@ _LINGER_S = 3.0  # the rank that holds the store lets the others read a bad verd
 class Store(Protocol):
     """What is used of a torch store."""
 
-    def set(self, key: str, value: str, /) -> None:
-        """Write."""
-        ...
-
-    def get(self, key: str, /) -> bytes:
-        """Read; blocks until there is a value."""
-        ...
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Count up from 0; the new count."""
-        ...
-
-    def check(self, keys: list[str], /) -> bool:
-        """True where all have a value; never blocks."""
-        ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes:
-        """Write where the value is `expected` ("": none); the value after it."""
-        ...
+    def set(self, key: str, value: str, /) -> None: ...
+    def get(self, key: str, /) -> bytes: ...  # blocks until there is a value
+    def add(self, key: str, amount: int, /) -> int: ...  # counts up from 0; the new count
+    def check(self, keys: list[str], /) -> bool: ...  # whether all have a value; never blocks
+    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...  # writes over `expected`, "": none
 
 
 class Record(TypedDict):
@@ -165,12 +151,13 @@ def _absent(store: Store, size: int) -> tuple[list[int], str, str]:
     there = [rank for rank in range(size) if store.check([f"rank/{rank}"])]
     missing = [rank for rank in range(size) if rank not in there]
     seen: list[Record] = [json.loads(store.get(f"rank/{rank}")) for rank in there[:_SHOWN]]
-    late = f"rank {missing[0]}" if len(missing) == 1 else f"ranks {_some(missing)}"
+    late = f"rank{'s' * (len(missing) != 1)} {listed(missing)}"
     more = f" and {len(there) - _SHOWN} more" if len(there) > _SHOWN else ""
     return missing, late, ", ".join(map(who, seen)) + more
 
 
-def _some(ranks: Sequence[int]) -> str:
+def listed(ranks: Sequence[int]) -> str:
+    """Ranks for a sentence, the first of them where there are many."""
     shown = ", ".join(map(str, ranks[:_SHOWN]))
     return f"{shown} and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else shown
 

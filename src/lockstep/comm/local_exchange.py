@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import CommOp, Reduction, describe, signature
+from lockstep.comm.op import CommOp, describe, signature
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce
 from lockstep.errors import CollectiveMismatch
@@ -61,11 +61,6 @@ def _root(ops: Sequence[CommOp]) -> int:
     return ops[0].peer
 
 
-def _reduction(ops: Sequence[CommOp]) -> Reduction:
-    assert ops[0].reduce is not None
-    return ops[0].reduce
-
-
 def _broadcast(ops: Sequence[CommOp]) -> None:
     root = _root(ops)
     for rank, op in enumerate(ops):
@@ -73,12 +68,12 @@ def _broadcast(ops: Sequence[CommOp]) -> None:
 
 
 def _reduce(ops: Sequence[CommOp]) -> None:
-    result = tree_reduce([op.inputs[0] for op in ops], _reduction(ops))
+    result = tree_reduce([op.inputs[0] for op in ops], ops[0].reduction)
     ops[_root(ops)].outputs[0].copy_(result)
 
 
 def _all_reduce(ops: Sequence[CommOp]) -> None:
-    result = tree_reduce([op.inputs[0] for op in ops], _reduction(ops))
+    result = tree_reduce([op.inputs[0] for op in ops], ops[0].reduction)
     for op in ops:
         op.outputs[0].copy_(result)
 
@@ -111,7 +106,7 @@ def _reduce_scatter(ops: Sequence[CommOp]) -> None:
                 )
                 raise _mismatch(problem, ops, source, target)
     sum_dtype = ops[0].outputs[0].dtype
-    results = [tree_reduce([row[target].to(sum_dtype) for row in rows], _reduction(ops)) for target in range(len(ops))]
+    results = [tree_reduce([row[target].to(sum_dtype) for row in rows], ops[0].reduction) for target in range(len(ops))]
     for op, result in zip(ops, results, strict=True):  # only now: an output may be a part of its rank's input
         op.outputs[0].view(-1).copy_(result)
 

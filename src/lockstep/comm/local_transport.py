@@ -6,7 +6,6 @@ after that. So no rank's buffer is touched before all have come, or after any of
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import final
@@ -17,7 +16,7 @@ from torch import Tensor
 from lockstep.comm.agreement import agree_on_tensor
 from lockstep.comm.local_exchange import copy_message, exchange, find_mismatch
 from lockstep.comm.op import AllWork, CommOp, Work, describe
-from lockstep.comm.transport import Transport, blamed_on
+from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost, TransportClosed
 
 
@@ -63,6 +62,7 @@ class _Group:
     def __init__(self, world: LocalWorld, global_ranks: tuple[int, ...], timeout_s: float) -> None:
         self.world = world
         self.global_ranks = global_ranks
+        self.ranks = range(len(global_ranks))
         self.timeout_s = timeout_s
         self.closed: set[int] = set()
         self.aborted: dict[int, CommError] = {}  # rank -> what it was aborted with
@@ -104,7 +104,7 @@ class _Group:
         """Rank `rank` calls its collective `number`; the last rank to come carries it out."""
         entry = self.collectives.setdefault(number, _Entry())
         entry.came.add(rank)
-        if len(entry.came) == len(self.global_ranks):
+        if len(entry.came) == len(self.ranks):
             del self.collectives[number]
         if entry.done:  # it has failed without this rank
             return entry
@@ -112,8 +112,8 @@ class _Group:
         mismatch = find_mismatch(entry.ops)
         if mismatch is not None:
             entry.finish(mismatch)
-        elif len(entry.ops) == len(self.global_ranks):
-            _carry_out(entry, lambda: exchange([entry.ops[rank] for rank in range(len(self.global_ranks))]), op)
+        elif len(entry.ops) == len(self.ranks):
+            _carry_out(entry, lambda: exchange([entry.ops[rank] for rank in self.ranks]), op)
         return entry
 
     def post(self, rank: int, op: CommOp) -> _Entry:
@@ -158,9 +158,7 @@ class LocalTransport(Transport):
         self.device = torch.device("cpu")
         self.timeout_s = group.timeout_s
         self._group = group
-        self._collectives = 0
-        self._splits = 0
-        self._shared = 0
+        self._collectives = self._splits = self._shared = 0
 
     def submit(self, op: CommOp) -> Work:
         if op.algorithm is not None:
@@ -190,11 +188,11 @@ class LocalTransport(Transport):
             if self.rank in ranks:
                 members = tuple(self.global_ranks[rank] for rank in ranks)
                 with self._group.world.changed:
-                    fresh = _Group(self._group.world, members, self.timeout_s)
-                    child = self._group.children.setdefault((number, index), fresh)
                     if self.rank in self._group.aborted:
                         own = CommError(f"split {number}: aborted on rank {self.rank}")
                         raise blamed_on(self._group.aborted[self.rank], own)
+                    fresh = _Group(self._group.world, members, self.timeout_s)
+                    child = self._group.children.setdefault((number, index), fresh)
                 if child.global_ranks != members:
                     raise CollectiveMismatch(
                         f"split {number} on rank {self.rank}: this rank makes a group of {members}, another one of "
@@ -257,7 +255,7 @@ class _LocalWork(Work):
                     self._give_up(self._timeout(limit_s))
         if entry.error is not None:
             if self._error is None:
-                own = copy.copy(entry.error)  # each rank raises its own: a traceback belongs to one thread
+                own = without_traceback(entry.error)  # each rank raises its own
                 self._error = blamed_on(self._group.aborted.get(self._rank), own)
             raise self._error
 
@@ -273,7 +271,7 @@ class _LocalWork(Work):
         if not self._entry.done:
             lost = [rank for rank in self._missing() if self._group.gone(rank) is not None]
             needs_all_gone = self._op.kind == "recv" and self._op.peer is None
-            if lost and (not needs_all_gone or len(lost) == len(self._group.global_ranks) - 1):
+            if lost and (not needs_all_gone or len(lost) == len(self._group.ranks) - 1):
                 who = f"rank {lost[0]} {self._group.gone(lost[0])}"
                 self._give_up(PeerLost(f"{describe(self._op)}: {who}, and will not come", lost[0]))
         return self._entry.done
@@ -283,16 +281,14 @@ class _LocalWork(Work):
         if self._op.kind in ("send", "recv") and self._op.peer is not None:
             return [self._op.peer]
         came = self._entry.came or {self._rank}
-        return [rank for rank in range(len(self._group.global_ranks)) if rank not in came]
+        return [rank for rank in self._group.ranks if rank not in came]
 
     def _timeout(self, limit_s: float) -> CollectiveTimeout:
         missing = self._missing()
-        others = "; ".join(
-            self._group.state(rank) for rank in range(len(self._group.global_ranks)) if rank != self._rank
-        )
+        late = f"rank{'s' * (len(missing) != 1)} {', '.join(map(str, missing))}"
+        others = "; ".join(self._group.state(rank) for rank in self._group.ranks if rank != self._rank)
         return CollectiveTimeout(
-            f"{describe(self._op)}: rank{'s' * (len(missing) != 1)} "
-            f"{', '.join(map(str, missing))} did not come within {limit_s:g} s ({others}). "
+            f"{describe(self._op)}: {late} did not come within {limit_s:g} s ({others}). "
             f"Next: find why that rank skipped this call or waits elsewhere; raise timeout_s if it is only slow",
             missing,
         )

@@ -7,6 +7,7 @@ way.
 from __future__ import annotations
 
 import abc
+import threading
 import time
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -15,19 +16,9 @@ import torch
 from torch import Tensor
 
 Kind = Literal[
-    "send",
-    "recv",
-    "batch_send_recv",
-    "broadcast",
-    "reduce",
-    "all_reduce",
-    "gather",
-    "all_gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "barrier",
-]
+    "send", "recv", "batch_send_recv", "barrier",
+    "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all",
+]  # fmt: skip
 Reduction = Literal["sum", "mean", "min", "max", "product"]
 REDUCTIONS: tuple[Reduction, ...] = ("sum", "mean", "min", "max", "product")
 COLLECTIVE_TAG = 2**31 - 2  # of messages that a collective is made of; users have the tags below
@@ -65,6 +56,12 @@ class CommOp(NamedTuple):
     parts: tuple[CommOp, ...] = ()
     async_op: bool = True  # False: the caller waits at once, so a transport may do the work in `wait`
     algorithm: Algorithm | None = None  # carries this collective out by messages, in place of the transport
+
+    @property
+    def reduction(self) -> Reduction:
+        """`reduce` of a kind that has one."""
+        assert self.reduce is not None
+        return self.reduce
 
     @property
     def nbytes(self) -> int:
@@ -154,22 +151,23 @@ DONE = DoneWork()
 
 
 class ThenWork(Work):
-    """Work with one more local step, run once, by the first `wait`: a division, a copy back into strided memory."""
+    """Work with one more local step, run once, by the first `wait`: a division, a copy back into strided memory.
+
+    Other threads that wait return after it; where it raises, the next `wait` runs it again.
+    """
 
     def __init__(self, work: Work, then: Callable[[], object]) -> None:
         self._work = work
         self._then: Callable[[], object] | None = then
+        self._at_it = threading.Lock()
 
     def wait(self, timeout_s: float | None = None) -> None:
         self._work.wait(timeout_s)
-        then, self._then = self._then, None
-        if then is not None:
-            try:
-                with torch.no_grad():
-                    then()
-            except BaseException:
-                self._then = then  # the result is not there, and no later `wait` may say so
-                raise
+        if self._then is not None:
+            with self._at_it, torch.no_grad():
+                if self._then is not None:
+                    self._then()
+                    self._then = None  # not before: after an error no `wait` may say that the result is there
 
     def is_done(self) -> bool:
         return self._work.is_done()

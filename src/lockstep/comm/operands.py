@@ -1,15 +1,23 @@
-"""A user's tensors made ready for a transport: detached, contiguous, real where they are added."""
+"""What a user gives an operation: refused where it cannot be right, and made ready for a transport.
+
+That is detached, contiguous, real where it is added.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import REDUCTIONS, CommOp
+from lockstep.comm.op import COLLECTIVE_TAG, REDUCTIONS, CommOp
 from lockstep.comm.reduction import is_reducible
 from lockstep.errors import ConfigError
+
+if TYPE_CHECKING:
+    from lockstep.comm.communicator import Communicator
 
 SUM_LIKE = ("sum", "mean")
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}  # to add in
@@ -50,11 +58,82 @@ def in_place_list(tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Callab
     return tuple(flat for flat, _ in pairs), (copy_back if copies else None)
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor."""
+    flat = tensor.view(-1)
+    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element may be anything
+
+
+def writing_to(tensors: Iterable[Tensor]) -> AbstractContextManager[object]:
+    """Tensors made in torch.inference_mode may be written in it only, and the thread that writes may be another one."""
+    return torch.inference_mode() if any(tensor.is_inference() for tensor in tensors) else torch.no_grad()
+
+
 def pieces(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
     """One flat tensor for each of `count` ranks: `tensors` are that already, or one tensor of equal parts."""
     if len(tensors) == 1 and count > 1:
         return tensors[0].view(count, tensors[0].numel() // count).unbind()
     return [tensor.view(-1) for tensor in tensors]
+
+
+def check_numel(kind: str, numel: int) -> None:
+    """Raises: ConfigError for a number of elements below 0."""
+    if numel < 0:
+        raise ConfigError(f"{kind} of {numel} elements: give their number, 0 or more")
+
+
+def check_peer(comm: Communicator, argument: str, rank: int | None, tag: int | None = None) -> None:
+    """tag: of a message, which goes to another rank, or comes from one or from any."""
+    if rank is not None and not 0 <= rank < comm.world_size:
+        raise ConfigError(f"{argument}={rank}: {comm.name!r} has ranks 0 to {comm.world_size - 1}")
+    if tag is not None and rank == comm.rank:
+        raise ConfigError(f"{argument}={rank} is this rank itself: a rank cannot send to itself, copy the tensor")
+    if tag is not None and not 0 <= tag < COLLECTIVE_TAG:
+        raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 3")
+
+
+def check_list(
+    comm: Communicator, argument: str, tensors: Sequence[Tensor], own: Tensor | None = None, name: str = "tensor"
+) -> None:
+    """own: what this rank's tensor of the list goes into or comes from, argument `name`."""
+    if len(tensors) != comm.world_size:
+        raise ConfigError(f"{argument} has {len(tensors)} tensors: it needs one per rank, {comm.world_size}")
+    dtypes = {str(t.dtype) for t in (tensors if own is None else (*tensors, own))}
+    if len(dtypes) > 1:
+        raise ConfigError(f"{argument} on rank {comm.rank}: one operation has one dtype, not {sorted(dtypes)}")
+    if own is not None and tensors[comm.rank].numel() != own.numel():
+        raise ConfigError(
+            f"on rank {comm.rank} {argument}[{comm.rank}] has {tensors[comm.rank].numel()} elements, but its "
+            f"{name} has {own.numel()} elements: they are one and the same data"
+        )
+
+
+def check_root_list(
+    comm: Communicator, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, root: int
+) -> bool:
+    """Whether this rank is the root, which alone has the list."""
+    if comm.rank != root:
+        if tensors:
+            raise ConfigError(f"{argument} belongs to rank {root} only; rank {comm.rank} must pass None")
+        return False
+    if tensors is None:
+        raise ConfigError(f"{argument} is needed on rank {root}, which is the root")
+    check_list(comm, argument, tensors, tensor)
+    return True
+
+
+def check_even(comm: Communicator, kind: str, whole: Tensor, part: Tensor, may_widen: bool = False) -> None:
+    """`whole` is one `part` for each rank, of the same dtype; may_widen: the part may be of a wider one."""
+    if whole.numel() != comm.world_size * part.numel():
+        raise ConfigError(
+            f"{kind} on rank {comm.rank}: the whole has {whole.numel()} elements, but {comm.world_size} ranks x "
+            f"{part.numel()} elements each are {comm.world_size * part.numel()}; for uneven parts use the list form"
+        )
+    if whole.dtype != part.dtype and not (may_widen and part.dtype == WIDER.get(whole.dtype)):
+        raise ConfigError(
+            f"{kind} on rank {comm.rank}: dtypes differ, {whole.dtype} and {part.dtype}"
+            + ("; a wider sum is float32 of bfloat16 or float16, or float64 of float32" if may_widen else "")
+        )
 
 
 def check_reduction(reduce: str, tensor: Tensor) -> None:

@@ -13,18 +13,15 @@ import ipaddress
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-from lockstep.comm.slurm_lists import expand_hosts, expand_tasks, slurm_port
+from lockstep.comm.launcher_variables import Launcher, find_variables
 from lockstep.errors import EnvironmentProblems
-
-Launcher = Literal["arguments", "torchrun", "environment", "slurm", "one process", "process group"]
 
 HINT = (
     "Start the processes with `torchrun --standalone --nproc-per-node=2 train.py` or, under Slurm, "
     "`srun python train.py`. LOCKSTEP_ENV=off runs one process whatever the environment says."
 )
-_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
 
 
 class Problem(NamedTuple):
@@ -94,24 +91,23 @@ def read_place(
 
     Explicit arguments win over `environ`, field by field.
     """
-    reader = _Reader(environ)
-    variables = reader.launcher_variables(explicit=rank is not None or world_size is not None)
-    one = 1 if reader.launcher == "one process" else None
+    reader = _Reader(environ, explicit=rank is not None or world_size is not None)
+    variables = reader.variables
+    one = 1 if variables.launcher == "one process" else None
     size = reader.number("world_size", world_size, variables.world_size, default=one, minimum=1)
     alone = size == 1
     here = reader.number("rank", rank, variables.rank, default=0 if alone else None, minimum=0)
     if here is not None and size is not None and here >= size:
-        reader.problem(
-            "rank", f"{reader.named('rank', here)}, but {reader.named('world_size', size)}: ranks are 0 to {size - 1}"
-        )
+        worlds = reader.named("world_size", size)
+        reader.problem("rank", f"{reader.named('rank', here)}, but {worlds}: ranks are 0 to {size - 1}")
     host, at = "", 0
     if file is not None:
         reader.sources["file"] = "init(file=...)"
         if address is not None or port is not None:
             reader.problem("file", "init() got a file and an address or port: the ranks can meet at one of them")
     elif not alone:
-        host, at = reader.meeting_point(address, port, variables)
-    local = reader.local(here, size, variables)
+        host, at = reader.meeting_point(address, port)
+    local = reader.local(here, size)
     place = Place(
         rank=here or 0,
         world_size=size or 1,
@@ -121,12 +117,12 @@ def read_place(
         address=host,
         port=at,
         file=file or "",
-        launcher=reader.launcher,
+        launcher=variables.launcher,
         sources=tuple(sorted(reader.sources.items())),
         run_id=variables.run_id,
         restart_count=reader.number("restart_count", None, variables.restart_count, default=0, minimum=0) or 0,
         agent_store=reader.agent_store(),
-        note=reader.note,
+        note=variables.note,
     )
     return place, tuple(reader.problems)
 
@@ -153,33 +149,22 @@ def place_on_machines(place: Place, machines: Sequence[str]) -> Place:
     )
 
 
-# ---------------------------------------------------------------------- the environment, one launcher at a time
-
-
-class _Variables(NamedTuple):
-    """The names under which a launcher gives each field, and the values it gives in another form."""
-
-    rank: tuple[str, ...] = ()
-    world_size: tuple[str, ...] = ()
-    local_rank: tuple[str, ...] = ()
-    local_world_size: tuple[str, ...] = ()
-    node_rank: tuple[str, ...] = ()
-    restart_count: tuple[str, ...] = ()
-    run_id: str = ""
-    address: str = ""  # what the launcher implies, where MASTER_ADDR and MASTER_PORT are not set
-    port: int = 0
-    tasks_per_node: tuple[int, ...] = ()
+# ---------------------------------------------------------------------- one field after the other
 
 
 class _Reader:
     """Reads fields, remembers where each came from, and collects what is wrong."""
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    def __init__(self, environ: Mapping[str, str], explicit: bool) -> None:
         self.environ = {name: value for name, value in environ.items() if value != ""}
         self.problems: list[Problem] = []
         self.sources: dict[str, str] = {}
-        self.launcher: Launcher = "one process"
-        self.note = ""
+        switch = self.environ.get("LOCKSTEP_ENV", "auto").lower()
+        if switch not in ("auto", "off"):
+            self.problem("", f"LOCKSTEP_ENV={switch!r}: it can be off (use arguments only) or auto")
+        if switch == "off":
+            self.environ = {}
+        self.variables = find_variables(self.environ, explicit, self.problem)
 
     def problem(self, field: str, text: str) -> None:
         self.problems.append(Problem(field, text))
@@ -188,72 +173,6 @@ class _Reader:
         """`RANK=3`, or `rank=3` where it was an argument."""
         source = self.sources.get(field, field)
         return f"{field}={value}" if source.startswith("init(") or source == field else f"{source}={value}"
-
-    def launcher_variables(self, explicit: bool) -> _Variables:
-        switch = self.environ.get("LOCKSTEP_ENV", "auto").lower()
-        if switch not in ("auto", "off"):
-            self.problem("", f"LOCKSTEP_ENV={switch!r}: it can be off (use arguments only) or auto")
-        if explicit:
-            self.launcher = "arguments"
-        if switch == "off":
-            self.environ = {}
-            return _Variables()
-        if any(name in self.environ for name in _TORCHRUN):
-            elastic = "TORCHELASTIC_RUN_ID" in self.environ
-            self.launcher = "arguments" if explicit else "torchrun" if elastic else "environment"
-            return _Variables(
-                ("RANK",), ("WORLD_SIZE",), ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",), ("GROUP_RANK", "NODE_RANK"),
-                ("TORCHELASTIC_RESTART_COUNT",), self.environ.get("TORCHELASTIC_RUN_ID", ""),
-            )  # fmt: skip
-        return self._slurm(explicit)
-
-    def _slurm(self, explicit: bool) -> _Variables:
-        """Slurm's variables inside a step of several tasks; an `sbatch` script or an `salloc` shell is one process."""
-        environ = self.environ
-        tasks = environ.get("SLURM_STEP_NUM_TASKS", environ.get("SLURM_NTASKS", "1"))
-        if not ("SLURM_STEP_ID" in environ and "SLURM_PROCID" in environ) or tasks == "1":
-            if environ.get("SLURM_NTASKS", "1") != "1" and not explicit:
-                self.note = (
-                    f"SLURM_NTASKS={environ['SLURM_NTASKS']}, but this process is no task of a step: srun starts all"
-                )
-            elif "MASTER_ADDR" in environ and not explicit:
-                self.note = "MASTER_ADDR is set, but neither RANK nor WORLD_SIZE"
-            return _Variables()
-        self.launcher = "arguments" if explicit else "slurm"
-        size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
-        job, step = environ.get("SLURM_JOB_ID", environ.get("SLURM_JOBID", "")), environ["SLURM_STEP_ID"]
-        if not job.isdigit() or not step.isdigit():
-            self.problem("port", f"SLURM_JOB_ID={job!r} and SLURM_STEP_ID={step!r} are not both numbers")
-        return _Variables(
-            ("SLURM_PROCID",), (size,), ("SLURM_LOCALID",), (), ("SLURM_NODEID",), ("SLURM_RESTART_COUNT",),
-            run_id=f"slurm-{job}.{step}",
-            address=self._slurm_address(),
-            port=slurm_port(int(job), int(step)) if job.isdigit() and step.isdigit() else 0,
-            tasks_per_node=self._slurm_tasks(),
-        )  # fmt: skip
-
-    def _slurm_address(self) -> str:
-        environ = self.environ
-        name = next((n for n in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") if n in environ), "")
-        if "MASTER_ADDR" in environ or not name:
-            return ""
-        try:
-            hosts = expand_hosts(environ[name])
-        except ValueError as error:
-            self.problem("address", f"{name}={environ[name]!r} is no list of hosts: {error}")
-            return ""
-        return "127.0.0.1" if len(hosts) == 1 else hosts[0]
-
-    def _slurm_tasks(self) -> tuple[int, ...]:
-        names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-        name = next((n for n in names if n in self.environ), "")
-        try:
-            return tuple(expand_tasks(self.environ[name])) if name else ()
-        except ValueError:
-            self.problem("local_world_size", f"{name}={self.environ[name]!r} is no list of task counts like 2(x3),1")
-            return ()
-
-    # ------------------------------------------------------------------ single fields
 
     def number(
         self, field: str, explicit: int | None, names: Sequence[str], *, default: int | None, minimum: int
@@ -282,48 +201,44 @@ class _Reader:
             return None
         return value
 
-    def meeting_point(self, address: str | None, port: int | None, variables: _Variables) -> tuple[str, int]:
-        host = self.environ.get("MASTER_ADDR", variables.address) if address is None else address
+    def meeting_point(self, address: str | None, port: int | None) -> tuple[str, int]:
+        implied = self.variables
+        host = self.environ.get("MASTER_ADDR", implied.address) if address is None else address
         if address is not None:
             self.sources["address"] = "init(address=...)"
         elif host:
-            self.sources["address"] = (
-                "MASTER_ADDR" if "MASTER_ADDR" in self.environ else "the first host of the Slurm step"
-            )
+            is_set = "MASTER_ADDR" in self.environ
+            self.sources["address"] = "MASTER_ADDR" if is_set else "the first host of the Slurm step"
         if not host:
             self._missing("address", "MASTER_ADDR")
         elif not _is_host(host):
             self.problem("address", f"{self.named('address', repr(host))} is not a host name or an IP address alone")
-        if variables.port and port is None and "MASTER_PORT" not in self.environ:
-            self.sources["port"] = "the Slurm job and step id"
-            return host, variables.port
         if port is None and "MASTER_PORT" not in self.environ:
-            self._missing("port", "MASTER_PORT")
-            return host, 0
+            if implied.port:
+                self.sources["port"] = "the Slurm job and step id"
+            else:
+                self._missing("port", "MASTER_PORT")
+            return host, implied.port
         at = self.number("port", port, ("MASTER_PORT",), default=0, minimum=1)
         if at is not None and at > 65535:
             self.problem("port", f"{self.named('port', at)} is no port: they end at 65535")
         return host, at or 0
 
     def _missing(self, field: str, name: str) -> None:
-        if any(problem.field == field for problem in self.problems):
-            return
-        self.problem(
-            field, f"init({field}=...) or {name} is needed" if self.launcher == "arguments" else f"{name} is not set"
-        )
+        by_arguments = self.variables.launcher == "arguments"
+        if all(problem.field != field for problem in self.problems):
+            self.problem(field, f"init({field}=...) or {name} is needed" if by_arguments else f"{name} is not set")
 
     def agent_store(self) -> bool:
         """True where the meeting point is the one that torchrun names, and its agent keeps it open."""
         where = (self.sources.get("address"), self.sources.get("port"))
         return where == ("MASTER_ADDR", "MASTER_PORT") and self.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
-    def local(self, rank: int | None, size: int | None, variables: _Variables) -> tuple[int, int, int]:
+    def local(self, rank: int | None, size: int | None) -> tuple[int, int, int]:
         """(local_rank, local_world_size, node_rank): the launcher's, unless arguments have moved this process."""
-        env = self.environ
-        own = (
-            next((env[n] for n in variables.rank if n in env), None),
-            next((env[n] for n in variables.world_size if n in env), None),
-        )
+        variables = self.variables
+        names = (variables.rank, variables.world_size)
+        own = tuple(next((self.environ[n] for n in each if n in self.environ), None) for each in names)
         if rank is None or size is None or own != (str(rank), str(size)):
             return 0, 1, 0
         local_rank = self.number("local_rank", None, variables.local_rank, default=0, minimum=0)
@@ -335,21 +250,13 @@ class _Reader:
             count = tasks[node]
         if local_rank is None or count is None or "local_world_size" not in self.sources:
             return local_rank or 0, count or 1, node or 0
+        here, nodes = self.named("local_world_size", count), self.environ.get("GROUP_WORLD_SIZE", "1")
+        may_differ = bool(tasks) or (nodes.isdecimal() and int(nodes) > 1)  # between machines
         if local_rank >= count:
-            self.problem(
-                "local_rank", f"{self.named('local_rank', local_rank)}, but {self.named('local_world_size', count)}"
-            )
-        elif count > size or (size % count and not self._uneven_nodes(tasks)):
-            self.problem(
-                "local_world_size",
-                f"{self.named('world_size', size)} is no multiple of {self.named('local_world_size', count)}",
-            )
+            self.problem("local_rank", f"{self.named('local_rank', local_rank)}, but {here}")
+        elif count > size or (size % count and not may_differ):
+            self.problem("local_world_size", f"{self.named('world_size', size)} is no multiple of {here}")
         return local_rank, count, node or 0
-
-    def _uneven_nodes(self, tasks: Sequence[int]) -> bool:
-        """True where the launcher says that machines have different numbers of ranks."""
-        nodes = self.environ.get("GROUP_WORLD_SIZE", "1")
-        return bool(tasks) or (nodes.isdigit() and int(nodes) > 1)
 
 
 def _is_host(text: str) -> bool:

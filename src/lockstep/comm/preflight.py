@@ -106,16 +106,11 @@ def listen(place: Place, addresses: Sequence[str], everywhere: bool) -> Listenin
     wanted = ["0.0.0.0"] if everywhere else sorted(addresses, key=lambda address: ":" in address)
     reason = OSError(errno.EADDRNOTAVAIL, "no address")
     for address in wanted:
-        listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind((address, place.port))
-            listener.listen(4096)
-        except OSError as error:
-            listener.close()
+            return Listening(socket.create_server((address, place.port), family=family, backlog=4096))
+        except OSError as error:  # also where there is no IPv6
             reason = error
-        else:
-            return Listening(listener)
         if reason.errno == errno.EADDRINUSE:
             return Listening(None, taken=True)
     here = f"rank 0 must open port {place.port}, but on {socket.gethostname()}"
@@ -227,20 +222,6 @@ def state_and_cpu_s(path: str) -> tuple[str, float]:
     return words[0].decode(), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def is_running(pid: int) -> bool:
-    """False where process `pid` of this machine has ended, also where its parent has not noticed yet."""
-    state = process_state(pid)
-    if state:
-        return state not in "ZX"
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def loopback_interface() -> str:
     """The name of the interface that never leaves the machine; "" where it has an unusual one."""
     names = [name for _, name in socket.if_nameindex()]
@@ -252,22 +233,14 @@ def is_loopback(address: str) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def own_name_is_local() -> bool:
-    """True where this machine's name leads to no address that another machine could use."""
-    try:
-        return all(is_loopback(address) for address in resolve(socket.gethostname(), 0))
-    except (OSError, Deadline):
-        return True
-
-
 def local_address(towards: str) -> str:
     """The address from which this machine talks to `towards`; "" where there is no way. Sends nothing."""
-    with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in towards else socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((towards, 9))
-        except OSError:
-            return ""
-        return str(probe.getsockname()[0])
+            return str(probe.getsockname()[0])
+    except OSError:  # also where there is no IPv6
+        return ""
 
 
 def interface_addresses() -> list[tuple[str, str]]:
@@ -294,8 +267,11 @@ def gloo_interface(towards: Sequence[str], one_machine: bool) -> str:
     """
     if one_machine:
         return loopback_interface()  # nothing needs to listen beyond this machine
-    remote = [address for address in towards if address and not is_loopback(address)]
-    return interface_of(local_address(remote[0])) if remote and own_name_is_local() else ""
+    remote = next((address for address in towards if address and not is_loopback(address)), "")
+    own: list[str] = []
+    with contextlib.suppress(OSError, UnicodeError, Deadline):  # a name that leads nowhere
+        own = resolve(socket.gethostname(), 0) if remote else []
+    return interface_of(local_address(remote)) if remote and all(map(is_loopback, own)) else ""
 
 
 def core_mask() -> int:
@@ -316,21 +292,7 @@ def _quota_of(folder: Path) -> list[float]:
         if (folder / "cpu.max").exists():
             limit, period = (folder / "cpu.max").read_text().split()
         else:
-            limit, period = (folder / f"cpu.cfs_{word}_us" for word in ("quota", "period"))
-            limit, period = limit.read_text().strip(), period.read_text().strip()
+            limit, period = ((folder / f"cpu.cfs_{word}_us").read_text().strip() for word in ("quota", "period"))
     except OSError:
         return []
     return [] if limit in ("max", "-1") else [int(limit) / int(period)]
-
-
-def fair_threads(mask: int, neighbours: Sequence[int], quota: float) -> int:
-    """Threads for one rank so that the ranks of its machine together have one per core; at least 1.
-
-    mask: this rank's cores. neighbours: the masks of all ranks of the machine, this one's too. A core that n ranks may
-    use counts 1/n, so ranks that share all cores and ranks pinned to their own both come out right.
-    """
-    share = 0.0
-    for core in range(mask.bit_length()):
-        if mask >> core & 1:
-            share += 1 / max(1, sum(other >> core & 1 for other in neighbours))
-    return max(1, int(min(share, quota / max(1, len(neighbours))) + 1e-9))

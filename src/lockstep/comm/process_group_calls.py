@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import atexit
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any, final
 from weakref import WeakSet
@@ -19,50 +18,14 @@ from lockstep.comm.lent_transport import LentTransport
 from lockstep.comm.op import AllWork, Reduction, ThenWork, Work
 from lockstep.comm.process_group import layered
 from lockstep.comm.process_group_meeting import Member, connect, nccl_group, numbered
+from lockstep.comm.process_group_routing import served
 from lockstep.comm.process_group_work import GroupWork, future_teller
 from lockstep.errors import CommError, ConfigError
 
 _CPU = torch.device("cpu")
-_REDUCTIONS: dict[Any, Reduction] = {
-    dist.ReduceOp.SUM: "sum",
-    dist.ReduceOp.AVG: "mean",
-    dist.ReduceOp.MIN: "min",
-    dist.ReduceOp.MAX: "max",
-    dist.ReduceOp.PRODUCT: "product",
-}
-_PLAIN = (Tensor, torch.nn.Parameter)  # other classes (FakeTensor, AsyncCollectiveTensor) are the dispatcher's
 _PATIENCE_S = 5.0  # for the futures of operations that a shutdown has cut short
 
 _open_groups: WeakSet[LockstepGroup] = WeakSet()
-
-
-def _call(options: type) -> Callable[[Callable[..., dist.Work]], Any]:
-    """Marks one of torch's calls: what it works on, then `options`, which may be left out.
-
-    Where the communicator cannot serve a call, it goes on to the group of torch's own that can. What serves a reduction
-    is given the reduction as its last argument.
-    """
-    reduces = hasattr(options, "reduceOp")
-
-    def mark(serve: Callable[..., dist.Work]) -> Any:
-        @functools.wraps(serve)
-        def method(self: LockstepGroup, *operands: Any, opts: Any = None) -> dist.Work:
-            if opts is None:
-                if operands and isinstance(operands[-1], options):
-                    operands, opts = operands[:-1], operands[-1]
-                else:
-                    opts = options()
-            reduce = _REDUCTIONS.get(opts.reduceOp.op) if reduces else None
-            other = self._other(operands, opts)
-            if other is None and reduces and reduce is None:
-                other = self._gloo
-            if other is not None:
-                return getattr(other, serve.__name__)(*operands, opts)
-            return serve(self, *operands, opts, reduce) if reduces else serve(self, *operands, opts)
-
-        return method
-
-    return mark
 
 
 @final
@@ -108,7 +71,7 @@ class LockstepGroup(ProcessGroup):
         return [_CPU, *(torch.device(kind) for kind in self._named())]
 
     def _get_backend(self, device: torch.device) -> Any:
-        return (self._gloo if device.type == "cpu" else self._on(device.type))._get_backend(device)
+        return self.other(device.type)._get_backend(device)
 
     def shutdown(self) -> None:
         """Give back threads, memory and sockets; what is under way fails. Not collective; again does nothing."""
@@ -130,18 +93,9 @@ class LockstepGroup(ProcessGroup):
 
     # ------------------------------------------------------------------ what the communicator does not serve
 
-    def _other(self, operands: Sequence[Any], opts: Any = None) -> ProcessGroup | None:
-        """The group of torch's own for such tensors; None where the communicator takes them."""
-        for operand in operands:  # a tensor, a list of them, or a list of lists, which may be empty on this rank
-            while isinstance(operand, list):
-                operand = operand[0] if operand else None
-            if isinstance(operand, Tensor):
-                if operand.is_cpu or operand.is_meta:
-                    is_plain = operand.is_cpu and operand.layout is torch.strided and type(operand) in _PLAIN
-                    return None if is_plain else self._gloo
-                return self._on(operand.device.type)
-        device = getattr(opts, "device", None)  # of a barrier
-        return None if device is None or device.type == "cpu" else self._on(device.type)
+    def other(self, kind: str) -> ProcessGroup:
+        """The group of torch's own for tensors of a kind of device."""
+        return self._gloo if kind == "cpu" else self._on(kind)
 
     def _on(self, kind: str) -> ProcessGroup:
         """The group for tensors of another device. Torch stops at the first ProcessGroup it gets, so it made none."""
@@ -203,34 +157,34 @@ class LockstepGroup(ProcessGroup):
 
     # ------------------------------------------------------------------ reductions
 
-    @_call(dist.AllreduceOptions)
+    @served(dist.AllreduceOptions)
     def allreduce(self, tensors: list[Tensor] | Tensor, opts: Any, reduce: Reduction) -> dist.Work:
         tensor = tensors if isinstance(tensors, Tensor) else tensors[0]
         return self._run(opts, [tensor], self._reducing(self.comm.all_reduce, (tensor,), reduce, tensor))
 
-    @_call(dist.AllreduceCoalescedOptions)
+    @served(dist.AllreduceCoalescedOptions)
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Any, reduce: Reduction) -> dist.Work:
         return self._run(opts, tensors, *(self._reducing(self.comm.all_reduce, (t,), reduce, t) for t in tensors))
 
-    @_call(dist.ReduceOptions)
+    @served(dist.ReduceOptions)
     def reduce(self, tensors: list[Tensor], opts: Any, reduce: Reduction) -> dist.Work:
         tensor, root = tensors[0], opts.rootRank
         output = tensor if root == self.comm.rank else None
         return self._run(opts, tensors, self._reducing(self.comm.reduce, (tensor, root), reduce, output))
 
-    @_call(dist.ReduceScatterOptions)
+    @served(dist.ReduceScatterOptions)
     def reduce_scatter(
         self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any, reduce: Reduction
     ) -> dist.Work:
         output, parts = outputs[0], inputs[0]
         return self._run(opts, outputs, self._reducing(self.comm.reduce_scatter, (output, parts), reduce, output))
 
-    @_call(dist.ReduceScatterOptions)
+    @served(dist.ReduceScatterOptions)
     def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: Any, reduce: Reduction) -> dist.Work:
         scatter = self.comm.reduce_scatter_tensor
         return self._run(opts, [output], self._reducing(scatter, (output, whole), reduce, output))
 
-    @_call(dist.ReduceScatterOptions)
+    @served(dist.ReduceScatterOptions)
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[Tensor], wholes: list[Tensor], opts: Any, reduce: Reduction
     ) -> dist.Work:
@@ -248,55 +202,48 @@ class LockstepGroup(ProcessGroup):
             if output is not None:
                 output.div_(self.comm.world_size, rounding_mode="trunc")
 
-        def begin(async_op: bool) -> Work:
-            work = ThenWork(call(*operands, "sum", async_op=async_op), divide)
-            if not async_op:
-                work.wait()
-            return work
-
-        return begin
+        return lambda async_op: ThenWork(call(*operands, "sum", async_op=async_op), divide)
 
     # ------------------------------------------------------------------ moving data
 
-    @_call(dist.BroadcastOptions)
+    @served(dist.BroadcastOptions)
     def broadcast(self, tensors: list[Tensor], opts: Any) -> dist.Work:
         return self._run(opts, tensors, partial(self.comm.broadcast, tensors[0], opts.rootRank))
 
-    @_call(distributed_c10d.AllgatherOptions)
+    @served(distributed_c10d.AllgatherOptions)
     def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         return self._run(opts, outputs[0], partial(self.comm.all_gather, outputs[0], inputs[0]))
 
-    @_call(distributed_c10d.AllgatherOptions)
+    @served(distributed_c10d.AllgatherOptions)
     def allgather_coalesced(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         lists = [list(of_input) for of_input in zip(*outputs, strict=True)]  # outputs[rank][input]
         gathers = (partial(self.comm.all_gather, filled, t) for filled, t in zip(lists, inputs, strict=True))
         return self._run(opts, [tensor for filled in lists for tensor in filled], *gathers)
 
-    @_call(distributed_c10d.AllgatherOptions)
+    @served(distributed_c10d.AllgatherOptions)
     def _allgather_base(self, whole: Tensor, tensor: Tensor, opts: Any) -> dist.Work:
         return self._run(opts, [whole], partial(self.comm.all_gather_into_tensor, whole, tensor))
 
-    @_call(distributed_c10d.AllgatherOptions)
+    @served(distributed_c10d.AllgatherOptions)
     def allgather_into_tensor_coalesced(self, wholes: list[Tensor], tensors: list[Tensor], opts: Any) -> dist.Work:
         pairs = zip(wholes, tensors, strict=True)
         return self._run(opts, wholes, *(partial(self.comm.all_gather_into_tensor, whole, t) for whole, t in pairs))
 
-    @_call(dist.GatherOptions)
+    @served(dist.GatherOptions)
     def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any) -> dist.Work:
         filled = outputs[0] if outputs else None
         return self._run(opts, filled or [], partial(self.comm.gather, inputs[0], filled, opts.rootRank))
 
-    @_call(dist.ScatterOptions)
+    @served(dist.ScatterOptions)
     def scatter(self, outputs: list[Tensor], inputs: list[list[Tensor]], opts: Any) -> dist.Work:
-        return self._run(
-            opts, outputs, partial(self.comm.scatter, outputs[0], inputs[0] if inputs else None, opts.rootRank)
-        )
+        given = inputs[0] if inputs else None
+        return self._run(opts, outputs, partial(self.comm.scatter, outputs[0], given, opts.rootRank))
 
-    @_call(dist.AllToAllOptions)
+    @served(dist.AllToAllOptions)
     def alltoall(self, outputs: list[Tensor], inputs: list[Tensor], opts: Any) -> dist.Work:
         return self._run(opts, outputs, partial(self.comm.all_to_all, outputs, inputs))
 
-    @_call(dist.AllToAllOptions)
+    @served(dist.AllToAllOptions)
     def alltoall_base(
         self, output: Tensor, tensor: Tensor, output_rows: list[int], input_rows: list[int], opts: Any
     ) -> dist.Work:
@@ -313,7 +260,7 @@ class LockstepGroup(ProcessGroup):
             )
         return list(tensor.detach().split(sizes))
 
-    @_call(dist.BarrierOptions)
+    @served(dist.BarrierOptions)
     def barrier(self, opts: Any) -> dist.Work:
         return self._run(opts, [], self.comm.barrier)
 
@@ -326,22 +273,16 @@ class LockstepGroup(ProcessGroup):
 
     # ------------------------------------------------------------------ messages between two ranks
 
+    @served()
     def send(self, tensors: list[Tensor], dstRank: int, tag: int = 0) -> dist.Work:
-        other = self._other((tensors,))
-        if other is not None:
-            return other.send(tensors, dstRank, tag)
         return self._message(self.comm.isend(tensors[0], dstRank, tag))
 
+    @served()
     def recv(self, tensors: list[Tensor], srcRank: int, tag: int = 0) -> dist.Work:
-        other = self._other((tensors,))
-        if other is not None:
-            return other.recv(tensors, srcRank, tag)
         return self._message(self.comm.irecv(tensors[0], srcRank, tag), srcRank)
 
+    @served()
     def recv_anysource(self, tensors: list[Tensor], tag: int = 0) -> dist.Work:
-        other = self._other((tensors,))
-        if other is not None:
-            return other.recv_anysource(tensors, tag)
         return self._message(self.comm.irecv(tensors[0], None, tag))
 
 

@@ -133,13 +133,11 @@ def plain_transport(member: Member, machines: Sequence[str]) -> TorchTransport:
 
 
 def _gloo(member: Member, on_loopback: bool) -> ProcessGroupGloo:
-    device = (
-        ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)
-        if on_loopback
-        else ProcessGroupGloo.create_default_device(lazy_init=True)
-    )
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] - the stub has other names
-    options._devices = [device]
+    if on_loopback:
+        options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=True)]
+    else:
+        options._devices = [ProcessGroupGloo.create_default_device(lazy_init=True)]
     options._timeout = timedelta(seconds=member.timeout_s)
     options.global_ranks_in_group = list(member.global_ranks)
     options.group_name = member.name

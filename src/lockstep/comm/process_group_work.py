@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import threading
 from datetime import timedelta
 from typing import Any, final
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
 from lockstep.comm.background import Background
 from lockstep.comm.op import Work
+from lockstep.comm.operands import writing_to
 from lockstep.errors import CollectiveTimeout, CommError, ConfigError
 
 _NO_TIMEOUT = timedelta(0)
@@ -68,7 +67,7 @@ class GroupWork(dist.Work):
             raise CollectiveTimeout(f"not ended within {limit_s:g} s; another thread of this rank waits for it too")
         try:
             if not self._ended:
-                with _inference(self._outputs):
+                with writing_to(self._outputs):
                     self._work.wait(limit_s)
                 self._ended = True
         except CommError as error:
@@ -130,9 +129,7 @@ class GroupWork(dist.Work):
         """`wait`: on the CPU there is no stream to order."""
         self.wait()
 
-    def block_current_stream(self) -> None:
-        """`wait`: on the CPU there is no stream to order."""
-        self.wait()
+    block_current_stream = synchronize
 
     def source_rank(self) -> int:
         """Of an ended receive: the rank in the group that the message came from."""
@@ -140,10 +137,3 @@ class GroupWork(dist.Work):
         return self._source if source is None else source
 
     _source_rank = source_rank
-
-
-def _inference(outputs: list[Tensor]) -> contextlib.AbstractContextManager[Any]:
-    """Tensors made in torch.inference_mode may be written in it only, and the thread that waits may be another one."""
-    if any(output.is_inference() for output in outputs):
-        return torch.inference_mode()
-    return contextlib.nullcontext()

@@ -91,7 +91,7 @@ def create_pulses(path: str | os.PathLike[str], slots: int) -> None:
     """Make the file for the `slots` ranks of one start of a run: a new one each time, or old beats look like new."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        os.truncate(fd, slots * _SLOT_BYTES)
+        os.write(fd, bytes(slots * _SLOT_BYTES))  # no hole: in a file system that has become full, it would be SIGBUS
     finally:
         os.close(fd)
 

@@ -6,15 +6,15 @@ import abc
 import contextlib
 import threading
 import time
-from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, final
-
-import torch
+from typing import TYPE_CHECKING, Protocol, final
 
 from lockstep.comm.op import CommOp, Work, describe
 from lockstep.comm.transport import blamed_on
 from lockstep.errors import CollectiveTimeout, CommError, PeerLost
+
+if TYPE_CHECKING:
+    from lockstep.comm.torch_transport import TorchTransport
 
 _SLICE = timedelta(seconds=1)  # a wait returns to Python this often, so that Ctrl-C and SIGTERM are heard
 _CLOSED_HERE = ("pair closure",)
@@ -32,18 +32,7 @@ class Pending(Protocol):
     def _source_rank(self) -> int: ...
 
 
-class Owner(Protocol):
-    """What a work needs of the transport that started it."""
-
-    name: str
-    rank: int
-    world_size: int
-    timeout_s: float
-    pending: int
-    aborted: CommError | None
-
-
-def failure(transport: Owner, op: CommOp, error: RuntimeError, limit_s: float) -> CommError:
+def failure(transport: TorchTransport, op: CommOp, error: RuntimeError, limit_s: float) -> CommError:
     """The backend's error as one of ours; the caller raises it from the original."""
     text = str(error)
     place = f"{describe(op)} on rank {transport.rank} of {transport.world_size} ({transport.name})"
@@ -70,6 +59,11 @@ def failure(transport: Owner, op: CommOp, error: RuntimeError, limit_s: float) -
     return CommError(f"{place}: {text.splitlines()[0] if text else type(error).__name__}")
 
 
+def _limit(seconds: float) -> timedelta:
+    """At least a millisecond: torch takes less for no limit at all."""
+    return timedelta(seconds=max(seconds, 0.001))
+
+
 @final
 class Refused(Work):
     """An operation that could not be started because of another rank."""
@@ -85,16 +79,15 @@ class Refused(Work):
 
 
 class TorchWork(Work):
-    """A torch `Work` with one local step after it."""
+    """A torch `Work`."""
 
-    __slots__ = ("_error", "_finish", "_op", "_transport", "_work")
+    __slots__ = ("_error", "_op", "_transport", "_work")
 
-    def __init__(self, transport: Owner, op: CommOp, work: Pending, finish: Callable[[], object] | None = None) -> None:
+    def __init__(self, transport: TorchTransport, op: CommOp, work: Pending) -> None:
         transport.pending += 1
         self._transport = transport
         self._op = op
         self._work: Pending | None = work
-        self._finish = finish
         self._error: CommError | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -106,24 +99,23 @@ class TorchWork(Work):
         try:
             self._block(work, timeout_s)
         except RuntimeError as error:
-            self._work = None
             limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
             own = failure(self._transport, self._op, error, limit_s)
             own.__cause__ = error
             self._error = blamed_on(self._transport.aborted, own)
+            self._work = None  # not before there is an error: another thread may wait, too
             raise self._error from self._error.__cause__
-        if self._finish is not None:
-            with torch.no_grad():
-                self._finish()
-        self._work = None  # not before: else a second `wait` would say that the result is there
-        self._transport.pending -= 1
+        work, self._work = self._work, None
+        if work is not None:  # else the other thread has counted it
+            self._transport.pending -= 1
 
     @abc.abstractmethod
     def _block(self, work: Pending, timeout_s: float | None) -> None:
         """Wait for the end. Raises: RuntimeError, the backend's own."""
 
     def is_done(self) -> bool:
-        return self._work is None or self._work.is_completed()
+        work = self._work
+        return work is None or work.is_completed()
 
 
 @final
@@ -148,7 +140,7 @@ class GlooWork(TorchWork):
     def _block(self, work: Pending, timeout_s: float | None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
-        slice_ = _SLICE if limit_s > 1 else timedelta(seconds=max(limit_s, 0.001))
+        slice_ = _SLICE if limit_s > 1 else _limit(limit_s)
         while True:
             try:
                 work.wait(slice_)
@@ -157,7 +149,7 @@ class GlooWork(TorchWork):
                 left = deadline - time.monotonic()
                 if "Operation timed out!" not in str(error) or left <= 0 or self._transport.aborted is not None:
                     raise
-                slice_ = min(_SLICE, timedelta(seconds=max(left, 0.001)))
+                slice_ = min(_SLICE, _limit(left))
 
 
 @final
@@ -166,13 +158,13 @@ class GlooMessage(TorchWork):
 
     __slots__ = ("_source", "_waiter")
 
-    def __init__(self, transport: Owner, op: CommOp, work: Pending) -> None:
+    def __init__(self, transport: TorchTransport, op: CommOp, work: Pending) -> None:
         super().__init__(transport, op, work)
         self._waiter: threading.Thread | None = None
         self._source: int | None = None
 
     def _block(self, work: Pending, timeout_s: float | None) -> None:
-        work.wait(timedelta(seconds=self._transport.timeout_s if timeout_s is None else timeout_s))
+        work.wait(_limit(self._transport.timeout_s if timeout_s is None else timeout_s))
         if self._op.kind == "recv" and self._op.peer is None:
             self._source = work._source_rank()
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, final
-
-import torch
+from typing import TYPE_CHECKING, Any, final
 
 from lockstep.comm.algorithms import chain, dissemination, halving, naive, pairwise, ring, tree
-from lockstep.comm.algorithms.wire import Messenger, Wire
+from lockstep.comm.algorithms.wire import Wire
 from lockstep.comm.op import Algorithm, CommOp, Kind, Work
-from lockstep.comm.operands import check_reducible, pieces
+from lockstep.comm.operands import check_reducible, pieces, writing_to
 from lockstep.errors import CommError, ConfigError, UnsupportedArgument
+
+if TYPE_CHECKING:
+    from lockstep.comm.communicator import Communicator
 
 ALGORITHMS: dict[Kind, dict[str, Callable[..., None]]] = {
     "all_reduce": {
@@ -29,7 +30,7 @@ ALGORITHMS: dict[Kind, dict[str, Callable[..., None]]] = {
 }
 
 
-def by_messages(comm: Messenger, op: CommOp, algorithm: str) -> CommOp:
+def by_messages(comm: Communicator, op: CommOp, algorithm: str) -> CommOp:
     """`op`, to be carried out by messages of `comm`.
 
     Raises: ConfigError for an algorithm that does not exist, or a dtype that cannot be reduced.
@@ -48,7 +49,7 @@ def by_messages(comm: Messenger, op: CommOp, algorithm: str) -> CommOp:
 class MadeOfMessages(Algorithm):
     """One of `ALGORITHMS`, on the ranks of one communicator."""
 
-    def __init__(self, comm: Messenger, name: str) -> None:
+    def __init__(self, comm: Communicator, name: str) -> None:
         self.name = name
         self._comm = comm
 
@@ -60,7 +61,7 @@ class MadeOfMessages(Algorithm):
 class MessagesWork(Work):
     """A collective that the first `wait` carries out. The limit is the communicator's, for each message."""
 
-    def __init__(self, comm: Messenger, op: CommOp, name: str) -> None:
+    def __init__(self, comm: Communicator, op: CommOp, name: str) -> None:
         self._comm = comm
         self._op: CommOp | None = op  # None once it has ended
         self._name = name
@@ -69,8 +70,7 @@ class MessagesWork(Work):
     def wait(self, timeout_s: float | None = None) -> None:
         op, self._op = self._op, None
         if op is not None:
-            is_inference = any(output.is_inference() for output in op.outputs)
-            with torch.inference_mode() if is_inference else torch.no_grad():
+            with writing_to(op.outputs):
                 self._run(op)
         if self._error is not None:
             raise self._error

@@ -2,28 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, final
+from typing import TYPE_CHECKING, final
 
-import torch
 from torch import Tensor
 
-from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work
-from lockstep.comm.transport import Transport
+from lockstep.comm.op import COLLECTIVE_TAG, CommOp
 
-
-class Messenger(Protocol):
-    """All that the algorithms take of a communicator."""
-
-    rank: int
-    world_size: int
-    transport: Transport
-
-    @property
-    def device(self) -> torch.device: ...
-    def send_op(self, tensor: Tensor, dst: int, *, label: str = "") -> CommOp: ...
-    def recv_op(self, tensor: Tensor, src: int, *, label: str = "") -> CommOp: ...
-    def batch_send_recv(self, ops: Sequence[CommOp]) -> Work: ...
+if TYPE_CHECKING:
+    from lockstep.comm.communicator import Communicator
 
 
 @final
@@ -41,7 +27,7 @@ class Wire:
     says in which step of what they are.
     """
 
-    def __init__(self, comm: Messenger, title: str) -> None:
+    def __init__(self, comm: Communicator, title: str) -> None:
         """title: what the messages are for, "all_reduce by ring"."""
         self.rank = comm.rank
         self.world_size = comm.world_size

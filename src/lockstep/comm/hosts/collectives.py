@@ -19,14 +19,12 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import final
 
-import torch
-
 from lockstep.comm.hosts.links import HostStage, Links
 from lockstep.comm.hosts.mail import Fault
 from lockstep.comm.hosts.moving import BarrierStage, BroadcastStage, GatherStage, halves
 from lockstep.comm.hosts.summing import AllReduceStage, ReduceScatterStage
 from lockstep.comm.op import CommOp, describe
-from lockstep.comm.operands import pieces
+from lockstep.comm.operands import pieces, writing_to
 from lockstep.errors import CommError, TransportClosed
 
 BLOCK_BYTES = 4 << 20
@@ -53,9 +51,8 @@ class HostCollectives:
         if self._failure is not None:
             text = f"an earlier operation of this group failed: {self._failure.text}"
             raise self._failure._replace(text=text).error(self._place(op), self.links.rank)
-        is_inference = any(tensor.is_inference() for tensor in op.outputs)  # only that mode may write to its tensors
         try:
-            with torch.inference_mode() if is_inference else torch.no_grad():
+            with writing_to(op.outputs):
                 if op.kind in ("gather", "scatter", "all_to_all"):
                     self._within_host(op)
                 else:

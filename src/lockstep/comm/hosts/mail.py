@@ -16,6 +16,7 @@ from typing import NamedTuple, final
 import torch
 from torch import Tensor
 
+from lockstep.comm.handshake import listed
 from lockstep.comm.op import CommOp, Work, signature
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
@@ -97,12 +98,6 @@ def _called(op: CommOp) -> str:
     """What must be equal on every rank; of shapes the number of elements."""
     inputs, outputs = (tuple(tensor.view(-1) for tensor in tensors[:1]) for tensors in (op.inputs, op.outputs))
     return signature(op._replace(inputs=inputs, outputs=outputs))[: _CALLED_BYTES - 1]
-
-
-def as_bytes(tensor: Tensor) -> Tensor:
-    """The memory of a contiguous tensor."""
-    flat = tensor.view(-1)
-    return flat.as_strided(flat.shape, (1,)).view(torch.uint8)  # the stride of a single element may be anything
 
 
 class Letters(abc.ABC):
@@ -233,8 +228,7 @@ class Spread(Letters):
     def outgoing(self, host: int) -> Tensor:
         return self._box[WORD_BYTES:]
 
-    def incoming(self, host: int) -> Tensor:
-        return self._box[WORD_BYTES:]
+    incoming = outgoing
 
     def send(self, fault: Fault | None, op: CommOp) -> None:
         sends = self._leaders.rank == self._source
@@ -251,9 +245,3 @@ class Spread(Letters):
 def _aligned(nbytes: int) -> int:
     """So many bytes that what follows is aligned for every dtype."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
-
-
-def listed(ranks: Sequence[int]) -> str:
-    """Ranks for a sentence, the first of them where there are many."""
-    shown = ", ".join(map(str, ranks[:_MISSING_MAX]))
-    return f"{shown} and {len(ranks) - _MISSING_MAX} more" if len(ranks) > _MISSING_MAX else shown

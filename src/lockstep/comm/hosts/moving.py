@@ -8,9 +8,9 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm.hosts.links import HostStage, Links
-from lockstep.comm.hosts.mail import Fault, Shared, Spread, as_bytes
+from lockstep.comm.hosts.mail import Fault, Shared, Spread
 from lockstep.comm.op import CommOp
-from lockstep.comm.operands import pieces
+from lockstep.comm.operands import as_bytes, pieces
 
 
 @final

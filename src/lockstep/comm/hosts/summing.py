@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.hosts.links import HostStage, Links
-from lockstep.comm.hosts.mail import Addressed, Fault, Shared, as_bytes
+from lockstep.comm.hosts.mail import Addressed, Fault, Shared
 from lockstep.comm.op import CommOp, Reduction
-from lockstep.comm.operands import pieces
+from lockstep.comm.operands import as_bytes, pieces
 from lockstep.comm.reduction import join_subtrees, tree_reduce
 from lockstep.comm.transport import Transport
 
@@ -34,8 +34,7 @@ class ReducingStage(HostStage, abc.ABC):
         self, links: Links, op: CommOp, slot: int, source: Tensor, spans: Sequence[tuple[int, int]] | None
     ) -> None:
         super().__init__(links, op)
-        assert op.reduce is not None
-        self.reduce: Reduction = op.reduce
+        self.reduce: Reduction = op.reduction
         self.slot = slot
         self.source = source
         self.spans = spans

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import final
 
-from lockstep.comm import preflight
+from lockstep.comm.preflight import process_state
 
 
 @final
@@ -36,7 +36,7 @@ class Peers:
         """True once this process can do nothing any more."""
         handle = self._handles[index]
         if handle is None:
-            return not preflight.is_running(self.pids[index])
+            return not is_running(self.pids[index])
         if handle < 0:
             return True
         poll = select.poll()
@@ -48,3 +48,17 @@ def _close(handles: list[int | None]) -> None:
     for handle in handles:
         if handle is not None and handle >= 0:
             os.close(handle)
+
+
+def is_running(pid: int) -> bool:
+    """False where process `pid` of this machine has ended, also where its parent has not noticed yet."""
+    state = process_state(pid)
+    if state:
+        return state not in "ZX"
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -13,7 +13,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import CommOp, Reduction, describe
+from lockstep.comm.op import CommOp, describe
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce_into
 from lockstep.comm.shm.staging import HALF_BYTES, Staging, move
@@ -154,14 +154,13 @@ class Reducing:
         count = target.numel()
         if count:
             parts = [self._staging.view(rank, at, count, op.inputs[0].dtype) for rank in range(self._world_size)]
-            tree_reduce_into(target, parts, _reduction(op), self._scratch_for(target))
+            tree_reduce_into(target, parts, op.reduction, self._scratch_for(target))
 
     def _reduce_blocks(
         self, op: CommOp, target: Tensor, parts: Sequence[Tensor], span: tuple[int, int], copies: Sequence[Tensor] = ()
     ) -> None:
         """Reduce `parts` into `target` over `span`, in blocks that stay in the cache, and copy each to `copies`."""
-        reduction = _reduction(op)
-        step = _BLOCK_BYTES // target.element_size()
+        reduction, step = op.reduction, _BLOCK_BYTES // target.element_size()
         for start in range(*span, step):
             end = min(start + step, span[1])
             block = target[start:end]
@@ -191,8 +190,3 @@ class Reducing:
                     f"{describe(op)} on rank {self._rank}: rank 0 gives parts of {first} elements, rank {rank} of "
                     f"{other}. Next: give the same sizes on every rank"
                 )
-
-
-def _reduction(op: CommOp) -> Reduction:
-    assert op.reduce is not None
-    return op.reduce

@@ -42,7 +42,7 @@ class Grid(NamedTuple):
                 self.side.shard(layer, mesh=self.dp, **kwargs)
             self.side.shard(model, mesh=self.dp, **kwargs)
         if self.side.is_ours:
-            _context(model).sharing = sharing
+            _context(model).wholes.sharing = sharing
         return model
 
 

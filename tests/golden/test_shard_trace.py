@@ -72,7 +72,7 @@ def trace(
         lockstep.fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward if name else None)
     unit = unit_of(model)
     assert unit is not None
-    context_of(unit).sharing = sharing
+    context_of(unit).wholes.sharing = sharing
     use = comm.rank in users
 
     def step() -> None:

@@ -25,7 +25,7 @@ def trained(comm: Communicator, mesh: Any, sharing: bool = True) -> str:
     assert isinstance(model, nn.Module)
     unit = unit_of(model)
     assert unit is not None
-    context_of(unit).sharing = sharing
+    context_of(unit).wholes.sharing = sharing
     optimizer = ADAMW(model.parameters())
     for step in range(5):
         optimizer.zero_grad()

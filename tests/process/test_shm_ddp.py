@@ -96,8 +96,8 @@ def buckets_in_the_segment(comm: Communicator) -> None:
         kept: list[tuple[Tensor, Tensor]] = []
         for step in range(3):
             backward(ddp, comm.rank, step)
-            assert len(ddp.reducer.buckets) > 2
-            for bucket in ddp.reducer.buckets:
+            assert len(ddp.reducer.exchange.buckets) > 2
+            for bucket in ddp.reducer.exchange.buckets:
                 assert lies_in_segment(bucket.flat)
             for parameter in ddp.parameters():
                 assert parameter.grad is not None

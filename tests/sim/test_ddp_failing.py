@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import lockstep
 from lockstep.comm.communicator import Communicator
-from lockstep.errors import PeerFailed
+from lockstep.errors import PeerFailed, ReplicaError
 from lockstep.testing.worlds import run_threads
 
 IN_FORWARD = -1
@@ -114,3 +115,41 @@ def test_all_ranks_learn_of_it(plan: Plan) -> None:
         for rank, told in enumerate(outcomes):
             wanted = "Boom" if rank in raising else "PeerFailed" if raising else "fine"
             assert told[number] == wanted, f"step {number}, rank {rank}: {told[number]}, not {wanted}"
+
+
+class Lookup(nn.Module):
+    """A table that is looked up, or multiplied with as a whole, which makes its gradient a dense one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 2, sparse=True)
+        self.bias = nn.Parameter(torch.zeros(2))
+
+    def forward(self, as_a_whole: bool) -> Tensor:
+        rows = self.table.weight if as_a_whole else self.table(torch.tensor([1, 2]))
+        return (rows.sum(0) + self.bias).sum()
+
+
+def train_after_a_raising_end(comm: Communicator, odd: int) -> list[str]:
+    """The first backward waits with everything until its end; there it raises on one rank, which goes on."""
+    model = Lookup()
+    ddp = lockstep.DistributedDataParallel(model, process_group=comm)
+    outcomes = []
+    for step in range(3):
+        model.zero_grad()
+        try:
+            (ddp(as_a_whole=step == 0 and comm.rank == odd) * (step + 1)).backward()
+        except (ReplicaError, PeerFailed) as error:
+            outcomes.append(type(error).__name__)
+            assert model.bias.grad is None
+            assert model.table.weight.grad is None
+        else:
+            outcomes.append(str(model.bias.grad))
+    return outcomes
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_backward_that_raises_at_its_end_is_told_too(odd: int) -> None:
+    told = run_threads(2, train_after_a_raising_end, odd, timeout_s=5)
+    assert told[odd] == ["ReplicaError", "tensor([2., 2.])", "tensor([3., 3.])"]
+    assert told[1 - odd] == ["PeerFailed", "tensor([2., 2.])", "tensor([3., 3.])"]

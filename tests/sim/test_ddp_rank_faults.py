@@ -235,7 +235,7 @@ def train_with(
         (loss if held is None else held.scale(loss)).backward()
         if handle:
             handle.remove()
-    return ddp.reducer.watch.step
+    return ddp.reducer.exchange.watch.step
 
 
 @pytest.fixture

@@ -177,7 +177,7 @@ def recorded_step(comm: Communicator, **kwargs: Any) -> str:
         module.down.register_full_backward_hook(lambda *_, number=number: lines.append(f"backward {number}"))
     unit = unit_of(model._fsdp_wrapped_module)
     assert unit is not None
-    context_of(unit).sharing = False
+    context_of(unit).wholes.sharing = False
     groups += context_of(unit).groups
     for step in range(2):
         lines.clear()

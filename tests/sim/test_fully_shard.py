@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import lockstep
 import shard_programs
 from lockstep.comm.communicator import Communicator
 from lockstep.testing.worlds import run_threads
@@ -36,3 +40,33 @@ def test_equals_whole_copies(program: Callable[[Side], Any], world_size: int) ->
 @pytest.mark.parametrize("program", shard_programs.ROUNDED, ids=lambda program: program.__name__)
 def test_equals_whole_copies_but_for_roundings(program: Callable[[Side], Any], world_size: int) -> None:
     assert run_threads(world_size, both_sides, program, 1e-6) == [None] * world_size
+
+
+def gradients_around_a_raising_hook(comm: Communicator) -> list[Any]:
+    """A hook raises once, where the results of a backward are taken: after the last gradient has been computed."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    calls = itertools.count()
+
+    def hook(_: torch.Tensor) -> None:
+        if next(calls) == 1:
+            raise ZeroDivisionError
+
+    for layer in model:
+        lockstep.fully_shard(layer, mesh=comm).set_all_reduce_hook(hook)
+    lockstep.fully_shard(model, mesh=comm)
+    seen: list[Any] = []
+    for _ in range(3):
+        model.zero_grad()
+        try:
+            model(torch.ones(1, 3)).sum().backward()
+        except ZeroDivisionError:
+            assert all(param.grad is None for param in model.parameters())
+            seen.append("raised")
+        else:
+            grad: Any = model[1].bias.grad
+            seen.append(grad.full_tensor().tolist())
+    return seen
+
+
+def test_a_hook_that_raises_leaves_nothing_to_the_next_step() -> None:
+    assert run_threads(1, gradients_around_a_raising_hook) == [["raised", [1.0, 1.0], [1.0, 1.0]]]

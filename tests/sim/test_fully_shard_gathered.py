@@ -67,7 +67,7 @@ def gathered(model: Any, mesh: Any, units: Sequence[nn.Module], **kwargs: Any) -
     for unit in units:
         lockstep.fully_shard(unit, mesh=mesh, **kwargs)
     lockstep.fully_shard(model, mesh=mesh)
-    context_of(unit_of(model)).sharing = False  # type: ignore[arg-type]
+    context_of(unit_of(model)).wholes.sharing = False  # type: ignore[arg-type]
     return model
 
 
@@ -176,7 +176,7 @@ class Sparse(nn.Module):
 def steps_with_a_sparse_one(comm: Communicator, sharing: bool) -> list[str]:
     model = Sparse()
     gathered(model, comm, [model.head])
-    context_of(unit_of(model)).sharing = sharing  # type: ignore[arg-type]
+    context_of(unit_of(model)).wholes.sharing = sharing  # type: ignore[arg-type]
     found = []
     for step in range(3):
         try:

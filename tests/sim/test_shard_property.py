@@ -107,7 +107,7 @@ def train(comm: Communicator, base: nn.Module, plan: Plan) -> tuple[list[Tensor]
     fully_shard(model, mesh=comm, reshard_after_forward=plan.reshard_after_forward)
     unit = unit_of(model)
     assert unit is not None
-    context_of(unit).sharing = plan.shared
+    context_of(unit).wholes.sharing = plan.shared
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     log: list[str] = []
     for number, step in enumerate(plan.steps):

@@ -80,7 +80,7 @@ def train(comm: Communicator, how: str, micro: int = 1, sync_all: bool = False, 
             norms.append(clip_grad_norm_(model.parameters(), 1e-4))
             assert norms[-1] > 1e-3
         optimizer.step()
-        buffers.add(tuple(bucket.flat.data_ptr() for bucket in ddp.reducer.buckets))
+        buffers.add(tuple(bucket.flat.data_ptr() for bucket in ddp.reducer.exchange.buckets))
         (optimizer if step % 2 else model).zero_grad()
     assert how != "joined" or sync_all or len(buffers) == 1, "a bucket took new memory"
     return [*weights(model), *norms]
@@ -169,7 +169,7 @@ def test_a_step_that_failed_leaves_nothing() -> None:
 
 def refused(comm: Communicator) -> None:
     ddp, model, optimizer = make(comm, "joined")
-    assert isinstance(ddp.reducer.hook, ReduceScatterMean)
+    assert isinstance(ddp.reducer.exchange.hook, ReduceScatterMean)
     with pytest.raises(ConfigError, match="takes no communication hook"):
         ddp.register_comm_hook(None, lambda state, bucket: torch.futures.Future())
     with pytest.raises(ConfigError, match=r"rank \d: join\(\) .* would not step its part"):

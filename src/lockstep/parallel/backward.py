@@ -1,12 +1,48 @@
-"""What a reducer remembers of one run of autograd, and of the other reducers that see the same parameters."""
+"""One run of autograd: how it ends, what a reducer remembers of it, which other reducers see the same parameters."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import weakref
-from collections.abc import Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, TypeVar
 
+import torch
+from torch.autograd import Variable
 from torch.nn import Parameter
+
+from lockstep.errors import CommError, PeerFailed
+
+_Run = TypeVar("_Run")
+
+
+def when_autograd_ends(run: _Run, ended: Callable[[_Run], None], died: Callable[[_Run], None]) -> weakref.ref[Any]:
+    """Have one of two methods called with `run` when autograd's outermost run is over. To be called inside of it.
+
+    ended: at its end; the object stays alive till then. died: when an exception has ended it, but after `ended` too:
+        autograd drops its end callback when a run dies, and only then without calling it.
+    The result is dead when the run is over.
+    """
+    give_up = weakref.WeakMethod(died)
+
+    def dropped(_: object) -> None:
+        if (tell := give_up()) is not None:
+            with torch.no_grad(), contextlib.suppress(CommError):  # what autograd raises says why
+                tell(run)
+
+    callback = functools.partial(ended, run)
+    Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+    return weakref.ref(callback, dropped)
+
+
+def step_is_lost(rank: int, failed: Sequence[int], where: str) -> PeerFailed:
+    """What rank `rank` raises where others have told that they `failed` in this forward or backward."""
+    return PeerFailed(
+        f"rank {rank}: rank {', '.join(map(str, failed))} raised in the middle of this {where} pass, see its own "
+        "output for the reason. The step has no gradients on any rank (.grad is None). If the program goes on, all "
+        "ranks must skip this step; the next one starts afresh."
+    )
 
 
 class BackwardPass:
@@ -24,7 +60,7 @@ class BackwardPass:
         self.callback: weakref.ref[Any] = weakref.ref(type(self))
 
     def is_running(self) -> bool:
-        """Autograd drops its end callback when a run dies of an exception, and only then without calling it."""
+        """Whether autograd has still to come to this run's end, or to its death."""
         return self.callback() is not None
 
     def count_arrival(self, index: int) -> int:

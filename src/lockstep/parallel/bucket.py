@@ -19,7 +19,7 @@ from lockstep.comm.op import Work
 #                  holds the mean.
 #   views[j]       alias of the part of `flat` that belongs to member j, in that parameter's own shape and strides. It
 #                  becomes `params[j].grad` when the gradient is placed, which frees the tensor that autograd made.
-# The views are made with `set_`, not by slicing: autograd does not see them as views, so `grad.detach_()` works.
+# The views are aliases, not slices: autograd does not see them as views, so `grad.detach_()` works.
 
 
 class Layout(Protocol):
@@ -83,8 +83,7 @@ class Bucket:
 
     def _alias(self, slot: int) -> Tensor:
         param = self.params[slot]
-        alias = torch.empty(0, dtype=self.flat.dtype, device=self.flat.device)
-        return alias.set_(self.flat.untyped_storage(), self._layout.starts[slot], param.shape, dense_strides(param))
+        return alias(self.flat, self._layout.starts[slot], param.shape, dense_strides(param))
 
     def _is_in_place(self, slot: int, grad: Tensor | None) -> bool:
         """Whether `grad` is our view; makes the view anew if `tensor.data = ...` has moved it to other memory."""
@@ -218,6 +217,12 @@ def no_entries(like: Tensor, sparse_dim: int = 1) -> Tensor:
     indices = torch.empty(sparse_dim, 0, dtype=torch.int64, device=like.device)
     values = torch.empty(0, *like.shape[sparse_dim:], dtype=like.dtype, device=like.device)
     return torch.sparse_coo_tensor(indices, values, like.shape, check_invariants=False).coalesce()
+
+
+def alias(flat: Tensor, start: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    """Elements of `flat` from `start` on as a tensor that autograd does not know as a view of it. Memory: the same."""
+    made = torch.empty(0, dtype=flat.dtype, device=flat.device)
+    return made.set_(flat.untyped_storage(), flat.storage_offset() + start, shape, strides)  # type: ignore[arg-type]
 
 
 def dense_strides(param: Tensor) -> tuple[int, ...]:

@@ -11,8 +11,9 @@ from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
-from lockstep.errors import ModelMismatch, NonFiniteGradient, PeerFailed, ReplicaDrift
+from lockstep.errors import ModelMismatch, NonFiniteGradient, ReplicaDrift
 from lockstep.observe.gradients import GradientWatch, NonFiniteWarning, faults_in_words, scaler_is_active
+from lockstep.parallel.backward import step_is_lost
 
 # One int32 vector, summed over ranks:
 #   [0, W)      what each rank says of itself, in its own word
@@ -67,11 +68,7 @@ class ControlMessage:
         """
         words = self._counts[: self._comm.world_size].tolist()
         if failed := [rank for rank, word in enumerate(words) if word & _GAVE_UP]:
-            raise PeerFailed(
-                f"rank {self._comm.rank}: rank {_list(failed)} raised in the middle of this backward pass, see its own "
-                "output for the reason. The step has no gradients on any rank (.grad is None). If the program goes on, "
-                "all ranks must skip this step; the next one starts afresh."
-            )
+            raise step_is_lost(self._comm.rank, failed, "backward")
         self._verify_local_steps(words)
         if any(word & _FROZE_SOME for word in words):
             self._verify_frozen(names)

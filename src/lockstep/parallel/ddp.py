@@ -35,6 +35,7 @@ from lockstep.parallel.join import JoinableReplica
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
 from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
+from lockstep.parallel.stats import logging_data
 
 
 class DistributedDataParallel(Module, JoinableReplica):
@@ -171,7 +172,7 @@ class DistributedDataParallel(Module, JoinableReplica):
             delayed=[i for i, (name, _) in enumerate(named) if name in self._delayed_names],
             skip_unused=self.skip_all_reduce_unused_params,
         )
-        self.reducer.watch = GradientWatch(os.environ.get("LOCKSTEP_GUARD", "on"))
+        self.reducer.exchange.watch = GradientWatch(os.environ.get("LOCKSTEP_GUARD", "on"))
         self._lazy_init_ran = False
         self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
 
@@ -195,7 +196,7 @@ class DistributedDataParallel(Module, JoinableReplica):
             self._setup_in_backward_optimizers()
         if torch.is_grad_enabled():
             self._refuse_thawed()
-            self.reducer.stats.mark("forward")
+            self.reducer.exchange.stats.mark("forward")
         self._notify_join()
         self._sync_buffers("PRE_FORWARD")
         if self._join_config.enable:
@@ -253,27 +254,6 @@ class DistributedDataParallel(Module, JoinableReplica):
         finally:
             self.reducer.sync = before
 
-    # ------------------------------------------------------------------ buffers
-
-    @property
-    def broadcast_buffers(self) -> bool:
-        """Older name of `forward_sync_buffers`."""
-        return self.forward_sync_buffers
-
-    @broadcast_buffers.setter
-    def broadcast_buffers(self, value: bool) -> None:
-        self.forward_sync_buffers = value
-
-    @property
-    def modules_buffers(self) -> list[Tensor]:
-        """The buffers that are synchronised."""
-        return self._buffer_sync.tensors
-
-    @property
-    def named_module_buffers(self) -> dict[str, Tensor]:
-        """The buffers that are synchronised, by name."""
-        return self._buffer_sync.named
-
     # ------------------------------------------------------------------ hooks
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -284,18 +264,18 @@ class DistributedDataParallel(Module, JoinableReplica):
         """
         torch_hook = TorchHook(state, hook)
         self._refuse_second_hook()
-        self.reducer.hook = torch_hook
+        self.reducer.exchange.hook = torch_hook
         self._comm_hooks.append((hook, state))
 
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         self._refuse_second_hook()
-        self.reducer.hook = {"ALLREDUCE": Mean, "FP16_COMPRESS": Fp16Mean}[
+        self.reducer.exchange.hook = {"ALLREDUCE": Mean, "FP16_COMPRESS": Fp16Mean}[
             torch_names.builtin_hook_name(comm_hook_type)
         ]()
         self._builtin_hook = comm_hook_type
 
     def _refuse_second_hook(self) -> None:
-        if self.reducer.plan_stays:
+        if self.reducer.exchange.plan_stays:
             raise ConfigError("a ShardedOptimizer reduces this module's gradients: it takes no communication hook")
         if self._comm_hooks or getattr(self, "_builtin_hook", None) is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
@@ -371,7 +351,7 @@ class DistributedDataParallel(Module, JoinableReplica):
 
     @property
     def _has_rebuilt_buckets(self) -> bool:
-        return self.reducer.rebuilt
+        return self.reducer.exchange.rebuilt
 
     def _remove_autograd_hooks(self) -> None:
         self.reducer.remove()
@@ -382,30 +362,8 @@ class DistributedDataParallel(Module, JoinableReplica):
             raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _get_ddp_logging_data(self) -> dict[str, int | str]:
-        return self.reducer.logging_data(os.environ) | {
-            "module_name": type(self.module).__name__,
-            "backend_name": self._comm.transport.name,
-            "gloo_num_threads": torch_names.gloo_threads(self.process_group),
-            "rank": self._comm.rank,
-            "world_size": self._comm.world_size,
-            "device_ids": ", ".join(str(index) for index in self.device_ids or ()),
-            "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
-            "bucket_cap_bytes": self.bucket_bytes_cap,
-            "find_unused_parameters": int(self.find_unused_parameters),
-            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
-            "static_graph": int(self.static_graph),
-            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())),
-            "is_multi_device_module": int(self.is_multi_device_module),
-            "comm_hook": _hook_name(self._comm_hooks, getattr(self, "_builtin_hook", None)),
-        }
+        return logging_data(self, os.environ)
 
 
 def _new_ddp() -> DistributedDataParallel:
     return DistributedDataParallel.__new__(DistributedDataParallel)
-
-
-def _hook_name(hooks: list[tuple[Callable[..., Any], object]], builtin: Any) -> str:
-    if hooks:
-        return getattr(hooks[0][0], "__qualname__", repr(hooks[0][0]))
-    return "" if builtin is None else str(builtin)

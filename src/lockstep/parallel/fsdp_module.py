@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn import Module
 
 from lockstep.errors import ConfigError, UnsupportedArgument
-from lockstep.parallel.shard_context import context_of, unit_of
+from lockstep.parallel.shard_context import context_of
 from lockstep.parallel.shard_group import ShardState
 from lockstep.parallel.shard_mesh import apart
-from lockstep.parallel.shard_unit import ShardUnit
+from lockstep.parallel.shard_unit import ShardUnit, unit_of
 from lockstep.parallel.uneven_inputs import Batch, JoinedBatches, ShardedParticipant
 
 _LAYERS = (
@@ -71,7 +71,7 @@ class FSDPModule:
         Collective: every rank. Blocks, or with `async_op` in the handle's `wait`, at the latest in the next forward.
         """
         unit = self._unit
-        context_of(unit).make_whole_now(unit)
+        context_of(unit).wholes.make_now(unit)
         handle = UnshardHandle(unit)
         if async_op:
             return handle
@@ -192,7 +192,7 @@ class FSDPModule:
         if isinstance(max_input_buffers, bool) or not isinstance(max_input_buffers, int) or max_input_buffers < 1:
             raise ConfigError(f"max_input_buffers={max_input_buffers!r} is not a number from 1")
         for unit in self._units(recurse):
-            context_of(unit).flights = max_input_buffers
+            context_of(unit).reductions.flights = max_input_buffers
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
         """Reduce gradients over a communicator of their own, so that they and gathers do not wait for each other.

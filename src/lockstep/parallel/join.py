@@ -58,6 +58,25 @@ class JoinableReplica(Joinable, abc.ABC):
         """Part of torch's Join protocol."""
         return self.process_group
 
+    @property
+    def broadcast_buffers(self) -> bool:
+        """Older name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def modules_buffers(self) -> list[Tensor]:
+        """The buffers that are synchronised."""
+        return self._buffer_sync.tensors
+
+    @property
+    def named_module_buffers(self) -> dict[str, Tensor]:
+        """The buffers that are synchronised, by name."""
+        return self._buffer_sync.named
+
     def will_sync_module_buffers(self) -> bool:
         """True where the next forward synchronises buffers."""
         return self.require_forward_param_sync and self.forward_sync_buffers and len(self._buffer_sync.tensors) > 0
@@ -65,7 +84,7 @@ class JoinableReplica(Joinable, abc.ABC):
     def _sync_buffers(self, location: str, has_inputs: bool = True) -> None:
         if self.will_sync_module_buffers() and self._buffer_sync.is_due(location):
             source = self._find_common_rank(self._comm.rank, has_inputs) if self._join_config.enable else 0
-            self.reducer.futures += self._buffer_sync.sync(self._comm, source)
+            self.reducer.exchange.futures += self._buffer_sync.sync(self._comm, source)
 
     def _notify_join(self) -> None:
         """Tell ranks without inputs that this one still has some, and count those that have.
@@ -76,7 +95,7 @@ class JoinableReplica(Joinable, abc.ABC):
         if work is not None:
             work.wait()
             active = int(work.result()[0].item())
-            self.reducer.divide_by = self._comm.world_size if self._divide_by_initial_world_size else active
+            self.reducer.exchange.divide_by = self._comm.world_size if self._divide_by_initial_world_size else active
 
     def _check_global_requires_backward_grad_sync(self, is_joined_rank: bool) -> bool:
         flag = torch.tensor([0.0 if is_joined_rank else float(self.reducer.sync)], device=self.device)
@@ -100,7 +119,7 @@ class JoinableReplica(Joinable, abc.ABC):
 
     def _take_final_model(self, is_last_joiner: bool) -> None:
         """Everybody has joined: all take the model of a rank that trained to the end."""
-        self.reducer.divide_by = self._comm.world_size
+        self.reducer.exchange.divide_by = self._comm.world_size
         source = self._find_common_rank(self._comm.rank, is_last_joiner)
         self._buffer_sync.refresh()
         tensors = self._synced_params() + (self._buffer_sync.tensors if self.forward_sync_buffers else [])
@@ -111,7 +130,7 @@ class JoinedReplica(JoinHook):
     """Mirrors the collectives of one step of the ranks that still have inputs."""
 
     def __init__(self, replica: JoinableReplica, divide_by_initial_world_size: bool) -> None:
-        if replica.reducer.plan_stays:
+        if replica.reducer.exchange.plan_stays:
             raise ConfigError(
                 f"rank {replica._comm.rank}: join() of a model whose step a ShardedOptimizer shares out: a rank "
                 "without inputs would not step its part, and the others would wait for it in step(). Give every rank "

@@ -10,7 +10,7 @@ from torch.nn import Module
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.dtensors import DTensor
 from lockstep.parallel.fsdp1.tensors import full_tensor, gathered
-from lockstep.parallel.shard_context import unit_of
+from lockstep.parallel.shard_unit import unit_of
 
 
 def unwrapped(model: Module) -> Module:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple, final
+from typing import final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.comm.op import Work
 from lockstep.errors import ShardingError
 from lockstep.parallel.buffer_pool import BufferPool
 from lockstep.parallel.dtensors import local_tensor
+from lockstep.parallel.shard_flight import Flight, Settings, wide
 from lockstep.parallel.shard_group import ShardGroup
 
 # Life of the tensors here:
@@ -27,32 +26,11 @@ from lockstep.parallel.shard_group import ShardGroup
 _WAITING_PARTS = 4  # one part in so many of a group's gradients may wait for the reduction before them
 
 
-class Settings(NamedTuple):
-    """What the user has chosen for a unit's gradients."""
-
-    sync: bool = True
-    all_reduce: bool = True
-    divide_factor: float | None = None  # None: by the number of ranks
-    all_reduce_hook: Callable[[Tensor], None] | None = None
-    comm_hook: Callable[..., None] | None = None  # makes the mean in place of the communicators
-    reduce_dtype: torch.dtype | None = None  # in which gradients travel; None: as they are computed
-    grad_dtype: torch.dtype | None = None  # of `.grad`; None: the parameter's
-
-
-@final
-@dataclass(eq=False)
-class _Flight:
-    work: Work | None  # None where one rank has the whole
-    buffer: Tensor | None  # [W * S], the pool's
-    out: Tensor  # [S]
-    went_over_replicas: bool = False
-
-
 @final
 class ShardGradients:
     """Reduces the gradients of one group.
 
-    Collective: `launch` and `finish`, on every rank of the group's mesh, in the same order.
+    Collective: `launch`, on every rank of the group's mesh, in the same order.
     """
 
     def __init__(self, group: ShardGroup, reduce_dtype: torch.dtype | None) -> None:
@@ -68,7 +46,6 @@ class ShardGradients:
         self._waiting: set[int] = set()  # parameters whose gradients have come and are not in it yet
         self._laid: set[int] = set()  # parameters whose gradients are in it
         self._held: dict[int, Tensor] = {}
-        self._flights: list[_Flight] = []
         self._partial: Tensor | None = None
         self._owed: set[int] = set()  # parameters that have something in `_partial`
         self._sum: Tensor | None = None
@@ -158,7 +135,7 @@ class ShardGradients:
 
     # ------------------------------------------------------------------ reduction
 
-    def launch(self, pool: BufferPool) -> None:
+    def launch(self, pool: BufferPool) -> Flight:
         """Begin to reduce what has arrived and what was held; zeros stand for the rest."""
         group = self.group
         used = {index for index, is_used in enumerate(self.used) if is_used}
@@ -176,17 +153,18 @@ class ShardGradients:
             self._arrived.clear()
             held.clear()
             self._laid.clear()
-            if self.settings.comm_hook is not None:
-                out = self._by_hook(self.settings.comm_hook, by_rank.view(-1))
-                self._flights.append(_Flight(None, buffer, out, went_over_replicas=True))
-                return
+            settings = self.settings
+            partial, self._partial = self._partial, None
+            if settings.comm_hook is not None:
+                out = self._by_hook(settings.comm_hook, by_rank.view(-1))
+                return Flight(group, self.comm, settings, out, buffer)
+            replicas = group.replicate_comm if settings.all_reduce else None
             if group.comm.world_size == 1:
-                self._flights.append(_Flight(None, None, by_rank.view(-1)))
-                return
+                return Flight(group, self.comm, settings, by_rank.view(-1), None, None, partial, replicas)
             out = self._target()
             label = f"reduce {group.label}"
             work = self.comm.reduce_scatter_tensor(out, by_rank.view(-1), async_op=True, label=label)
-        self._flights.append(_Flight(work, buffer, out))
+            return Flight(group, self.comm, settings, out, buffer, work, partial, replicas)
 
     def _by_hook(self, hook: Callable[..., None], whole: Tensor) -> Tensor:
         """What the user's hook makes of [W * S]; it may put other data, of another dtype, into the tensors it gets."""
@@ -200,7 +178,7 @@ class ShardGradients:
     def _target(self) -> Tensor:
         """Where the sum goes."""
         group = self.group
-        dtype = self.dtype if group.comm.world_size == 1 else _wide(self.dtype, group.kept_dtype)
+        dtype = self.dtype if group.comm.world_size == 1 else wide(self.dtype, group.kept_dtype)
         replicas = group.replicate_comm
         if replicas is not None and replicas.device == group.device:
             return replicas.empty(group.layout.shard_numel, dtype)
@@ -212,55 +190,13 @@ class ShardGradients:
         numel = sum(local_tensor(self.group.wholes[index]).numel() for index in self._waiting)
         return numel * _WAITING_PARTS > self.group.layout.whole_numel and self.group.device.type == "cpu"
 
-    def may_finish(self, in_need: bool) -> bool:
-        """Whether to finish the oldest reduction now: it has ended, or its buffer is needed.
-
-        Not where finishing begins another operation: its time is for all ranks to agree on.
-        """
-        if not self._flights or self.group.replicate_comm is not None:
-            return False
-        work = self._flights[0].work
-        return in_need or work is None or work.is_done()
-
-    def wait_for_oldest(self, pool: BufferPool) -> None:
-        """Return when a reduction has ended, along both axes. After an interrupt it may be called again."""
-        flight, replicas = self._flights[0], self.group.replicate_comm
-        with torch.no_grad():
-            if flight.work is not None:
-                flight.work.wait()
-            if flight.buffer is not None:
-                buffer, flight.buffer = flight.buffer, None
-                pool.give_back(self.comm, buffer)
-            if replicas is None or flight.went_over_replicas:
-                return
-            if self._partial is not None:
-                flight.out.add_(self._partial)
-                self._partial = None
-            if self.settings.all_reduce:
-                flight.went_over_replicas = True  # also if interrupted in it: for the others it has begun
-                replicas.all_reduce(flight.out, label=f"reduce {self.group.label}")
-
-    def take_oldest(self) -> None:
+    def take(self, flight: Flight) -> None:
         """Add the result of a reduction that has ended to this rank's gradients. Nothing is said to the others."""
-        out = self._flights.pop(0).out
-        if self.group.replicate_comm is not None and not self.settings.all_reduce:
-            self._partial = out  # until a later backward
+        if self.group.replicate_comm is not None and not flight.settings.all_reduce:  # until a later backward
+            self._partial = flight.out if self._partial is None else self._partial.add_(flight.out)
             return
         with torch.no_grad():
-            self._add(self._divided(out))
-
-    def _divided(self, out: Tensor) -> Tensor:
-        """The mean, or what the user has chosen, of a sum along both axes."""
-        group, settings = self.group, self.settings
-        if settings.comm_hook is not None:
-            return out
-        factor = settings.divide_factor or self.active_ranks or group.mesh.whole.world_size
-        out = out.to(_wide(out.dtype, group.kept_dtype))
-        if factor != 1.0:
-            out.div_(factor)
-        if settings.all_reduce_hook is not None:
-            settings.all_reduce_hook(out)
-        return out
+            self._add(flight.mean(self.active_ranks))
 
     def _add(self, out: Tensor) -> None:
         """Add `out` [S] to the `.grad` of earlier backwards; keep it for parameters that have none yet."""
@@ -317,8 +253,3 @@ def _put(place: Tensor, grad: Tensor, adds: bool) -> None:
         place.add_(grad)
     else:
         place.copy_(grad)
-
-
-def _wide(travels: torch.dtype, kept: torch.dtype) -> torch.dtype:
-    """In which dtype ranks' gradients are added."""
-    return torch.promote_types(travels, kept) if travels.is_floating_point else travels

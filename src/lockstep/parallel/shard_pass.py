@@ -198,8 +198,10 @@ class ShardPass:
         codes = said[:, 0].tolist()
         failed_ranks = [rank for rank, word in enumerate(codes) if word == _FAILED]
         self._useful = [True] * len(self._executed)
-        if any(word == _END_WITH_WASTE for word in codes):
-            self._drop_waste()
+        if any(word == _END_WITH_WASTE for word in codes):  # take out of the record what no rank had use for
+            wanted = torch.tensor(self._wanted, dtype=torch.int32, device=self._comm.device)
+            self._comm.all_reduce(wanted, "max", label="shard.waste")
+            self._useful = [bool(useful) for useful in wanted.tolist()]
         return Outcome(failed_ranks, said[:, 1:].sum(0).tolist(), self._next_plan())
 
     # ------------------------------------------------------------------ parts of the above
@@ -257,12 +259,6 @@ class ShardPass:
         ops = [_op(code) for code in codes]
         goes_up = self.kind in (PassKind.FORWARD, PassKind.EVALUATION)
         return min(ops, key=lambda op: (op.group if goes_up else -op.group, op.verb))
-
-    def _drop_waste(self) -> None:
-        """Take out of the record what no rank had use for."""
-        wanted = torch.tensor(self._wanted, dtype=torch.int32, device=self._comm.device)
-        self._comm.all_reduce(wanted, "max", label="shard.waste")
-        self._useful = [bool(useful) for useful in wanted.tolist()]
 
     def _next_plan(self) -> tuple[ShardOp, ...]:
         """What was of use, in the order in which it was needed: the plan's own, and then what came in rounds."""

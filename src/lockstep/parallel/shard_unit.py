@@ -26,6 +26,19 @@ if TYPE_CHECKING:
 
 
 _TELLS = "_lockstep_tells"  # on a whole parameter whose gradients are announced
+_UNIT = "_lockstep_unit"  # in a module's own dict: module and unit are one cycle, and go together
+
+
+def unit_of(module: Module) -> ShardUnit | None:
+    """The unit that fully_shard made of `module`, if it did."""
+    unit = vars(module).get(_UNIT)
+    return unit if unit is not None and module in unit.modules else None
+
+
+def register_unit(unit: ShardUnit) -> None:
+    """Make `unit` known as that of its modules."""
+    for module in unit.modules:
+        vars(module)[_UNIT] = unit
 
 
 @final

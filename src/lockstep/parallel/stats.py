@@ -1,9 +1,17 @@
-"""What a reducer knows about itself: sizes and times, under the names of torch's DDP logging data."""
+"""What a wrapper knows about itself: settings, sizes and times, under the names of torch's DDP logging data."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+
+from lockstep.comm import torch_names
+
+if TYPE_CHECKING:
+    from lockstep.parallel.ddp import DistributedDataParallel
 
 _VARIABLES = (
     "CUDA_VISIBLE_DEVICES GLOO_DEVICE_TRANSPORT GLOO_SOCKET_IFNAME MASTER_ADDR MASTER_PORT TORCH_DISTRIBUTED_DEBUG"
@@ -54,10 +62,9 @@ class ReducerStats:
         at = self._at_ns
         return {name: max(at[end] - at[begin], 0) if at[begin] else 0 for name, (begin, end) in _SPANS.items()}
 
-    def logging_data(self, environ: Mapping[str, str]) -> dict[str, int | str]:
-        """The part of torch's DDP logging data that concerns time and environment."""
+    def logging_data(self) -> dict[str, int | str]:
+        """What is known of the last steps."""
         return {
-            **{name.lower(): environ.get(name, "N/A") for name in _VARIABLES.split()},
             **self._times(),
             **{f"avg_{name}": total // max(self._steps, 1) for name, total in self._totals_ns.items()},
             **{name: self._at_ns[moment] for moment, name in _MOMENTS.items()},
@@ -67,18 +74,39 @@ class ReducerStats:
         }
 
 
-def bucket_data(
-    plan: Sequence[Sequence[int]], nbytes: Sequence[int], dtypes: Iterable[str], rebuilt: bool
-) -> dict[str, int | str]:
-    """The part of torch's DDP logging data that concerns buckets; `nbytes` are those of the parameters."""
-    sizes = ", ".join(str(sum(nbytes[i] for i in members)) for members in plan)
+def logging_data(ddp: DistributedDataParallel, environ: Mapping[str, str]) -> dict[str, int | str]:
+    """Torch's DDP logging data: what was asked for, sizes and times of buckets, the environment."""
+    exchange, comm = ddp.reducer.exchange, ddp.reducer.comm
+    nbytes = [param.nbytes for param in exchange.params]
+    sizes = ", ".join(str(sum(nbytes[i] for i in members)) for members in exchange.plan)
+    builtin = getattr(ddp, "_builtin_hook", None)
+    hook = "" if builtin is None else str(builtin)
+    if ddp._comm_hooks:
+        hook = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
     return {
+        **{name.lower(): environ.get(name, "N/A") for name in _VARIABLES.split()},
+        **exchange.stats.logging_data(),
         "bucket_sizes": sizes,
         "rebuilt_bucket_sizes": sizes,
-        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(str(i) for i in members) for members in plan),
-        "dtypes": ", ".join(sorted(dtypes)),
-        "has_rebuilt_buckets": int(rebuilt),
-        "num_buckets_reduced": len(plan),
+        "rebuilt_per_bucket_param_indices": ", ".join(" ".join(str(i) for i in members) for members in exchange.plan),
+        "dtypes": ", ".join(sorted({str(param.dtype).removeprefix("torch.") for param in exchange.params})),
+        "has_rebuilt_buckets": int(exchange.rebuilt),
+        "num_buckets_reduced": len(exchange.plan),
         "num_parameter_tensors": len(nbytes),
         "total_parameter_size_bytes": sum(nbytes),
+        "module_name": type(ddp.module).__name__,
+        "backend_name": comm.transport.name,
+        "gloo_num_threads": torch_names.gloo_threads(ddp.process_group),
+        "rank": comm.rank,
+        "world_size": comm.world_size,
+        "device_ids": ", ".join(str(index) for index in ddp.device_ids or ()),
+        "output_device": -1 if ddp.output_device is None else ddp.output_device,
+        "broadcast_buffers": int(ddp.forward_sync_buffers),
+        "bucket_cap_bytes": ddp.bucket_bytes_cap,
+        "find_unused_parameters": int(ddp.find_unused_parameters),
+        "gradient_as_bucket_view": int(ddp.gradient_as_bucket_view),
+        "static_graph": int(ddp.static_graph),
+        "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in ddp.module.modules())),
+        "is_multi_device_module": int(ddp.is_multi_device_module),
+        "comm_hook": hook,
     }

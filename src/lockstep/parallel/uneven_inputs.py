@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
 
@@ -26,31 +25,20 @@ Batch = TypeVar("Batch")
 _NONE, _OLD, _OWN = range(3)  # a rank has had no batch at all; only old ones; one of its own now
 
 
-class Participant(abc.ABC):
-    """A model that has to be in step with those of other ranks."""
-
-    @property
-    @abc.abstractmethod
-    def comm(self) -> Communicator:
-        """The ranks."""
-
-    @abc.abstractmethod
-    def take_part(self, counts: bool, active_ranks: int | None) -> None:
-        """From now on this rank's gradients count, or are zeros; they are divided by `active_ranks`, None for all."""
-
-
 @final
-class ShardedParticipant(Participant):
-    """A model that is cut over the ranks."""
+class ShardedParticipant:
+    """A model that is cut over the ranks, and has to be in step with theirs."""
 
     def __init__(self, unit: ShardUnit) -> None:
         self._unit = unit
 
     @property
     def comm(self) -> Communicator:
+        """The ranks."""
         return context_of(self._unit).comm  # another one, if a larger model was made of this one meanwhile
 
     def take_part(self, counts: bool, active_ranks: int | None) -> None:
+        """From now on this rank's gradients count, or are zeros; they are divided by `active_ranks`, None for all."""
         context = context_of(self._unit)
         context.counts = counts
         for gradients in context.gradients:
@@ -58,7 +46,7 @@ class ShardedParticipant(Participant):
 
 
 @final
-class ReplicaParticipant(Participant):
+class ReplicaParticipant:
     """A model of which every rank has a whole copy. Gradients are always divided by the number of all ranks."""
 
     def __init__(self, replica: DistributedDataParallel) -> None:
@@ -67,12 +55,17 @@ class ReplicaParticipant(Participant):
 
     @property
     def comm(self) -> Communicator:
+        """The ranks."""
         return self._replica.reducer.comm
 
     def take_part(self, counts: bool, active_ranks: int | None) -> None:
+        """From now on this rank's gradients count, or are zeros."""
         if self._hook is not None:
             self._hook.remove()
         self._hook = None if counts else self._replica.register_forward_hook(_without_gradient)
+
+
+Participant = ShardedParticipant | ReplicaParticipant
 
 
 def _without_gradient(replica: Any, inputs: Any, output: Any) -> None:

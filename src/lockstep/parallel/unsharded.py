@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, AllWork, Work
+from lockstep.parallel.bucket import alias
 from lockstep.parallel.shard_layout import ShardLayout
 
 _PLACED_BYTES = 256 * 1024  # a whole parameter of this size is worth an operation of its own
@@ -230,6 +231,4 @@ def _part(flat: Tensor, start: int, stop: int, shape: tuple[int, ...]) -> Tensor
 
     Without that, gathering parameters again for backward would look like changing what forward saved.
     """
-    part = flat[start:stop].view(shape)
-    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return alias.set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
+    return alias(flat, start, shape, flat[start:stop].view(shape).stride())

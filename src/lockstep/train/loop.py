@@ -10,79 +10,22 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 
-import torch
-from torch import nn
-
-from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.pulse import Pulse, open_pulse
-from lockstep.data.coverage import Verdict
-from lockstep.data.loader import TokenLoader, validation_batches
-from lockstep.data.tokens import TokenizedText, prepare_tokens
-from lockstep.errors import ConfigError, DataError
+from lockstep.data.loader import validation_batches
 from lockstep.launch.worker import StopRequest
 from lockstep.observe.layout import layout_of
-from lockstep.observe.process_guard import guard_of
-from lockstep.observe.profile.session import Profile, open_profile
 from lockstep.observe.profile.step_clock import DATA, OPTIMIZER, OTHER
-from lockstep.observe.replica import ReplicaCheck
-from lockstep.parallel.materialize import materialize
-from lockstep.parallel.named_state import is_cut
-from lockstep.parallel.strategy import parallelize
-from lockstep.train.checkpoints import load, state_of
-from lockstep.train.config import RunConfig, microbatches_per_rank, to_json
+from lockstep.train.checkpoints import state_of
+from lockstep.train.config import RunConfig, to_json
 from lockstep.train.console import Console
-from lockstep.train.evaluate import evaluate, prove_equal, sample
-from lockstep.train.metrics import Logs, Meter, StepMetrics, flops_per_token
-from lockstep.train.model import build_model
-from lockstep.train.optim import build_optimizer, learning_rate
-from lockstep.train.run_dir import Launch, Start, checkpoints_of, find_start, goes_on, make_ready, news_of, token_cache
+from lockstep.train.evaluate import evaluate, prove_equal
+from lockstep.train.job import Job, TrainResult, prepare
+from lockstep.train.metrics import Meter, StepMetrics
+from lockstep.train.optim import learning_rate
+from lockstep.train.run_dir import Launch
 from lockstep.train.step import accumulate_gradient, agree, clip_gradient
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """How a run ended."""
-
-    step: int  # optimizer steps done
-    val_loss: float | None  # None where the run was stopped
-    digest: str  # of the weights, equal on all ranks
-    checkpoint: Path  # that holds them
-    was_stopped: bool
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the loop works with on one rank."""
-
-    run: RunConfig
-    comm: Communicator
-    console: Console
-    text: TokenizedText
-    loader: TokenLoader
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    replica: nn.Module  # the model, with its gradients averaged over ranks
-    equality: ReplicaCheck  # of the replicas, from time to time
-    checkpointer: Checkpointer
-    logs: Logs | None  # on rank 0
-    pulse: Pulse
-    profile: Profile  # where the time of each step goes
-    begin: Begin
-
-
-@dataclass(frozen=True)
-class Begin:
-    """Where the loop begins."""
-
-    step: int = 0  # optimizer steps done before
-    tokens: int = 0  # trained on before, over all ranks
-    saved: Path | None = None  # the checkpoint of that step, where it is one of this run
-    news: tuple[str, ...] = ()  # what the user should know about it
+from lockstep.train.words import conclude, introduce, say_coverage, write_sample
 
 
 def train(
@@ -109,78 +52,9 @@ def train(
         console.close()
 
 
-def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, launch: Launch) -> Job:
-    """Everything as it is before the first step. Only once all of it fits, the run directory is touched.
-
-    Collective: every rank of `comm`; blocks.
-    """
-    data, cache = run.data, token_cache()
-    text = prepare_tokens(
-        data.path, kind=data.tokens, vocab_size=data.vocab_size, held_out=data.val_fraction, cache=cache, comm=comm
-    )
-    loader = TokenLoader(
-        text.train,
-        context=run.model.context,
-        batch=run.train.batch,
-        microbatch=run.train.microbatch,
-        rank=comm.rank,
-        world_size=comm.world_size,
-        seed=run.seed,
-        order="keyed",
-        digest=text.digest,
-    )
-    check_enough(run, loader, text)
-    start = find_start(run, comm, resume, launch)
-    check_same_text(start, text)
-    model = build_model(run.model, text.tokenizer)
-    fill = partial(materialize, seed=run.seed, device=comm.device)
-    replica = parallelize(model, run.train.sharding, mesh=comm, fill=fill)
-    optimizer = build_optimizer(replica, run.optim)
-    checkpointer = Checkpointer(checkpoints_of(run), comm, keep=run.checkpoint.keep)
-    begin = Begin(news=start.news)
-    if start.origin is not None:
-        loaded = load(comm, start.origin, checkpointer, state_of(replica, optimizer, loader))
-        is_own = goes_on(run, start) and loaded.path.parent == checkpointer.directory
-        saved = loaded.path if is_own else None
-        begin = Begin(loaded.step, loaded.state["tokens"], saved, (*news_of(loaded), *start.news))
-    comm.barrier()  # nobody looks at the directory any more
-    moved = make_ready(run, comm, start, launch)
-    if moved:
-        begin = replace(begin, news=(*begin.news, f"an older run is now in {moved}"))
-    logs = Logs.open(run, begin.step) if comm.rank == 0 else None
-    equality = ReplicaCheck(comm, replica, optimizer)
-    profile = open_profile(
-        run.out / "profile",
-        guard_of(comm.rank, comm.world_size),
-        rank=comm.rank,
-        world_size=comm.world_size,
-        device=str(comm.device),
-        flops_per_token=flops_per_token(model, run.model),
-        config=to_json(run),
-        data=text.digest,
-        begins_after=begin.step,
-    )
-    return Job(
-        run=run,
-        comm=comm,
-        console=console,
-        text=text,
-        loader=loader,
-        model=model,
-        optimizer=optimizer,
-        replica=replica,
-        equality=equality,
-        checkpointer=checkpointer,
-        logs=logs,
-        pulse=open_pulse(os.environ),
-        profile=profile,
-        begin=begin,
-    )
-
-
 def run_steps(job: Job, stop: StopRequest) -> TrainResult:
     """The loop."""
-    run, comm, begin, logs, loader, clock = job.run, job.comm, job.begin, job.logs, job.loader, job.profile.clock
+    run, comm, begin, loader, clock = job.run, job.comm, job.begin, job.loader, job.profile.clock
     introduce(job)
     step, tokens_done, was_stopped = begin.step, begin.tokens, False
     saved = begin.step if begin.saved else None  # the last step of which this run has a checkpoint
@@ -215,15 +89,7 @@ def run_steps(job: Job, stop: StopRequest) -> TrainResult:
         job.equality.after_step(step)
 
         meter.count(tokens)
-        if logs:
-            job.profile.note("values", step=step, loss=loss, lr=lr, grad_norm=grad_norm)
-            logs.samples.write({"step": step, **loader.samples_of_step(loader.consumed)})
-            is_logged = step % run.train.log_every == 0 or step in (1, run.train.steps)
-            if is_logged or step == begin.step + 1:
-                record = StepMetrics(step, loss, lr, grad_norm, tokens_done, *meter.read(step))
-                job.console.step(record)
-                if is_logged:  # which steps are in the file does not depend on where the run was resumed
-                    logs.write(record)
+        write_down(job, meter, step, tokens_done, loss, lr, grad_norm)
         with meter.pause():
             advance(job, step)
             if is_due(step, run.train.eval_every, run.train.steps):
@@ -241,34 +107,24 @@ def run_steps(job: Job, stop: StopRequest) -> TrainResult:
     result = TrainResult(step, val_loss, prove_equal(job.model, comm), checkpoint, was_stopped)
     written = "" if was_stopped else write_sample(job)
     loader.coverage.combine(comm)
-    if logs:
+    if job.logs:
         conclude(job, result, written)
     return result
 
 
-def check_enough(run: RunConfig, loader: TokenLoader, text: TokenizedText) -> None:
-    """Raises: DataError where the text does not fill one step, or what is held out of it one window."""
-    windows, context = len(loader.windows), run.model.context
-    if windows < run.train.batch:
-        raise DataError(
-            f"{text.source} is too short: {len(text.train)} tokens are {windows} sequences of {context}, and one step "
-            f"trains on {run.train.batch}: use more text, or a smaller --train.batch or --model.context"
-        )
-    if len(text.held_out) <= context:
-        raise DataError(
-            f"{text.source} is too short to validate on: {len(text.held_out)} tokens are held out, one sequence needs "
-            f"{context + 1}: use more text, or a larger --data.val_fraction"
-        )
-
-
-def check_same_text(start: Start, text: TokenizedText) -> None:
-    """Raises: ConfigError where the checkpoint was trained on other text."""
-    before = start.values["data"]["digest"] if start.origin else text.digest
-    if start.origin and before != text.digest:
-        raise ConfigError(
-            f"the checkpoint in {start.origin.directory} was trained on other text (sha256 {before[:12]}) than "
-            f"{text.source} is ({text.digest[:12]}): give the same --data.path, or start a new run without --resume"
-        )
+def write_down(job: Job, meter: Meter, step: int, tokens_done: int, loss: float, lr: float, grad_norm: float) -> None:
+    """What rank 0 keeps of every step, and shows and logs of some."""
+    train, loader, logs = job.run.train, job.loader, job.logs
+    if logs is None:
+        return
+    job.profile.note("values", step=step, loss=loss, lr=lr, grad_norm=grad_norm)
+    logs.samples.write({"step": step, **loader.samples_of_step(loader.consumed)})
+    is_logged = step % train.log_every == 0 or step in (1, train.steps)
+    if is_logged or step == job.begin.step + 1:
+        record = StepMetrics(step, loss, lr, grad_norm, tokens_done, *meter.read(step))
+        job.console.step(record)
+        if is_logged:  # which steps are in the file does not depend on where the run was resumed
+            logs.write(record)
 
 
 def is_due(step: int, every: int, steps: int) -> bool:
@@ -293,11 +149,6 @@ def advance(job: Job, step: int) -> None:
         if job.logs:
             digest = loader.coverage.digest(finished).hex()
             job.logs.write({"step": step, "epoch": finished, "coverage": verdict.words, "digest": digest})
-
-
-def say_coverage(job: Job, verdict: Verdict) -> None:
-    """One line on whether every window of an epoch was used exactly once."""
-    job.console.say(f"coverage of {verdict}, digest {job.loader.coverage.digest(verdict.epoch).hex()}")
 
 
 def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> None:
@@ -339,53 +190,3 @@ def validate(job: Job, step: int) -> float:
     if job.logs and step not in job.logs.metrics.validated:
         job.logs.write({"step": step, "val_loss": val_loss})
     return val_loss
-
-
-def write_sample(job: Job) -> str:
-    """What the model writes after a line's end. Collective: every rank, as the model's parameters may be cut."""
-    run, tokenizer = job.run, job.text.tokenizer
-    if not run.train.sample_tokens:
-        return ""
-    prompt = tokenizer.encode([b"\n"])[0].tolist()  # in the middle of a document, at the beginning of a line
-    tokens = sample(job.model, prompt, run.train.sample_tokens, run.model.context, job.comm.device, run.seed)
-    return tokenizer.decode(tokens)
-
-
-def introduce(job: Job) -> None:
-    """What is about to be trained, on what, and where it is written."""
-    run, say = job.run, job.console.say
-    millions = sum(parameter.numel() for parameter in job.model.parameters()) / 1e6
-    shape = f"{run.model.layers} layers, width {run.model.width}, context {run.model.context}"
-    for news in job.begin.news:
-        say(news)
-    say(f"text   {job.text.description}")
-    cut = "" if run.train.sharding == "none" else f", sharding {run.train.sharding}"
-    say(f"model  {run.model.family}, {shape}, {millions:.2f} M parameters{cut}")
-    say(
-        f"batch  {run.train.batch} sequences = {run.train.batch * run.model.context:,} tokens per step: "
-        f"{job.comm.world_size} ranks x {microbatches_per_rank(run.train, job.comm.world_size)} microbatch(es) x "
-        f"{job.loader.microbatch} sequences"
-    )
-    say(f"out    {run.out}")
-    if job.begin.step >= run.train.steps:
-        say(f"already at step {job.begin.step}, asked for {run.train.steps}: nothing left to train, see --train.steps")
-
-
-def conclude(job: Job, result: TrainResult, written: str) -> None:
-    """The last words of rank 0: a sample, the proof, where the weights are and how to go on."""
-    run, say = job.run, job.console.say
-    job.console.close()
-    if written:
-        (run.out / "sample.txt").write_text(written, encoding="utf-8")
-        say("sample of what the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
-    ranks, what = job.comm.world_size, "pieces of the same weights" if is_cut(job.model) else "the same weights"
-    say(f"proof  {ranks} of {ranks} ranks hold {what}: sha256 {result.digest}")
-    for verdict in job.loader.verdicts():
-        if not verdict.is_exact or verdict.epoch == int(job.loader.epoch):  # the others were said when they ended
-            say_coverage(job, verdict)
-    say(f"saved  {result.checkpoint}")
-    if result.was_stopped:
-        say(
-            f"stopped after step {result.step} of {run.train.steps}; "
-            "the same command with --resume auto goes on from there"
-        )

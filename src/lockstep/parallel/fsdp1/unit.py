@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 from torch.nn import Module, Parameter
 
-from lockstep.parallel import shard_context
+from lockstep.parallel import shard_unit
 from lockstep.parallel.fsdp1.arguments import Ignored, settings_of
 from lockstep.parallel.shard_mesh import ShardMesh
 from lockstep.parallel.shard_unit import ShardUnit
@@ -40,7 +40,7 @@ class FsdpUnit:
     @property
     def engine(self) -> ShardUnit:
         """What gathers and reduces."""
-        found = shard_context.unit_of(self.module)
+        found = shard_unit.unit_of(self.module)
         assert found is not None, "the wrapper called fully_shard"
         return found
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, final
 
-import torch
 from torch import Tensor
 
 from lockstep.comm.op import DONE, Work
 from lockstep.comm.tensor_parts import TensorPieces, part_of
 from lockstep.errors import CheckpointError, ConfigError
-from lockstep.parallel.bucket import dense_strides
+from lockstep.parallel.bucket import alias, dense_strides
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.zero.chunk import Chunk, Piece, flat_in_order, in_shape
 from lockstep.parallel.zero.plan import Span, cut
@@ -31,7 +30,7 @@ class ShardedChunk(Chunk):
         for index in range(len(params)):
             flat = self._flat_local(index)
             ranges = cut(0, flat.numel(), longest) or [(0, 0)]  # no rows here; its step count is kept all the same
-            self.pieces += [Piece(Span(index, a, b), _alias(flat, a, b)) for a, b in ranges]
+            self.pieces += [Piece(Span(index, a, b), alias(flat, a, (b - a,), (1,))) for a, b in ranges]
 
     def _flat_local(self, index: int) -> Tensor:
         local = local_tensor(self.params[index]).detach()
@@ -71,12 +70,6 @@ class ShardedChunk(Chunk):
 
     def publish(self) -> Work:
         return DONE
-
-
-def _alias(flat: Tensor, start: int, stop: int) -> Tensor:
-    """Elements of `flat` as a tensor that is no view of it: it lets go of the memory when it is moved elsewhere."""
-    alias = torch.empty(0, dtype=flat.dtype, device=flat.device)
-    return alias.set_(flat.untyped_storage(), flat.storage_offset() + start, (stop - start,), (1,))
 
 
 def _like(param: Any, local: Tensor) -> Tensor:

@@ -71,10 +71,11 @@ def share_buckets(
             f"ddp={type(ddp).__name__}: its backward can be joined only if it is lockstep.DistributedDataParallel; "
             "leave ddp out, and step() works after any averaging of gradients"
         )
-    if type(reducer.hook) is not Mean:
+    exchange = reducer.exchange
+    if type(exchange.hook) is not Mean:
         raise UnsupportedArgument("ddp", "it has a communication hook, and this would replace it; leave ddp out")
     by_id = {id(member.param): member for member in members}
-    left_out = [name for param, name in zip(reducer.params, reducer.names, strict=True) if id(param) not in by_id]
+    left_out = [name for param, name in zip(exchange.params, exchange.names, strict=True) if id(param) not in by_id]
     if left_out:
         raise ConfigError(
             f"ddp reduces {', '.join(map(repr, left_out[:5]))}{' ...' if len(left_out) > 5 else ''}, which this "
@@ -82,8 +83,9 @@ def share_buckets(
         )
     check_params([m.param for m in members], [m.name for m in members], reducer.comm)
     hook = ReduceScatterMean(reducer.comm)
-    reducer.hand_over(hook, functools.partial(FlatLayout, world_size=reducer.comm.world_size))
-    shares = [_share([by_id[id(p)] for p in bucket.params], reducer.comm, longest) for bucket in reducer.buckets]
+    reducer.before_forward()  # what an earlier step has left comes to its end first
+    exchange.hand_over(hook, functools.partial(FlatLayout, world_size=reducer.comm.world_size))
+    shares = [_share([by_id[id(p)] for p in bucket.params], reducer.comm, longest) for bucket in exchange.buckets]
     hook.join([chunk for chunk, _ in shares if isinstance(chunk, ReplicatedChunk)])
     taken = {id(param) for param in reducer.params}
     return hook, shares, [member for member in members if id(member.param) not in taken]

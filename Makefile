@@ -40,7 +40,7 @@ test: $(STAMP) ## the test suite; ARGS=--slow for all of it
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(ARGS)
 
 chaos: $(STAMP) ## kill a training run KILLS times at random moments; it must end in the same bits
-	@$(BIN)/python -m lockstep.testing.chaos --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+	@$(BIN)/python tests/chaos.py --kills $(KILLS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # The last of them: every name in tests/slow_tests.txt is that of a test.
 check: $(STAMP) ## format, lint, types, layers, sizes

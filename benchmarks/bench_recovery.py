@@ -26,8 +26,11 @@ from pathlib import Path
 from typing import NamedTuple, final
 
 from harness import Result, arguments, compare, report
-from lockstep.testing.chaos_run import Observer
+from machine import ROOT
 from recovery_script import CHECKPOINT_EVERY
+
+sys.path.insert(0, str(ROOT / "tests"))
+from observer import Observer  # pyright: ignore[reportMissingImports]
 
 RANKS = 2
 TURNS = 4

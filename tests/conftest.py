@@ -15,8 +15,8 @@ from types import FrameType
 
 import pytest
 
+from leaks import Snapshot, child_processes
 from lockstep.testing.failures import thread_stacks
-from lockstep.testing.leaks import Snapshot, child_processes
 
 _LIMIT_S = 60.0
 _BACKSTOP_S = 20.0  # after the limit, for a main thread that hears no signal

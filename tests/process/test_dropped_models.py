@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import lockstep
+from leaks import Snapshot
 from lockstep import DistributedDataParallel, FullyShardedDataParallel, ShardedOptimizer, fully_shard
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import CollectiveMismatch, PeerFailed, PeerLost
-from lockstep.testing.leaks import Snapshot
 from lockstep.testing.segments import mapped_segments
 from lockstep.testing.worlds import pool_segments, run_processes
 from shard_sides import Side

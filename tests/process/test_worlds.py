@@ -17,11 +17,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+from leaks import Snapshot
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import PeerLost
 from lockstep.testing import pool
 from lockstep.testing.failures import RankFailed, RankTimeout
-from lockstep.testing.leaks import Snapshot
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import close_pools, process_stacks, run_processes, run_threads
 
@@ -209,7 +209,7 @@ def test_closed_pools_leave_nothing() -> None:
 
 
 def test_every_kind_of_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lockstep.testing.leaks._PATIENCE_S", 0.0)
+    monkeypatch.setattr("leaks._PATIENCE_S", 0.0)
     monkeypatch.chdir(tmp_path)
     before = Snapshot()
     assert before.leaks() == []
@@ -246,8 +246,7 @@ def test_every_kind_of_leak_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 SAMPLE = """
-import threading, pytest
-from lockstep.testing import leaks
+import threading, leaks, pytest
 
 leaks._PATIENCE_S = 0.1
 
@@ -264,7 +263,7 @@ def test_good():
 
 
 def test_the_conftest_fails_what_hangs_or_leaks(tmp_path: Path) -> None:
-    for name in ("conftest.py", "slow_tests.txt"):
+    for name in ("conftest.py", "leaks.py", "process_tree.py", "slow_tests.txt"):
         (tmp_path / name).write_text((Path(__file__).parents[1] / name).read_text())
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]

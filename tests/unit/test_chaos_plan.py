@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from chaos_plan import PHASES, SHARES, Blow, Strike, choose, draw_plan, p95, recoveries, table
+from chaos_verdict import Result, differences_between, faults_of, size_of
 from lockstep.data.coverage import Coverage
 from lockstep.data.sample_log import sample_ids, sample_record, stream_spans
-from lockstep.testing.chaos_plan import PHASES, SHARES, Blow, Strike, choose, draw_plan, p95, recoveries, table
-from lockstep.testing.chaos_verdict import Result, differences_between, faults_of, size_of
 
 _LENGTH, _BATCH = 10, 4
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,16 +13,18 @@ import pytest
 
 from lockstep.cli.train import choose_processes, newest_step, parse_train, read_range
 from lockstep.comm.pulse import NONE
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch import starter as starting
 from lockstep.launch.fork_server import Start
 from lockstep.launch.guess import guess_program, guess_threads
 from lockstep.launch.job import Launch
 from lockstep.launch.launcher import LOOPBACK, stop_numbers
+from lockstep.launch.loopback import LoopbackRendezvous
 from lockstep.launch.preload import is_installed, modules_to_preload
 from lockstep.launch.processes import WorkerProcess
 from lockstep.launch.program import Program, read_program
 from lockstep.launch.torchrun_flags import read_flags
+from lockstep.launch.words import say
 from lockstep.observe.last_words import sees_another
 from lockstep.recipes import gpt2
 
@@ -111,30 +115,61 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("--nproc-per-node=3:2", "train.py"), "--nproc-per-node 3:2"),
         (("--nproc-per-node=0:2", "train.py"), "--nproc-per-node 0:2"),
         (("--nproc-per-node=auto:2", "train.py"), "--nproc-per-node auto:2"),
-        (("--nproc-per-node=many", "train.py"), "Unsupported nproc_per_node value: many"),
+        (("-n", "many", "train.py"), "--nproc-per-node many: it takes a number of processes, a range like 2:4, auto"),
+        (("-n", "1.5", "train.py"), "--nproc-per-node 1.5: it takes a number"),
+        (("-n", "-1", "train.py"), "--nproc-per-node -1: at least one process has to run"),
+        (("-n", "xpu", "train.py"), "--nproc-per-node xpu: torch sees none here. Name a number"),
+        (("-n",), "-n needs a value. `lockstep run --help` explains"),
         (("--nproc-per-node=0", "train.py"), "at least one process"),
-        (("--nnodes=2:1", "train.py"), "min_nodes"),
-        (("--nnodes=x", "train.py"), "nnodes"),
-        (("--max-restarts=-1", "train.py"), "max_restarts"),
+        *((("--nnodes", text, "train.py"), f"--nnodes {text}: it takes a number of machines, or a range")
+          for text in ("2:1", "0", "-1", "0:2", "x", "1:2:3", "2.5", "")),
+        (("--max-restarts=-1", "train.py"), "--max-restarts -1: it is a number from 0"),
+        (("--max-restarts=x", "train.py"), "--max-restarts takes a whole number, not 'x'. `lockstep run --help`"),
+        (("--grace-s=x", "train.py"), "--grace-s takes a number, not 'x'"),
+        (("--shutdown-timeout=-1", "train.py"), "--shutdown-timeout -1: it is a number from 0"),
+        (("--log-dir=/proc/none/such", "train.py"), "--log-dir /proc/none/such cannot be made: No such file"),
         (("--local-ranks-filter=a", "train.py"), "comma-separated"),
-        (("--redirects=7", "train.py"), "7 does not match"),
+        (("--redirects=7", "train.py"), "--redirects 7: it takes 0, 1, 2 or 3, or ranks with theirs: 0:3,1:1"),
+        (("--tee=0:3,1", "train.py"), "--tee 0:3,1: it takes"),
         (("--grace-s=-1", "train.py"), "--grace-s -1"),
-        (("--signals-to-handle=SIGWHAT", "train.py"), "SIGWHAT"),
+        *((("--signals-to-handle", f"SIGTERM,{name}", "train.py"), f"'{name}' is no signal that can be heard")
+          for name in ("SIGWHAT", "SIGKILL", "SIGSTOP", "SIG_IGN")),
         (("--monitor-interval=0", "train.py"), "--monitor-interval"),
         (("--logs-specs=none_such", "train.py"), "none_such"),
         (("--event-log-handler=none_such", "train.py"), "--event-log-handler none_such"),
         (("--numa-binding=node", "train.py"), "there is none here"),
         (("--nproc-per-node=9999", "train.py"), "so many would only kill it"),
-        (("--nproc-per-node=2",), "arguments are required: training_script"),
+        (("--nproc-per-node=2",), "missing: SCRIPT. `lockstep run --help` explains"),
         (("--wacth", "train.py"), "unknown option --wacth: did you mean --watch?"),
-        (("--guard=onn", "train.py"), "invalid choice: 'onn'"),
+        (("--guard=onn", "train.py"), "--guard takes one of 'off', 'on', 'strict', 'check', not 'onn'"),
         (("pack",), "pack is a folder: name the script in it"),
     ],
-)
+)  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(words: tuple[str, ...], answer: str, folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         read(folder, *words)
     assert answer in str(caught.value)
+
+
+def test_script_that_cannot_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: (path, mode) != ("train.py", os.R_OK))  # root may read all
+    with pytest.raises(ConfigError, match=r"^train\.py cannot be read by this user"):
+        read(folder, "train.py")
+
+
+def test_port_that_is_taken_is_said_with_who_has_it() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(LaunchError) as caught:
+            LoopbackRendezvous(port=port).next_rendezvous()
+    assert re.match(rf"port {port} of 127.0.0.1 is taken by pid {os.getpid()} \(.+\). Leave out", str(caught.value))
+
+
+def test_words_that_nobody_reads_any_more_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open("/dev/full", "w") as closed:
+        monkeypatch.setattr(sys, "stderr", closed)
+        say("stopping")
+        say("stopped")
 
 
 def test_a_range_starts_with_the_most_and_may_shrink(folder: Path) -> None:

@@ -25,13 +25,14 @@ from torch.distributed.launcher.api import LaunchConfig, _get_addr_and_port
 from lockstep.comm.preflight import Deadline, within
 from lockstep.comm.pulse import NONE
 from lockstep.errors import LaunchError
-from lockstep.launch.agent import Agent, say
+from lockstep.launch.agent import Agent
 from lockstep.launch.job import Launch
 from lockstep.launch.loopback import LoopbackRendezvous
 from lockstep.launch.meeting import Machine, Meeting, find_channel
-from lockstep.launch.processes import adopting_orphans
+from lockstep.launch.processes import adopting_orphans, refuse_few_files
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StoppedEarly, StopSignals
+from lockstep.launch.words import say
 from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
 
 LOOPBACK = "loopback"  # our own rendezvous, among torch's backends
@@ -41,7 +42,8 @@ _CLOSE_S = 40.0  # for the rendezvous to be closed, which torch gives 30
 
 
 def local_config(processes: int, folder: Path) -> LaunchConfig:
-    """Workers of this machine alone, their output prefixed with the rank; their files in `folder`."""
+    """Workers of this machine alone, output prefixed with the rank, files in `folder`. Raises: ConfigError."""
+    refuse_few_files(processes)
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,

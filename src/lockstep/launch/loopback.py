@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import uuid
 from typing import final
@@ -10,6 +11,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from lockstep.errors import LaunchError
+from lockstep.launch.doctor.probes import owners
 
 _ADDRESS = "127.0.0.1"
 
@@ -40,7 +42,9 @@ class LoopbackRendezvous(RendezvousHandler):
         try:
             listener = socket.create_server((_ADDRESS, self._port))
         except OSError as error:
-            raise LaunchError(f"port {self._port} of {_ADDRESS} cannot be opened: {error.strerror}") from error
+            held = ", ".join(owners(self._port))
+            why = f"is taken by {held}" if held else f"cannot be opened: {os.strerror(error.errno or 0)}"
+            raise LaunchError(f"port {self._port} of {_ADDRESS} {why}. Leave out --master-port: any will do") from error
         port = listener.getsockname()[1]
         self._store = TCPStore(
             _ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()

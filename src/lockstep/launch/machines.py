@@ -5,11 +5,12 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, final
+from typing import Any, TypeVar, final
 
 from lockstep.comm.preflight import Aside
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
+from lockstep.launch.course import Request
 from lockstep.launch.ended import signal_name
 from lockstep.launch.stop_signals import StopSignals
 
@@ -18,18 +19,6 @@ T = TypeVar("T")
 _STOP = "stop"
 _ASK_S = 0.2
 _ANSWER_S = 5.0  # a store answers in milliseconds; that of a machine that was stopped never does
-
-
-class Told(NamedTuple):
-    """Another machine wants the run to stop."""
-
-    number: int  # of the signal that it got
-    host: str
-
-    @property
-    def words(self) -> str:
-        """For the user of this machine."""
-        return f"{self.host} was asked to stop by {signal_name(self.number)}: stopping"
 
 
 @final
@@ -56,9 +45,16 @@ class Machines:
         if not self.can_spare_one:
             self.ask(lambda: self._stops.put(_STOP, [number, socket.gethostname()]), None)
 
-    def told_stop(self) -> Told | None:
-        """Who has asked all to stop."""
-        return self.ask(lambda: None if self._stops.missing([_STOP], 0) else Told(*self._stops.read(_STOP)), None)
+    def told_stop(self) -> Request | None:
+        """What another machine has asked of all."""
+
+        def look() -> Request | None:
+            if self._stops.missing([_STOP], 0):
+                return None
+            number, host = self._stops.read(_STOP)
+            return Request(number, f"{host} was asked to stop by {signal_name(number)}: stopping")
+
+        return self.ask(look, None)
 
     def meet(self, committed: int, limit_s: float) -> int:
         """Wait until the run is over on all machines, for at most `limit_s`, or until a user will not wait.

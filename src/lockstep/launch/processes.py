@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
-from lockstep.errors import LaunchError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch.fork_server import Start, receive, send
 from lockstep.launch.program import python_command
 
@@ -22,6 +23,7 @@ _PR_GET_CHILD_SUBREAPER = 37
 _THREADS = "OMP_NUM_THREADS"  # read once by libraries, while they are loaded
 HAS_PIDFD = hasattr(os, "pidfd_open") and sys.platform == "linux"
 
+_OPEN_FILES = 32, 4  # of a launcher, and more for each of its processes: output, connections to its store, a handle
 # whether the descriptor can be read within that many seconds; raises when the user will not wait
 Waiting = Callable[[int, float], bool]
 _LOAD_S = 600.0  # imports from a network that is cold
@@ -45,6 +47,15 @@ def adopting_orphans() -> Iterator[bool]:
         yield is_adopting
     finally:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
+
+
+def refuse_few_files(processes: int) -> None:
+    """Raises: ConfigError where this process may not open as many files as it needs for so many workers."""
+    needed = _OPEN_FILES[0] + _OPEN_FILES[1] * processes
+    limit, most = (number if number >= 0 else needed for number in resource.getrlimit(resource.RLIMIT_NOFILE))
+    if limit < needed:
+        fix = "ulimit -n 4096" if most >= 4096 else "raise the hard limit, nofile in /etc/security/limits.conf"
+        raise ConfigError(f"a process may open {limit} files here, but a launcher needs {needed}. Type: {fix}")
 
 
 @final

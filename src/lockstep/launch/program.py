@@ -25,8 +25,9 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, sees_another
 from lockstep.observe.process_guard import STORE, begin
 from lockstep.observe.profile.session import follow_program
+from lockstep.observe.torch_start import meet_machines
 from lockstep.observe.torch_training import attach_training
-from lockstep.observe.torch_watch import attach, meet_machines
+from lockstep.observe.torch_watch import attach
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import final
 
 from lockstep.launch.fork_server import Start
-from lockstep.launch.processes import HAS_PIDFD, ForkServer, Waiting, WorkerProcess, start_fresh
+from lockstep.launch.processes import HAS_PIDFD, ForkServer, Waiting, WorkerProcess, refuse_few_files, start_fresh
 from lockstep.launch.program import Program, python_command
 from lockstep.launch.worker import AGENT_PID
 
@@ -23,7 +23,11 @@ _ACCELERATORS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*", "/d
 
 @contextmanager
 def loading_ahead(modules: Sequence[str], **variables: str) -> Iterator[ForkServer | None]:
-    """A fork server that loads while this process loads torch itself; None where there may be a GPU."""
+    """A fork server that loads while this process loads torch itself; None where there may be a GPU.
+
+    Raises: ConfigError where this process may open too few files.
+    """
+    refuse_few_files(1)
     if not HAS_PIDFD or may_have_accelerator():
         yield None
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import signal
 import sys
 from argparse import Namespace
@@ -15,16 +16,16 @@ import torch
 from torch.distributed.elastic.events import get_logging_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, get_args_parser, parse_min_max_nnodes
+from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
 
 from lockstep.errors import ConfigError
-from lockstep.launch.doctor.asked import refuse_crowd, refuse_meeting
+from lockstep.launch.doctor.asked import read_machines, refuse_crowd, refuse_meeting
 from lockstep.launch.guess import new_record
 from lockstep.launch.job import Launch, Supervision
 from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.launcher import LOOPBACK, SIGNALS, silence_torch
 from lockstep.launch.preload import modules_to_preload
-from lockstep.launch.processes import ForkServer
+from lockstep.launch.processes import ForkServer, refuse_few_files
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
 from lockstep.launch.words import Words
@@ -47,6 +48,15 @@ _HELP = {  # where torchrun's words do not hold here
     "(default: they are not asked, see --failure-grace-s)",
     "signals_to_handle": f"signals that ask to stop, with commas between them (default: {','.join(SIGNALS)})",
 }
+_POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("ARGUMENTS", False)}
+_OUTPUTS = r"[0-3]|\d:[0-3](,\d:[0-3])*"
+_SECONDS = (
+    ("--grace-s", 60.0, "after a signal: how long workers may save before they are killed"),
+    ("--failure-grace-s", 0.2, "after a worker failed: how long the others may say what they saw"),
+    ("--stopped-limit-s", 10.0, "how long a worker may be stopped (SIGSTOP) before it counts as failed; 0: for ever"),
+    ("--hang-limit-s", 600.0, "how long no worker may give a sign of life, once one has; 0: for ever"),
+)
+_FROM_ZERO = ("--max-restarts", "--shutdown-timeout", *(name for name, _, _ in _SECONDS))
 
 
 def parser() -> Words:
@@ -61,6 +71,8 @@ def parser() -> Words:
     )
     for action in made._actions:
         action.help = _HELP.get(action.dest, action.help)
+        if action.dest in _POSITIONAL:
+            action.metavar, action.required = _POSITIONAL[action.dest]
     own = made.add_argument_group("beyond torchrun")
     own.add_argument(
         "-n", dest="nproc_per_node", metavar="N|A:B", default=argparse.SUPPRESS, help="the same as --nproc-per-node"
@@ -104,17 +116,7 @@ def parser() -> Words:
         metavar="NAMES",
         help="loggers that get what `lockstep.log` is given: tensorboard, wandb, trackio, with commas between them",
     )
-    seconds = (
-        ("--grace-s", "after a signal: how long workers may save before they are killed", 60.0),
-        ("--failure-grace-s", "after a worker failed: how long the others may say what they saw", 0.2),
-        (
-            "--stopped-limit-s",
-            "how long a worker may be stopped (SIGSTOP) before it counts as failed; 0: for ever",
-            10.0,
-        ),
-        ("--hang-limit-s", "how long no worker may give a sign of life, once one has; 0: for ever", 600.0),
-    )
-    for name, what, default in seconds:
+    for name, default, what in _SECONDS:
         own.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
     return made
 
@@ -141,20 +143,20 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     if "signals_to_handle" not in given:
         args.signals_to_handle = ",".join(SIGNALS)
     silence_torch()
+    processes = _processes(args.nproc_per_node)
     try:
         config, _, _ = config_from_args(args)
-    except (AssertionError, ValueError, RuntimeError, OSError) as error:
+    except OSError as error:
+        raise ConfigError(f"--log-dir {args.log_dir} cannot be made: {error.strerror}") from error
+    except (AssertionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"{str(error).rstrip('.')}. `lockstep run --help` explains") from error
-    if config.nproc_per_node < 1:
-        raise ConfigError(f"--nproc-per-node {args.nproc_per_node}: at least one process has to run")
-    refuse_crowd(f"--nproc-per-node {args.nproc_per_node}", config.nproc_per_node)
-    if config.nproc_per_node > 1:
+    if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
     program = _program(args)
     record = _record_of(args)
     del given["training_script"], given["training_script_args"]
     supervision = replace(
-        _supervision(args, smallest or config.nproc_per_node, config),
+        _supervision(args, smallest or processes, config),
         variables={RUN: record, PROFILE: args.profile, LOG: args.log, GUARD: args.guard},
         log=LaunchLog(Path(record) if record else None, command=["lockstep", "run", *words], flags=given),
         origins=origins,
@@ -169,6 +171,22 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
         server=server,
         port=port,
     )
+
+
+def _processes(text: str) -> int:
+    """Of this machine. Raises: ConfigError for a number that cannot be, or none."""
+    flag = f"--nproc-per-node {text}"
+    try:
+        processes = determine_local_world_size(text)
+    except ValueError as error:
+        if text in ("gpu", "xpu"):
+            raise ConfigError(f"{flag}: torch sees none here. Name a number; `lockstep doctor` looks why") from error
+        raise ConfigError(f"{flag}: it takes a number of processes, a range like 2:4, auto, cpu or gpu") from error
+    if processes < 1:
+        raise ConfigError(f"{flag}: at least one process has to run")
+    refuse_crowd(flag, processes)
+    refuse_few_files(processes)
+    return processes
 
 
 def _origin(flag: str, variable: str, given: Mapping[str, object]) -> str:
@@ -191,30 +209,34 @@ def _refuse(args: Namespace) -> None:
         raise ConfigError("--module names a Python module, --no-python says it is none: leave one out")
     if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
         raise ConfigError("TORCHELASTIC_ENABLE_FILE_TIMER=1: there is no such timer here, --hang-limit-s finds hangs")
-    if _machines(args) > 1 and args.rdzv_backend == "static" and args.max_restarts and not args.standalone:
-        raise ConfigError(
-            "--max-restarts on several machines with --rdzv-backend static: they could not agree on a restart, and "
-            "would read what dead workers wrote: use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        )
     _refuse_meeting(args)
-    unknown = [name for name in args.signals_to_handle.split(",") if not hasattr(signal, name.strip())]
-    if unknown:
-        raise ConfigError(f"--signals-to-handle {args.signals_to_handle}: there is no signal {unknown[0]!r}")
+    for name in map(str.strip, args.signals_to_handle.split(",")):
+        if name in ("SIGKILL", "SIGSTOP") or (name and not isinstance(getattr(signal, name, None), signal.Signals)):
+            raise ConfigError(f"--signals-to-handle {args.signals_to_handle}: {name!r} is no signal that can be heard")
+    for flag in ("redirects", "tee"):
+        if not re.fullmatch(_OUTPUTS, getattr(args, flag)):
+            raise ConfigError(f"--{flag} {getattr(args, flag)}: it takes 0, 1, 2 or 3, or ranks with theirs: 0:3,1:1")
     try:
         get_logging_handler(args.event_log_handler)
     except KeyError as error:
         raise ConfigError(f"--event-log-handler {args.event_log_handler}: torch has console and null") from error
     if args.monitor_interval <= 0:
         raise ConfigError(f"--monitor-interval {args.monitor_interval}: it is a number of seconds above 0")
-    for name in ("grace_s", "failure_grace_s", "stopped_limit_s", "hang_limit_s"):
-        if not 0 <= getattr(args, name) < 1e9:
-            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name)}: it is a number of seconds")
+    for flag in _FROM_ZERO:
+        number = getattr(args, flag[2:].replace("-", "_"))
+        if number is not None and not 0 <= number < 1e9:
+            raise ConfigError(f"{flag} {number}: it is a number from 0")
 
 
 def _refuse_meeting(args: Namespace) -> None:
     """Raises: ConfigError for machines that could never meet."""
-    machines, is_static = _machines(args), args.rdzv_backend == "static"
+    machines, is_static = read_machines(args.nnodes)[1], args.rdzv_backend == "static"
     is_alone = machines == 1 or args.standalone
+    if is_static and args.max_restarts and not is_alone:
+        raise ConfigError(
+            "--max-restarts on several machines with --rdzv-backend static: they could not agree on a restart, and "
+            "would read what dead workers wrote: use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        )
     refuse_meeting(machines, args.node_rank if is_static and not is_alone else None, args.master_port)
     in_a_file = not is_static and "store_type=file" in args.rdzv_conf.replace(" ", "")
     if args.standalone or args.rdzv_backend not in ("static", "c10d") or in_a_file:
@@ -226,14 +248,6 @@ def _refuse_meeting(args: Namespace) -> None:
     except ValueError as error:
         raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from error
     refuse_meeting(machines, None, None if is_alone else port)
-
-
-def _machines(args: Namespace) -> int:
-    """The most that may take part."""
-    try:
-        return parse_min_max_nnodes(args.nnodes)[1]
-    except (ValueError, RuntimeError) as error:
-        raise ConfigError(f"--nnodes {args.nnodes}: it takes a number of machines, or a range like 1:2") from error
 
 
 def _smallest(args: Namespace) -> int:
@@ -250,7 +264,7 @@ def _smallest(args: Namespace) -> int:
 
 def _meet_on_loopback(args: Namespace) -> int:
     """Choose our own rendezvous where one machine meets itself; the port it has to take, 0 for any."""
-    alone = _machines(args) == 1
+    alone = read_machines(args.nnodes)[1] == 1
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
     port = args.master_port
     if args.master_port is None:
@@ -277,6 +291,8 @@ def _program(args: Namespace) -> Program:
         raise ConfigError(f"there is no script {args.training_script!r} in {os.getcwd()}")
     if os.path.isdir(args.training_script):
         raise ConfigError(f"{args.training_script} is a folder: name the script in it, or a module by -m")
+    if not os.access(args.training_script, os.R_OK):
+        raise ConfigError(f"{args.training_script} cannot be read by this user (chmod +r)")
     return Program("script", args.training_script, words)
 
 

@@ -1,13 +1,43 @@
-"""The words of a command line: what was meant by one that does not exist, and a parser that says so. No torch."""
+"""The words of a command line: what was meant by one that does not exist, a parser that says so, replies. No torch."""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import os
+import re
+import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, final
 
 from lockstep.errors import ConfigError
+
+_FLAG = r"argument (?:-\w/)?(\S+?)(?:/\S+)?"
+_WRONG = {  # argparse's sentences, and ours
+    rf"{_FLAG}: invalid int value: (.+)": r"\1 takes a whole number, not \2",
+    rf"{_FLAG}: invalid float value: (.+)": r"\1 takes a number, not \2",
+    rf"{_FLAG}: invalid choice: (.+) \(choose from (.+)\)": r"\1 takes one of \3, not \2",
+    rf"{_FLAG}: expected one argument": r"\1 needs a value",
+    r"the following arguments are required: (.+)": r"missing: \1",
+}
+
+
+def tell(text: str) -> None:
+    """Write to standard error; without a word where nobody reads it any more, as in a terminal that was closed."""
+    if sys.stderr is None:  # it was closed before the start
+        return
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except OSError:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stderr.fileno())  # what is still buffered goes there too
+        os.close(nowhere)
+
+
+def say(text: str, before: str = "") -> None:
+    """One line to the user."""
+    tell(f"{before}lockstep: {text}\n")
 
 
 def nearest(word: str, names: Iterable[str]) -> str:
@@ -43,4 +73,6 @@ class Words(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
+        for wrong, said in _WRONG.items():
+            message = re.sub(wrong, said, message)
         raise ConfigError(f"{message.rstrip('.')}. `{self.prog} --help` explains")

@@ -95,7 +95,7 @@ def _one_of_many(args: Namespace, place: Place) -> Asked:
 
 
 def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:
-    smallest, largest = _machines(args.nnodes)
+    smallest, largest = read_machines(args.nnodes)
     processes = args.nproc_per_node or ("2" if largest == 1 else "1")
     words = ["--nproc-per-node", processes]
     if largest == 1:
@@ -158,7 +158,8 @@ def _ends_with_port(endpoint: str) -> bool:
     return bool(head) and tail.isdigit() and (":" not in head or head.endswith("]"))
 
 
-def _machines(text: str) -> tuple[int, int]:
+def read_machines(text: str) -> tuple[int, int]:
+    """The least and the most machines that --nnodes allows. Raises: ConfigError."""
     first, _, last = text.partition(":")
     if not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
         raise ConfigError(f"--nnodes {text}: it takes a number of machines, or a range like 1:2")

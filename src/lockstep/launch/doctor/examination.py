@@ -70,14 +70,15 @@ def _channels() -> type[Channel]:
 def _meet(asked: Asked, environ: Mapping[str, str], say: Say) -> Channel:
     """The channel of this run, once all machines are there. Raises: Stopped where a hop on the way to it fails."""
     if asked.machines == 1:
+        if not probes.is_here("127.0.0.1"):
+            text = "127.0.0.1 leads nowhere, and there the ranks of one machine meet: the loopback interface is down"
+            raise Stopped(Check("FAIL", "interfaces", text, "ip link set lo up"))
         _look_at_own_meeting_point(asked, environ, say)
         return _channels().on_loopback()
     try:
         addresses = preflight.resolve(asked.host, asked.port)
     except (OSError, UnicodeError, preflight.Deadline) as error:
-        fix = (
-            f"correct {asked.source}, or add the machine to /etc/hosts; `getent hosts {asked.host}` shows what is known"
-        )
+        fix = f"correct {asked.source}, or add it to /etc/hosts; `getent hosts {asked.host}` shows what is known"
         raise Stopped(Check("FAIL", "way", preflight.unresolved(asked.place, error), fix)) from error
     is_here = any(preflight.is_loopback(address) or probes.is_here(address) for address in addresses)
     problem = machine.check_hosting(asked, is_here)
@@ -195,12 +196,8 @@ def _together(channel: Channel, world_size: int, facts: Mapping[int, group.Facts
     reduced = channel.read_all("reduced", world_size)
     checks += group.check_all_reduce(reduced)
     checks += group.check_pairs([pair for some in channel.read_all("pairs", world_size) for pair in some], facts)
-    if (
-        len(facts) == world_size > 0
-        and not errors
-        and len(reduced) < world_size
-        and all(c.status == "ok" for c in checks)
-    ):
+    ended = len(facts) == world_size > len(reduced) and not errors
+    if ended and all(check.status == "ok" for check in checks):
         checks.append(Check("FAIL", "group", "a rank ended before the all-reduce did", "read the lines above"))
     return checks
 

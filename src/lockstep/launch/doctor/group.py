@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import TypedDict
 
 from lockstep.comm.preflight import is_loopback
-from lockstep.launch.doctor.check import Check, size
+from lockstep.launch.doctor.check import Check, Status, size
 
 SLOWER = 3.0  # than the median of its like: the pair is named
 _SHOWN = 4
@@ -181,19 +181,16 @@ def check_links(links: Sequence[Link], facts: Mapping[int, Facts]) -> list[Check
     checks: list[Check] = []
     for link in broken[:_SHOWN]:
         src, dst = facts[link["src"]], facts[link["dst"]]
-        way = f"{src['host']} (rank {link['src']}) cannot reach {dst['host']} (rank {link['dst']})"
-        where = f"{dst['addresses'][0] if dst['addresses'] else 'no address'}:{dst['port']}"
-        checks.append(Check("FAIL", "links", f"{way} at {where}: {link['detail']}", _remedy(link["result"], dst)))
-    if len(broken) > _SHOWN:
-        checks.append(Check("FAIL", "links", f"and {len(broken) - _SHOWN} more of {len(links)} ways"))
-    return checks
+        way = f"{_name(link['src'], facts)} cannot reach {_name(link['dst'], facts)} at {_address(dst)}:{dst['port']}"
+        fix = f"on {dst['host']}: iptables -I INPUT -s {_address(src)} -p tcp -j ACCEPT, or ufw allow from it"
+        if link["result"] != "refused":  # it need not be a firewall
+            fix += "; another network: export GLOO_SOCKET_IFNAME=<the one that joins the machines>, also for NCCL"
+        checks.append(Check("FAIL", "links", f"{way}: {link['detail']}", fix))
+    return checks + _more("FAIL", "links", len(broken))
 
 
-def _remedy(result: str, dst: Facts) -> str:
-    if result == "refused":
-        return f"{dst['host']} rejects it: allow TCP ports 1024-65535 from the other machines (iptables, ufw)"
-    interface = "export GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME to the network that joins the machines"
-    return f"a firewall drops it, or the address is of another network: {interface}"
+def _more(status: Status, name: str, count: int) -> list[Check]:
+    return [Check(status, name, f"and {count - _SHOWN} more")] if count > _SHOWN else []
 
 
 def check_meeting(facts: Sequence[Facts]) -> list[Check]:
@@ -206,20 +203,16 @@ def check_meeting(facts: Sequence[Facts]) -> list[Check]:
         return []
     there = "leads to that machine itself" if lost[0]["leads_to"] else "is not known"
     text = f"rank 0's machine is announced as {first['meets_at']!r}, which on {_who(lost)} {there}"
-    address = first["addresses"][0] if first["addresses"] else "<its address>"
-    return [Check("FAIL", "way", text, f"on {first['host']}, the machine of rank 0, add: --local-addr {address}")]
+    return [Check("FAIL", "way", text, f"on {first['host']}, machine of rank 0, add: --local-addr {_address(first)}")]
 
 
 def check_joined(errors: Mapping[int, str], facts: Mapping[int, Facts]) -> list[Check]:
     """What ranks said that could not form a group or not work in it; equal sentences once."""
-    said: dict[str, list[int]] = {}
-    for rank, text in sorted(errors.items()):
-        said.setdefault(text, []).append(rank)
-    found = []
-    for text, ranks in said.items():
-        who = _who([facts[rank] for rank in ranks if rank in facts])
-        found.append(Check("FAIL", "group", f"{who}: {text}", "correct what this says, then run the doctor again"))
-    return found
+    said: dict[str, list[Facts]] = {}
+    for rank in sorted(errors.keys() & facts.keys()):
+        said.setdefault(errors[rank].replace(f"rank {rank}: ", ""), []).append(facts[rank])
+    fix = "correct what this says, then run the doctor again"
+    return [Check("FAIL", "group", f"{_who(some)}: {text}", fix) for text, some in said.items()]
 
 
 def check_clocks(clocks: Sequence[Clock], facts: Mapping[int, Facts]) -> list[Check]:
@@ -228,8 +221,7 @@ def check_clocks(clocks: Sequence[Clock], facts: Mapping[int, Facts]) -> list[Ch
     for clock in clocks:
         off_s, error_s = clock["offset_s"], clock["error_s"]
         if abs(off_s) - error_s > _CLOCK_S:
-            way = "ahead of" if off_s > 0 else "behind"
-            host = facts[clock["rank"]]["host"]
+            way, host = "ahead of" if off_s > 0 else "behind", facts[clock["rank"]]["host"]
             text = f"{host} is {abs(off_s):.3g} s {way} rank 0's machine (+-{error_s * 1e3:.1f} ms)"
             checks.append(Check("warn", "clock", f"{text}: logs cannot be compared", "timedatectl set-ntp true"))
     if clocks and not checks:
@@ -275,17 +267,14 @@ def _check_alike(pairs: Sequence[Pair], kind: str, least: float, facts: Mapping[
         )
         for pair in slow[:_SHOWN]
     ]  # fmt: skip
-    if len(slow) > _SHOWN:
-        checks.append(Check("warn", "pairs", f"and {len(slow) - _SHOWN} more"))
+    checks += _more("warn", "pairs", len(slow))
     typical = min(pairs, key=lambda pair: abs(pair["seconds"] - median))
     text = f"1 {kind}: {_rate(typical)} each way"
     if len(pairs) > 1:
         slowest = max(pairs, key=lambda pair: pair["seconds"])
         text = f"{len(pairs)} {kind}: median {_rate(typical)} each way, slowest {_rate(slowest)}"
     if typical["nbytes"] / median < least:
-        fix = (
-            "another interface (GLOO_SOCKET_IFNAME)?" if kind.startswith("between") else "other programs on it? see top"
-        )
+        fix = "another interface (GLOO_SOCKET_IFNAME)?" if "between" in kind else "other programs on it? see top"
         return [*checks, Check("warn", "pairs", f"{text}: expected {least / 1e9:g} GB/s", fix)]
     return checks or [Check("ok", "pairs", text)]
 
@@ -300,6 +289,10 @@ def _cause(pair: Pair, slow: Sequence[Pair]) -> str:
 
 def _name(rank: int, facts: Mapping[int, Facts]) -> str:
     return f"rank {rank} ({facts[rank]['host']})"
+
+
+def _address(fact: Facts) -> str:
+    return next(iter(fact["addresses"]), "<its address>")
 
 
 def _rate(pair: Pair) -> str:

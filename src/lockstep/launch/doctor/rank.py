@@ -157,12 +157,11 @@ def _work(channel: Channel, rank: int, wait_s: float) -> None:
     try:
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always", RuntimeWarning)
-            comm = lockstep.init(timeout_s=_OPERATION_S, start_timeout_s=min(wait_s, _OPERATION_S), verbose=False)
-        with comm:
-            warning = next((str(one.message) for one in said if issubclass(one.category, RuntimeWarning)), "")
-            channel.put(f"reduced/{rank}", _all_reduce(comm, warning))
-            channel.put(f"pairs/{rank}", _pairs(comm))
-            comm.barrier()
+            start_s = min(wait_s, _OPERATION_S)
+            with lockstep.init(timeout_s=_OPERATION_S, start_timeout_s=start_s, verbose=False) as comm:
+                channel.put(f"reduced/{rank}", _all_reduce(comm, said))
+                channel.put(f"pairs/{rank}", _pairs(comm))
+                comm.barrier()
     except EnvironmentProblems as error:
         channel.put(f"error/{rank}", " ".join(error.problems))
     except (LockstepError, RuntimeError) as error:
@@ -181,7 +180,7 @@ def _best(comm: Communicator, action: Callable[[], object]) -> float:
     return min(times[1:])
 
 
-def _all_reduce(comm: Communicator, warning: str) -> Reduced:
+def _all_reduce(comm: Communicator, said: Sequence[warnings.WarningMessage]) -> Reduced:
     tensor = comm.empty(_WHOLE)
     expected = comm.world_size * (comm.world_size + 1) / 2
 
@@ -191,6 +190,7 @@ def _all_reduce(comm: Communicator, warning: str) -> Reduced:
 
     seconds = _best(comm, sum_up)
     is_right = bool((tensor == expected).all())
+    warning = next((str(one.message) for one in said if issubclass(one.category, RuntimeWarning)), "")
     name = f"{comm.transport.name} ({comm.device.type})"
     return Reduced(nbytes=tensor.nbytes, seconds=seconds, is_right=is_right, transport=name, warning=warning)
 

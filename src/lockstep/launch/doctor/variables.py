@@ -36,19 +36,7 @@ _MISTAKES = {  # too far from what was meant to be found by likeness
     "GPU_VISIBLE_DEVICES": "CUDA_VISIBLE_DEVICES",
     "TORCH_DISTRIBUTED_DETAIL": "TORCH_DISTRIBUTED_DEBUG",
 }
-_PREFIXES = (
-    "NCCL",
-    "GLOO",
-    "TORCH_NCCL",
-    "TORCH_DIST",
-    "MASTER",
-    "WORLD",
-    "LOCAL",
-    "LOCKSTEP",
-    "CUDA_V",
-    "OMP_",
-    "CUDA_L",
-)
+_BEGINNINGS = "NCCL GLOO TORCH_NCCL TORCH_DIST MASTER WORLD LOCAL LOCKSTEP CUDA_V CUDA_L OMP_"
 _LIKENESS = 0.9
 _SLOW = {
     "NCCL_P2P_DISABLE": "GPUs of one machine do not talk directly",
@@ -71,16 +59,13 @@ def _misspelt(environ: Mapping[str, str]) -> Iterator[Check]:
     for name in sorted(environ):
         meant = meant_by(name)
         if meant:
-            yield Check(
-                "warn", "variables", f"{name} means nothing: was {meant} meant?",
-                f"unset {name}; export {meant}={environ[name]}",
-            )  # fmt: skip
+            yield _warn(f"{name} means nothing: was {meant} meant?", f"unset {name}; export {meant}={environ[name]}")
 
 
 def meant_by(name: str) -> str:
     """The variable that somebody meant who set `name`; "" where nothing is wrong with it."""
     upper = name.upper()
-    if name in _KNOWN or not upper.startswith((*_PREFIXES, *_MISTAKES)):
+    if name in _KNOWN or not upper.startswith((*_BEGINNINGS.split(), *_MISTAKES)):
         return ""
     if upper in _MISTAKES:
         return _MISTAKES[upper]
@@ -93,39 +78,35 @@ def meant_by(name: str) -> str:
 def _place(environ: Mapping[str, str]) -> Iterator[Check]:
     """RANK and WORLD_SIZE in a shell: what a process started here would make of them."""
     place, problems = read_place(environ)
-    fix = "unset RANK WORLD_SIZE LOCAL_RANK, and let `lockstep run` or torchrun set them"
-    if place.launcher == "environment":
+    fixes = {
+        "environment": "unset RANK WORLD_SIZE LOCAL_RANK, and let `lockstep run` or torchrun set them",
+        "slurm": "start the ranks with srun, or set MASTER_ADDR and MASTER_PORT",
+    }
+    port = environ.get("MASTER_PORT") or "29500"
+    if place.launcher in fixes:
         for problem in problems:
-            yield Check("FAIL", "variables", problem.text, fix)
-    elif place.launcher == "slurm":
-        for problem in problems:
-            yield Check(
-                "FAIL", "variables", problem.text, "start the ranks with srun, or set MASTER_ADDR and MASTER_PORT"
-            )
+            yield Check("FAIL", "variables", problem.text, fixes[place.launcher])
     elif "SLURM" in place.note:
-        yield Check("warn", "variables", place.note, "srun lockstep doctor")
+        yield _warn(place.note, "srun lockstep doctor")
+    elif not (port.isdigit() and 0 < int(port) < 65536):
+        text = f"MASTER_PORT={port} is no port: a script that is started by hand ends with it"
+        yield Check("FAIL", "variables", text, "export MASTER_PORT=29500")
 
 
 def _against_flags(environ: Mapping[str, str], asked: Asked) -> Iterator[Check]:
     several = asked.machines > 1
     address = environ.get("MASTER_ADDR", "")
     if several and address and address != asked.host:
-        yield Check(
-            "warn", "variables", f"MASTER_ADDR={address}, but {asked.source or 'the default'} says {asked.host}: the "
-            "flag counts", "unset MASTER_ADDR",
-        )  # fmt: skip
+        text = f"MASTER_ADDR={address}, but {asked.source or 'the default'} says {asked.host}: the flag counts"
+        yield _warn(text, "unset MASTER_ADDR")
     if several and (asked.host == "localhost" or asked.host.startswith("127.") or asked.host == "::1"):
-        yield Check(
-            "warn", "variables", f"{asked.machines} machines are to meet at {asked.host}: each asks itself, unless "
-            "all are one",
-            "give all of them the name or address of one: --master-addr HOST, or --rdzv-endpoint HOST:PORT",
-        )  # fmt: skip
+        text = f"{asked.machines} machines are to meet at {asked.host}: each asks itself, unless all are one"
+        yield _warn(text, "give all the name or address of one: --master-addr HOST, or --rdzv-endpoint HOST:PORT")
     nodes = environ.get("SLURM_NNODES", "")
     if nodes.isdigit() and int(nodes) > 1 and asked.machines == 1:
-        yield Check(
-            "warn", "variables", f"SLURM_NNODES={nodes}, but only this machine is examined",
-            f"srun --ntasks-per-node=1 lockstep doctor --nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500",
-        )  # fmt: skip
+        flags = f"--nnodes {nodes} --rdzv-backend c10d --rdzv-endpoint HOST:29500"
+        text = f"SLURM_NNODES={nodes}, but only this machine is examined"
+        yield _warn(text, f"srun --ntasks-per-node=1 lockstep doctor {flags}")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         if several and environ.get(name, "").lstrip("=") == "lo":
             yield Check("FAIL", "variables", f"{name}=lo: no other machine can be reached through it", f"unset {name}")
@@ -134,21 +115,20 @@ def _against_flags(environ: Mapping[str, str], asked: Asked) -> Iterator[Check]:
 def _harmful(environ: Mapping[str, str], asked: Asked, cores: int) -> Iterator[Check]:
     for name, why in _SLOW.items():
         if environ.get(name, "0") not in ("", "0"):
-            yield Check("warn", "variables", f"{name}={environ[name]}: {why}", f"unset {name}")
+            yield _warn(f"{name}={environ[name]}: {why}", f"unset {name}")
     if environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
-        yield Check(
-            "warn", "variables", "TORCH_DISTRIBUTED_DEBUG=DETAIL: torch 2.13 crashes while DDP is made on Gloo, and "
-            "other steps take 2-3 times as long", "unset TORCH_DISTRIBUTED_DEBUG",
-        )  # fmt: skip
+        why = "torch 2.13 crashes while DDP is made on Gloo, and other steps take 2-3 times as long"
+        yield _warn(f"TORCH_DISTRIBUTED_DEBUG=DETAIL: {why}", "unset TORCH_DISTRIBUTED_DEBUG")
     for old in ("NCCL_ASYNC_ERROR_HANDLING", "NCCL_BLOCKING_WAIT"):
         if old in environ:
-            fix = f"unset {old}; export TORCH_{old}={environ[old]}"
-            yield Check("warn", "variables", f"{old} has another name now", fix)
+            yield _warn(f"{old} has another name now", f"unset {old}; export TORCH_{old}={environ[old]}")
     if environ.get("LOCKSTEP_SHM", "on").lower() in ("off", "0"):
-        yield Check("warn", "variables", "LOCKSTEP_SHM=off: ranks of this machine use sockets", "unset LOCKSTEP_SHM")
+        yield _warn("LOCKSTEP_SHM=off: ranks of this machine use sockets", "unset LOCKSTEP_SHM")
     threads = environ.get("OMP_NUM_THREADS", "")
     if threads.isdigit() and int(threads) * asked.processes > cores and int(threads) > 1:
-        yield Check(
-            "warn", "variables", f"OMP_NUM_THREADS={threads} for {asked.processes} ranks on {cores} cores: they get in "
-            "each other's way", f"export OMP_NUM_THREADS={max(1, cores // asked.processes)}",
-        )  # fmt: skip
+        text = f"OMP_NUM_THREADS={threads} for {asked.processes} ranks on {cores} cores: they get in each other's way"
+        yield _warn(text, f"export OMP_NUM_THREADS={max(1, cores // asked.processes)}")
+
+
+def _warn(found: str, fix: str) -> Check:
+    return Check("warn", "variables", found, fix)

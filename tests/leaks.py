@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from lockstep.launch.processes import children
-from lockstep.testing.process_tree import words_of
 from lockstep.testing.waiting import wait_until
+from process_tree import words_of
 
 _PATIENCE_S = 2.0  # for a thread or process that is just ending
 _OWN_FILES = (".pytest_cache", "__pycache__", ".hypothesis", ".ruff_cache", ".coverage")

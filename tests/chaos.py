@@ -1,6 +1,6 @@
 """Chaos: `lockstep train` is killed at random moments, over and over, and must end in the same bits.
 
-    python -m lockstep.testing.chaos --kills 1000 [--seed S] [--processes 2] [--stops N] [--terms N] [--out DIR]
+    python tests/chaos.py --kills 1000 [--seed S] [--processes 2] [--stops N] [--terms N] [--out DIR]
 
 SIGKILL hits any rank, the fork server or the supervisor, while it starts, steps, saves or comes back. Only a killed
 supervisor is started again from here, by the same command; all else is up to the run itself. In the end its model,
@@ -22,11 +22,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from chaos_plan import draw_plan, recoveries, table
+from chaos_run import ChaosFailed, Command, Pace, Run, end_all
+from chaos_verdict import differences_between, faults_of, read_result, size_of
 from lockstep.errors import LockstepError
 from lockstep.launch.processes import adopting_orphans
-from lockstep.testing.chaos_plan import draw_plan, recoveries, table
-from lockstep.testing.chaos_run import ChaosFailed, Command, Pace, Run, end_all
-from lockstep.testing.chaos_verdict import differences_between, faults_of, read_result, size_of
 
 _STEPS_PER_KILL = 15  # about what is done between two strikes
 _STEPS_LEAST = 60
@@ -81,9 +81,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def parse(words: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="python -m lockstep.testing.chaos", description="kill a run over and over, and compare"
-    )
+    parser = argparse.ArgumentParser(prog="python tests/chaos.py", description="kill a run over and over, and compare")
     parser.add_argument("--kills", type=int, default=100, help="SIGKILLs to deal")
     parser.add_argument("--stops", type=int, default=0, help="SIGSTOPs of ranks, which the supervisor has to notice")
     parser.add_argument("--terms", type=int, default=0, help="SIGTERMs: it saves, ends, and is started again")

@@ -7,22 +7,25 @@ import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, final
 
-from lockstep.comm.pulse import NONE, Beat, read_pulses
+from chaos_plan import Blow, Phase, Role, Strike, choose
+from lockstep.comm.pulse import NONE, Beat
 from lockstep.launch.processes import reap_strangers
 from lockstep.launch.worker import INTERRUPTED, REQUEUE
-from lockstep.testing.chaos_plan import Blow, Phase, Role, Strike, choose
-from lockstep.testing.process_tree import Process, age_s, descendants, look, mapped_files, strike, words_of
+from lockstep.testing.waiting import wait_until
+from observer import Observer
+from process_tree import Process, age_s, descendants, strike, words_of
 
 _TICK_S = 0.003
-_SEARCH_S = 0.02  # between two looks through all processes, which take a millisecond
 _REMEMBERED = 9  # recoveries of which the pace is the median
 _STRETCH = 1.25
 _LAST_WORDS_S = 3.0
+_END_S = 60.0
 _OUTPUT_SHOWN = 20000
 
 
@@ -85,81 +88,6 @@ class Command(NamedTuple):
 
 
 @final
-class Observer:
-    """What the ranks below one supervisor are doing, read from their pulses. It asks nobody and stops nothing."""
-
-    def __init__(self, supervisor: int) -> None:
-        self.supervisor = supervisor
-        self.pulses = ""  # file of the ranks that live now, or lived last
-        self._first: dict[int, int] = {}  # slot -> the step that these ranks go on from
-        self._searched_s = 0.0
-
-    def beats(self) -> list[Beat]:
-        """What the living ranks last wrote; [] where there are none yet."""
-        beats = self._read()
-        if not beats or any(_is_gone(beat.pid) for beat in beats):
-            if time.monotonic() < self._searched_s + _SEARCH_S:
-                return []
-            self._searched_s = time.monotonic()
-            self._search()
-            beats = self._read()
-        beats = [beat for beat in beats if not _is_gone(beat.pid)]
-        for beat in beats:
-            if beat.step != NONE:
-                self._first.setdefault(beat.pid, beat.step)
-        return beats
-
-    def resumed_at(self, beats: Sequence[Beat]) -> int:
-        """The step that the ranks of `beats` go on from."""
-        return min(self._first.get(beat.pid, 0) for beat in beats)
-
-    def have_done_a_step(self, beats: Sequence[Beat], processes: int) -> bool:
-        """Whether all ranks have finished one since they were started."""
-        return len(beats) == processes and all(beat.step > self._first.get(beat.pid, beat.step) for beat in beats)
-
-    def present(self, beats: Sequence[Beat]) -> dict[Role, list[Process]]:
-        """The living processes by role; ranks in their order, as far as it can be seen."""
-        children = [p for p in descendants(self.supervisor) if p.parent == self.supervisor and not p.is_zombie]
-        rank_of = {beat.pid: beat.rank for beat in beats}
-        servers = [p for p in children if p.pid not in rank_of and _is_fork_server(p.pid)]
-        ranks = [p for p in children if p not in servers and "lockstep.launch." in words_of(p.pid)]
-        ranks.sort(key=lambda p: (rank_of.get(p.pid, len(children)), p.started, p.pid))
-        supervisor = look(self.supervisor)
-        lives = supervisor is not None and not supervisor.is_zombie
-        return {"rank": ranks, "fork server": servers, "supervisor": [supervisor] if supervisor and lives else []}
-
-    def _search(self) -> None:
-        for process in reversed(descendants(self.supervisor)):
-            for path in mapped_files(process.pid) if not process.is_zombie else ():
-                if "pulse" in Path(path).name:
-                    if path != self.pulses:
-                        self.pulses, self._first = path, {}
-                    return
-
-    def _read(self) -> list[Beat]:
-        try:
-            return read_pulses(self.pulses) if self.pulses else []
-        except FileNotFoundError:
-            return []
-
-
-def _is_fork_server(pid: int) -> bool:
-    """Its forks have its command line, but not the socket to the supervisor, which is the last word of it."""
-    words = words_of(pid).split()
-    if not any("lockstep.launch.fork_server" in word for word in words):
-        return False
-    try:
-        return os.readlink(f"/proc/{pid}/fd/{words[-1]}").startswith("socket:")
-    except OSError:
-        return False
-
-
-def _is_gone(pid: int) -> bool:
-    process = look(pid)
-    return process is None or process.is_zombie
-
-
-@final
 class Run:
     """Starts the command, deals the strikes, starts it again, until it has ended by itself."""
 
@@ -179,6 +107,7 @@ class Run:
         self._seen: object = None
         self._awaited: tuple[int, ...] = ()  # exit codes, beside 0, that are no failure now
         self._shall_stop = False  # ranks that were at work have been asked to
+        self._pause = threading.Event()
 
     def go(self) -> None:
         """Until the run has ended by itself. Deals as many strikes of the plan, from its end, as come to pass.
@@ -197,7 +126,7 @@ class Run:
                 process, observer = self._start()
             reap_strangers([process.pid])
             self._tick(observer)
-            time.sleep(_TICK_S)
+            self._pause.wait(_TICK_S)
         self._check_nothing_is_left()
 
     def _start(self) -> tuple[subprocess.Popen[bytes], Observer]:
@@ -285,18 +214,15 @@ class Run:
         if seen != self._seen:
             self._seen, self._alive_s = seen, time.monotonic()
         elif time.monotonic() > self._alive_s + self._patience_s:
-            for process in [p for p in descendants(os.getpid()) if not p.is_zombie]:
+            for process in _living():
                 strike(process, signal.SIGCONT)
                 strike(process, signal.SIGABRT)  # it shows its stacks
-            time.sleep(_LAST_WORDS_S)
+            wait_until(lambda: not _living(), _LAST_WORDS_S)
             raise ChaosFailed(f"nothing happened for {self._patience_s:g} s; {self._tail()}")
 
     def _check_nothing_is_left(self) -> None:
-        deadline_s = time.monotonic() + _LAST_WORDS_S
-        while left := [p for p in descendants(os.getpid()) if not p.is_zombie]:
-            if time.monotonic() > deadline_s:
-                raise ChaosFailed(f"it ended and left {[(p.pid, words_of(p.pid)[:100]) for p in left]}")
-            time.sleep(_TICK_S)
+        if not wait_until(lambda: not _living(), _LAST_WORDS_S):
+            raise ChaosFailed(f"it ended and left {[(p.pid, words_of(p.pid)[:100]) for p in _living()]}")
         reap_strangers([])
         folders = [path.name for path in (self._command.folder / "tmp").glob("lockstep-*")]
         if folders:
@@ -321,8 +247,17 @@ def _is_saving(checkpoints: Path) -> bool:
 
 def end_all() -> None:
     """Kill whatever this process has started, and what that has."""
-    while left := [p for p in descendants(os.getpid()) if not p.is_zombie]:
+
+    def is_done() -> bool:
+        left = _living()
         for process in left:
             strike(process, signal.SIGKILL)
-        time.sleep(_TICK_S)
         reap_strangers([])
+        return not left
+
+    assert wait_until(is_done, _END_S), f"they cannot be killed: {_living()}"
+
+
+def _living() -> list[Process]:
+    """All that this process has started, and what that has."""
+    return [process for process in descendants(os.getpid()) if not process.is_zombie]

@@ -60,6 +60,7 @@ class Popen:
         stderr: Any,
         stdin: int = subprocess.DEVNULL,
         start_new_session: bool = True,
+        preexec_fn: object = None,  # ties it to a parent that it has not: it goes with the process that is forked
     ) -> None:
         network = command[1].removeprefix("--net=") if command[0] == "nsenter" else ""
         python, *words = command[2:] if network else command

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 from pathlib import Path
@@ -14,7 +15,7 @@ from command_runs import Run, complaints
 from lockstep.cli import demo_side
 from lockstep.cli.demo import says_all
 from lockstep.cli.demo_side import Side
-from lockstep.demos.catalog import DEMOS, Demo
+from lockstep.demos.catalog import DEMOS, Demo, Place
 
 pytestmark = pytest.mark.limit_s(90)
 
@@ -74,6 +75,67 @@ def test_culprit_is_named(name: str, tmp_path: Path) -> None:
     assert looks[0] <= _LOOKS, output
 
 
+_ELSEWHERE = {  # where a row was provoked in several ways: how else, and what is said
+    38: ((Place("1"), Place("1")), "rank 1 waits for rank 0 at .*: 127.0.0.1 refuses connections"),  # who both miss
+    40: ((Place("0"), Place("1", address="no-such-host.invalid")), "host 'no-such-host.invalid' cannot be found"),
+}
+
+
+@pytest.mark.parametrize("row", _ELSEWHERE)
+def test_other_ways_of_a_wrong_environment(row: int, tmp_path: Path) -> None:
+    places, pattern = _ELSEWHERE[row]
+    demo = Demo("variant", "", row, "", (pattern,), places=places)
+    _, output = _output(demo, tmp_path)
+    assert says_all(demo, output), output
+
+
+_HEAD = """
+import sys, time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+"""
+_TRAIN = """
+for _ in range(5 - rank):
+    ddp(torch.randn(8, 4)).sum().backward()
+"""
+_VARIANTS = {  # the same for faults in programs: "" where nothing is wrong
+    "5 small": (
+        "dist.all_reduce(torch.ones(4 + rank))  # here",
+        r"they differ in shape\n +rank 0: .* \[4\] .*train\.py:HERE .*\n +rank 1: .* \[5\] .*:HERE",
+    ),
+    "5 large": (
+        "dist.all_reduce(torch.ones(1_000_000 + 200_000 * rank))  # here",
+        r"they differ in shape\n +rank 0: .* \[1000000\] .*train\.py:HERE .*\n +rank 1: .* \[1200000\] .*:HERE",
+    ),
+    "19 wrapped": ("torch.manual_seed(rank)\nddp = DDP(torch.nn.Linear(4, 2))\nrank = 0" + _TRAIN, ""),
+    "24 alive": (
+        "ddp = DDP(torch.nn.Linear(4, 2))" + _TRAIN + "time.sleep(60 * rank)  # here",
+        r"HANG.*Culprit: rank 1 .*\n +rank 1 is not there: at train\.py:HERE",
+    ),
+    "25 thrown": (
+        "ddp = DDP(torch.nn.Linear(4, 2))\nwith ddp.join(throw_on_early_termination=True):"
+        + _TRAIN.replace("\n", "\n    "),
+        "Rank 1 exhausted all inputs",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", _VARIANTS)
+def test_other_ways_of_a_faulty_program(name: str, tmp_path: Path) -> None:
+    body, pattern = _VARIANTS[name]
+    source = f"{_HEAD}{body}\ndist.destroy_process_group()\n"
+    (tmp_path / "train.py").write_text(source)
+    here = [number for number, line in enumerate(source.splitlines(), 1) if "# here" in line]
+    words = ("run", "--record=off", "--nproc-per-node=2", "train.py")
+    with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_HANG_S="2", LOCKSTEP_EVIDENCE="")) as run:
+        if pattern:
+            run.await_text(pattern.replace("HERE", str(*here)))
+        else:
+            assert complaints(run.end(0)) == []
+
+
 @pytest.mark.parametrize("name", [name for name, demo in DEMOS.items() if demo.quiet])
 def test_nothing_is_said_where_nothing_is_wrong(name: str, tmp_path: Path) -> None:
     exit_code, output = _output(DEMOS[name], tmp_path, whole=True)
@@ -84,8 +146,9 @@ def test_demo_shows_both_sides_and_compares_them(tmp_path: Path) -> None:
     run = Run(tmp_path, "demo", "different_reductions", "--seconds", "60")
     output = run.end(0)
     assert output.count("rank 0 goes on with [3.0, 3.0, 2.0, 2.0]") == 2
-    end = output.splitlines()[-1]
-    assert re.fullmatch(r"stock torch: no complaint, exit code 0; lockstep, after \d+\.\d s: MISMATCH .*", end), output
+    stock, ours = output.splitlines()[-2:]
+    assert stock == f"stock torch: no complaint, exit code 0 ({DEMOS['different_reductions'].stock})"
+    assert re.fullmatch(r"lockstep, after \d+\.\d s: MISMATCH .*", ours), output
 
 
 def test_demo_ends_both_sides_that_hang_and_shows_all_that_was_said(tmp_path: Path) -> None:
@@ -93,5 +156,6 @@ def test_demo_ends_both_sides_that_hang_and_shows_all_that_was_said(tmp_path: Pa
     output = run.end(0)
     assert re.search(r"^ +\d+\.\d s  Likely fix: ", output, re.MULTILINE), output
     assert "lockstep: report: " not in output  # its folder is gone
-    end = output.splitlines()[-1]
-    assert end.startswith("stock torch: still silent after 1 s; lockstep, after "), output
+    stock, ours = output.splitlines()[-2:]
+    assert stock.startswith("stock torch: still silent after 1 s (waits 30 minutes"), output
+    assert ours.startswith("lockstep, after "), output

@@ -88,7 +88,7 @@ def test_value_of_the_wrong_type_ends_with_code_2(words: list[str], capsys: pyte
         (["demo", "--source"], "lockstep demo NAME --source"),
         (["demo", "killed", "--secnds", "3"], "did you mean --seconds?"),
         (["puzzle", "--hint"], "of which puzzle? `lockstep puzzle 1 --hint`"),
-        (["puzzle", "x"], "invalid int value: 'x'"),
+        (["puzzle", "x"], "takes a whole number, not 'x'"),
     ],
 )
 def test_impossible_request_is_one_sentence_and_code_2(
@@ -114,6 +114,14 @@ def test_under_a_launcher_n_must_be_left_out_and_only_rank_0_says_so(
         said = capsys.readouterr().err
         assert said.count("\n") == lines
         assert "leave -n out" in said or rank == "1"
+
+
+def test_a_rank_in_the_environment_of_a_shell_silences_nobody(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "5")
+    assert cli.main(["demo", "kiled"]) == 2
+    assert "did you mean `lockstep demo killed`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("words", "name"), [(["puzzle", "1"], "puzzles"), (["learn", "send_receive"], "runs")])

@@ -250,17 +250,18 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         (["ls", "x", "--verfy"], "did you mean --verify?"),
         (["show", "x", "--value"], "did you mean --values?"),
         (["export", "x", "y", "--shard_size", "3"], "did you mean --shard-size?"),
-        (["ls"], "required: DIR"),
-        (["export", "x"], "required: OUT"),
+        (["ls"], "missing: DIR"),
+        (["export", "x"], "missing: OUT"),
         (["ls", "x", "y"], "unexpected 'y'"),
         (["show", "x", "--step", "last"], "'last' is no number of a step"),
         (["show", "x", "--step", "-5"], "--step"),
-        (["export", "x", "y", "--format", "onnx"], "invalid choice: 'onnx'"),
+        (["export", "x", "y", "--format", "onnx"], "not 'onnx'"),
         (["export", "x", "y", "--shard-size", "5 apples"], "no size like 5GB"),
         (["export", "x", "y", "--shard-size", "0"], "no size like 5GB"),
         (["ls", "no/such"], "no/such does not exist"),
         (["verify", "."], "has no checkpoints"),
         (["show", "no/such"], "does not exist"),
+        *[([word, "file"], "file is no folder") for word in ("ls", "verify", "show")],
         (["import", "no/such", "new"], "does not exist"),
     ],
 )
@@ -268,6 +269,7 @@ def test_impossible_request_is_one_sentence_and_code_2(
     words: list[str], answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    Path("file").touch()
     said = Said(capsys, *words)
     assert said.code == 2
     assert said.out == ""

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -18,7 +18,6 @@ from lockstep import cli, demos
 from lockstep.cli import demo_begin
 from lockstep.cli.demo_side import Line, environment
 from lockstep.demos.catalog import DEMOS, Demo, Place
-from lockstep.observe.process_guard import FLIGHT
 
 _AT = re.compile(r"\\b(\w+)\\\.py:(\d+)\\b")
 
@@ -51,10 +50,11 @@ class _Said:
     """A Side without processes."""
 
     exit_code, limit_s = 1, 0.0
+    heading = "lockstep.errors.EnvironmentProblems: no place (1 problem(s)):"
+    said: ClassVar = ["Traceback (most recent call last):", heading, "  1. RANK is 2", heading, "  1. RANK is 2"]
 
     def __init__(self, demo: Demo, who: str, *_: Any) -> None:
-        heading = "lockstep.errors.EnvironmentProblems: no place (1 problem(s)):"
-        self._said = ["Traceback (most recent call last):", heading, "  1. RANK is 2", heading, "  1. RANK is 2"]
+        self._said = self.said
 
     def __enter__(self) -> _Said:
         return self
@@ -69,7 +69,36 @@ class _Said:
 def test_what_helps_stands_below_a_heading(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(command, "Side", _Said)
     assert command.demo(["rank_too_large"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].endswith("; lockstep, after 0.5 s: 1. RANK is 2")
+    assert capsys.readouterr().out.splitlines()[-1] == "lockstep, after 0.5 s: 1. RANK is 2"
+
+
+def test_nothing_that_helps_is_cut_and_no_frame_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two processes without a prefix raise at once, one is aborted; a line is longer than the terminal."""
+    begin, frame = "Traceback (most recent call last):", '  File "a.py", line 1, in main'
+    abort = [
+        "Fatal Python error: Aborted",
+        "",
+        "Thread 0x7f15 (most recent call first):",
+        frame,
+        "",
+        "Extension modules: x",
+    ]
+    last = "  the last of it " + "word " * 50 + "END"
+    said = [begin, begin, frame, "ValueError: one", frame, "ValueError: two", *abort, "lockstep: MISMATCH", last] * 3
+    monkeypatch.setattr(_Said, "said", said)
+    monkeypatch.setattr(command, "Side", _Said)
+    monkeypatch.setenv("COLUMNS", "70")
+    assert command.demo(["killed"]) == 0
+    shown = capsys.readouterr().out
+    ours = shown.partition("--- lockstep run")[2]
+    assert not re.search("File|Thread|Extension", shown)
+    assert shown.count("Aborted") == 6
+    assert ours.count("END\n") == 3
+    assert max(map(len, ours.splitlines())) <= 70
+    assert ours.count("\n   0.5 s    the last of it word") == 3  # indented as it was said
+    assert "\n              word" in ours
 
 
 def test_a_program_begins_when_what_takes_long_is_there_and_ends_when_torchs_threads_have_let_go(
@@ -89,7 +118,6 @@ def test_a_program_begins_when_what_takes_long_is_there_and_ends_when_torchs_thr
     monkeypatch.setattr(builtins, "__import__", loading)
     monkeypatch.setattr(demo_begin, "time", SimpleNamespace(time=time.time, sleep=lambda _: print("rests")))
     monkeypatch.setattr(sys, "argv", ["demo_begin.py", "MARK", str(script)])
-    monkeypatch.setenv(FLIGHT, "guarded")  # else it ends the process
     monkeypatch.setattr(sys, "path", ["", *sys.path])
     demo_begin.main()
     assert [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()] == [

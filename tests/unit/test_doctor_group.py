@@ -69,9 +69,10 @@ def test_links_and_meeting() -> None:
     assert group.check_links([], facts) == []
     assert verdicts(group.check_links([there], facts)) == ["ok"]
     (check,) = group.check_links([there, back], facts)
-    assert check.found == "b (rank 1) cannot reach a (rank 0) at 10.0.0.1:4000: no answer"
-    assert "firewall" in check.fix
-    assert "rejects" in group.check_links([{**back, "result": "refused"}], facts)[0].fix
+    assert check.found == "rank 1 (b) cannot reach rank 0 (a) at 10.0.0.1:4000: no answer"
+    assert "another network: export GLOO_SOCKET_IFNAME" in check.fix
+    (check,) = group.check_links([{**back, "result": "refused"}], facts)
+    assert check.fix == "on a: iptables -I INPUT -s 10.0.0.2 -p tcp -j ACCEPT, or ufw allow from it"
     assert len(group.check_links([back] * 9, facts)) == 5
     assert group.check_meeting(list(facts.values())) == []
     (check,) = group.check_meeting([fact(0), fact(1, "b", leads_to=["127.0.1.1"])])
@@ -83,7 +84,7 @@ def test_links_and_meeting() -> None:
 
 def test_errors_are_said_once() -> None:
     facts = {rank: fact(rank) for rank in range(3)}
-    same, other = group.check_joined({0: "x", 2: "x", 1: "y"}, facts)
+    same, other = group.check_joined({0: "rank 0: x", 2: "rank 2: x", 1: "y"}, facts)
     assert (same.found, other.found) == ("ranks 0, 2 (a): x", "rank 1 (a): y")
     assert group.check_joined({}, facts) == []
 

@@ -52,10 +52,11 @@ def checkpoints_of(directory: Path) -> list[Path]:
     if Name.parse(directory.absolute().name) is not None or (directory / MANIFEST).is_file():
         return [directory.absolute()]
     for place in (directory, directory / _RUN_FOLDER):
-        found = [place / str(name) for name in names_in(place)]
+        found = [place / str(name) for name in names_in(place)] if place.is_dir() else []
         if found:
             return found
-    what = "has no checkpoints" if directory.is_dir() else "does not exist"
+    there = "has no checkpoints" if directory.is_dir() else "is no folder"
+    what = there if directory.exists() else "does not exist"
     raise CheckpointMissing(f"{directory} {what}: name the folder of a run, or of its checkpoints")
 
 
@@ -71,7 +72,7 @@ def checkpoint_of(directory: Path, step: int | None) -> Path:
 def _unfinished_in(directory: Path) -> list[Path]:
     """Folders that a save is writing now, or was writing when it was killed."""
     found = []
-    for place in (directory, directory / _RUN_FOLDER):
+    for place in filter(Path.is_dir, (directory, directory / _RUN_FOLDER)):
         finished = {str(name) for name in names_in(place)}
         in_place = [path for path in place.glob("step-*") if path.name not in finished]
         found += [path for path in [*in_place, *place.glob(".generation-*/step-*")] if Name.parse(path.name)]

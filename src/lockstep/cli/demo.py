@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
 import tempfile
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,13 +16,16 @@ from lockstep.errors import ConfigError
 from lockstep.launch.words import Words, nearest
 from lockstep.observe.report.terminal import ending_by_exception
 
-_SHOWN = 30  # lines of one side
-_WIDTH = 150
+_SHOWN = 30  # lines of stock torch
+_LONGEST = 600  # letters of a line
+_WIDTH = 150  # columns, where no terminal says how many
 _PATIENCE_S = 20.0  # for lockstep, should it have nothing to say
 _AFTERMATH_S = 1.0  # once it has said all
 _NAMES: dict[Who, str] = {"torch": "stock torch", "lockstep": "lockstep"}
 _ERROR = re.compile(r"(?:\[rank\d+\]: )?((?:[\w.]+\.)?\w*(?:Error|Exception)\b.*|terminate called .*|.*fail at.*)")
 _PREFIXED = re.compile(r"((?:\[rank\d+\]: ?)?)(.*)")
+_DUMP = ("Traceback (most recent call last)", "Fatal Python error")  # what begins so goes on with frames
+_FRAMES = ("  ", "Thread 0x", "Current thread 0x", "Extension modules: ")
 _OURS = re.compile(r"(?:\[rank\d+\]: )?(?:lockstep: |lockstep\.errors\.)(.*)|.*?\bWarning: (.*)")
 
 
@@ -75,7 +80,11 @@ def _show(one: Demo, seconds: float) -> None:
             place = Path(folder) / who
             place.mkdir()
             said[who] = _run(one, who, place, seconds)
-    print("\n" + "; ".join(_sentence(who, word) for who, word in said.items()), flush=True)
+    print()
+    for who, word in said.items():
+        when = "" if word.at_s is None else f", after {word.at_s:.1f} s"
+        known = f" ({one.stock})" if who == "torch" and word.at_s is None else ""
+        print(_wrapped("", f"{_NAMES[who]}{when}: {word.text}{known}"), flush=True)
 
 
 def _command(one: Demo, who: Who) -> str:
@@ -94,7 +103,8 @@ def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
     with Side(one, who, folder, {"LOCKSTEP_HANG_S": "2", "LOCKSTEP_EVIDENCE": ""}) as side:
         for line in _without_frames(side.lines(limit_s)):
             lines.append(line.text)
-            _print(line, len(lines))
+            if who == "lockstep" or len(lines) <= _SHOWN:
+                print(_wrapped(f"{line.at_s:6.1f} s  ", line.text), flush=True)
             found = pattern.match(line.text)
             if first is None and found is not None:
                 first = Word(line.at_s, next(filter(None, found.groups()), ""))
@@ -103,11 +113,12 @@ def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
             if who == "lockstep" and side.limit_s == limit_s and one.says and says_all(one, "\n".join(lines)):
                 side.limit_s = line.at_s + _AFTERMATH_S
         code = side.exit_code
-    if len(lines) > _SHOWN:
+    if who == "torch" and len(lines) > _SHOWN:
         print(f"         ... {len(lines) - _SHOWN} more lines", flush=True)
     if first is not None:
         return first
-    return Word(None, f"still silent after {limit_s:g} s" if code is None else f"no complaint, exit code {code}")
+    silent = f"no complaint in {limit_s:g} s" if lines else f"still silent after {limit_s:g} s"
+    return Word(None, silent if code is None else f"no complaint, exit code {code}")
 
 
 def says_all(one: Demo, output: str) -> bool:
@@ -116,23 +127,23 @@ def says_all(one: Demo, output: str) -> bool:
 
 
 def _without_frames(lines: Iterable[Line]) -> Iterator[Line]:
-    """Of tracebacks only the first line and the error; not where the report lies, which goes with its folder."""
-    within: dict[str, bool] = {}  # by the prefix of a rank
+    """Of dumps only the first line and the error; not where the report lies, which goes with its folder."""
+    within: dict[str, int] = {}  # dumps that have begun, by the prefix of a rank; without one, two may mix
     for line in lines:
         found = _PREFIXED.fullmatch(line.text)
         prefix, rest = found.groups() if found is not None else ("", line.text)
-        is_frame = within.get(prefix) and (not rest or rest.startswith("  "))
-        if not (is_frame or rest.startswith("lockstep: report: ")):
-            within[prefix] = rest.startswith("Traceback (most recent call last)")
+        begun = within.get(prefix, 0)
+        if not ((begun and (not rest or rest.startswith(_FRAMES))) or rest.startswith("lockstep: report: ")):
+            within[prefix] = begun + 1 if rest.startswith(_DUMP) else max(0, begun - 1)
             yield line
 
 
-def _print(line: Line, number: int) -> None:
-    if number <= _SHOWN:
-        text = line.text if len(line.text) <= _WIDTH else line.text[: _WIDTH - 3] + "..."
-        print(f"{line.at_s:6.1f} s  {text}", flush=True)
-
-
-def _sentence(who: Who, word: Word) -> str:
-    text = word.text if len(word.text) <= _WIDTH else word.text[: _WIDTH - 3] + "..."
-    return f"{_NAMES[who]}: {text}" if word.at_s is None else f"{_NAMES[who]}, after {word.at_s:.1f} s: {text}"
+def _wrapped(head: str, text: str) -> str:
+    """`head` and `text` in as many lines as the terminal needs, indented as `text` is: what helps is never cut."""
+    body = text.lstrip()
+    head += " " * (len(text) - len(body))
+    return textwrap.fill(
+        body if len(body) <= _LONGEST else f"{body[:_LONGEST]}...",
+        max(60, shutil.get_terminal_size((_WIDTH, 0)).columns), initial_indent=head,
+        subsequent_indent=" " * (len(head) + 2), break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip

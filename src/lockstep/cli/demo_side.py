@@ -11,12 +11,14 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, final
 
 from lockstep.demos.catalog import Demo, Place
 from lockstep.launch.processes import adopting_orphans, children
+from lockstep.launch.worker import hear_of_end
 
 Who = Literal["torch", "lockstep"]
 
@@ -29,7 +31,7 @@ _END_S = 5.0  # for a launcher to end its ranks
 class Line(NamedTuple):
     """What somebody said."""
 
-    at_s: float  # since the ranks have begun; 0 before
+    at_s: float  # since all ranks have begun; 0 before
     text: str
 
 
@@ -42,8 +44,7 @@ class Side:
         self._folder, self._variables = folder, dict(variables or {})
         self._processes: list[subprocess.Popen[bytes]] = []
         self._stack = ExitStack()
-        self.limit_s = float("inf")  # how long it is listened to after the ranks have begun; may be changed meanwhile
-        self._begun_s = 0.0
+        self.limit_s = float("inf")  # how long it is listened to after all ranks have begun; may be changed meanwhile
         self._output = -1
 
     def __enter__(self) -> Side:
@@ -57,7 +58,7 @@ class Side:
             for words, environ in self._commands():
                 process = subprocess.Popen(
                     words, stdin=subprocess.DEVNULL, stdout=end, stderr=end, env=environ, cwd=self._folder,
-                    start_new_session=True,
+                    start_new_session=True, preexec_fn=partial(hear_of_end, os.getpid(), signal.SIGKILL),
                 )  # fmt: skip
                 self._processes.append(process)
         return self
@@ -72,9 +73,10 @@ class Side:
         return None if None in codes else next((code for code in codes if code), 0)
 
     def lines(self, seconds: float) -> Iterator[Line]:
-        """What is said until `seconds` (then `limit_s`) after the ranks have begun, or until all have ended."""
-        self.limit_s, rest = seconds, b""
-        while not self._begun_s or time.time() < self._begun_s + self.limit_s:
+        """What is said until `seconds` (then `limit_s`) after all ranks have begun, or until all have ended."""
+        self.limit_s, rest, begun_s = seconds, b"", 0.0
+        starting = len(self.demo.places) or self.demo.ranks  # on a busy machine one loads for long, and is not silent
+        while starting or time.time() < begun_s + self.limit_s or not self._has_ranks():
             if not select.select([self._output], [], [], 0.05)[0]:
                 continue
             data = os.read(self._output, 1 << 16)
@@ -86,9 +88,9 @@ class Side:
             *whole, rest = (rest + data).split(b"\n")
             for text in (one.decode(errors="replace").rstrip() for one in whole):
                 if _MARK in text:
-                    self._begun_s = self._begun_s or float(text.rpartition(" ")[2])
+                    begun_s, starting = float(text.rpartition(" ")[2]), starting - 1
                 else:
-                    yield Line(max(0.0, time.time() - self._begun_s) if self._begun_s else 0.0, text)
+                    yield Line(0.0 if starting else max(0.0, time.time() - begun_s), text)
 
     # ------------------------------------------------------------------ what is started
 
@@ -97,12 +99,18 @@ class Side:
         program = [_BEGIN, _MARK, str(script)]
         common = {name: value for name, value in os.environ.items() if name not in _PLACES}
         common |= {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **self.demo.variables, **self._variables}
+        if self.who == "torch":  # which would load lockstep's backend into every process
+            common["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         if self.demo.places:
             ports = self._ports()
             return [([sys.executable, *program], common | environment(place, ports)) for place in self.demo.places]
         module = ["lockstep", "run"] if self.who == "lockstep" else ["torch.distributed.run", "--standalone"]
         flags = ["--nproc-per-node", str(self.demo.ranks), "--log-dir", str(self._folder / f"logs-{self.who}")]
         return [([sys.executable, "-m", *module, *flags, *program], common)]
+
+    def _has_ranks(self) -> bool:
+        """False while a launcher has yet to end, whose ranks have ended."""
+        return bool(self.demo.places) or any(children(process.pid) for process in self._processes)
 
     def _ports(self) -> dict[str, str]:
         foreign = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))

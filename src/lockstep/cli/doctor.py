@@ -26,7 +26,7 @@ def doctor(words: Sequence[str]) -> int:
             print(check.text(), flush=True)
 
     environ = dict(os.environ)
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # what torch would warn of is said in plain words
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would warn of is said in plain words
     exit_code = examine(asked, environ, say)
     failed = has_failed(checks)
     if asked.is_json:

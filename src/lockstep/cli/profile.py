@@ -77,7 +77,9 @@ def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
     for advice in verdict.advice:
         yield f"verdict  {advice.kind}: {advice.text}"
         yield f"         to change that: {advice.lever}"
-    if not verdict.advice:
+    if verdict.unseen:
+        yield f"verdict  exposed communication is at least as given: of {verdict.unseen} nobody sees who stands in it"
+    elif not verdict.advice:
         yield "verdict  nothing stands out"
 
 

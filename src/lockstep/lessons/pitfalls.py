@@ -24,14 +24,15 @@ OURS = ("LOCKSTEP_", "TORCHELASTIC_", "GROUP_", "ROLE_")  # said by the launcher
 def said_by(name: str) -> list[str]:
     """What stock torch said to the program `name`, and the sentences of lockstep that name the fault."""
     seconds = "4" if name in HANG else "60"
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(OURS)}
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(OURS)} | {"COLUMNS": "9999"}
     command = [sys.executable, "-m", "lockstep", "demo", name, "--seconds", seconds]
     with activity(f"demo {name}"):  # the other ranks wait for us, and that is right
         output = subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout
-    torch, _, ours = output.strip().splitlines()[-1].partition("; lockstep")
+    torch, ours = output.splitlines()[-2:]
     lines = re.findall(r"(?m)^ *[\d.]+ s +(?:lockstep: |lockstep\.errors\.)?(.*)$", output.partition("--- lockstep")[2])
     named = [next(filter(re.compile(pattern).search, lines), "") for pattern in DEMOS[name].says]
-    return [torch, f"lockstep{ours}", *(line for line in dict.fromkeys(named) if line[:80] not in ours)]
+    torch = torch.removesuffix(f" ({DEMOS[name].stock})")  # which the screen has told
+    return [torch, ours, *(line for line in dict.fromkeys(named) if line[:80] not in ours)]
 
 
 def pitfalls(stage: Stage) -> None:

@@ -177,6 +177,14 @@ class Chromium:
         """What an element shows."""
         return self.run(f"document.querySelector({json.dumps(selector)}).innerText")
 
+    def texts(self, selector: str) -> list[str]:
+        """What each of them shows."""
+        return self.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.innerText)")
+
+    def count(self, selector: str) -> int:
+        """How many there are."""
+        return self.run(f"document.querySelectorAll({json.dumps(selector)}).length")
+
     def click(self, selector: str, x: float = 0.5, y: float = 0.5) -> None:
         """At a part of an element's width and height."""
         self.point(selector, x, y)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import base64
-import json
-from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
 
 import pytest
-from chromium import Chromium, Show
+from chromium import Show
 
-from report_documents import empty_document, hostile_document, open_step, owners, run_document
+from report_documents import empty_document, hostile_document, owners, run_document
 
 TITLES = [
     "Diagnosis",
@@ -28,39 +25,13 @@ LANES = "#lanes-canvas"
 GUTTER, TOP = 62, 24  # of the lanes, in a wide window
 
 
-def _texts(tab: Chromium, selector: str) -> list[str]:
-    return tab.run(f"[...document.querySelectorAll({json.dumps(selector)})].map((each) => each.innerText)")
-
-
-def _count(tab: Chromium, selector: str) -> int:
-    return tab.run(f"document.querySelectorAll({json.dumps(selector)}).length")
-
-
-def _shown_step(document: Mapping[str, Any], tab: Chromium) -> dict[str, Any]:
-    number = int(tab.run("document.querySelector('#lanes-step').value"))
-    return next(step for step in document["lanes"]["steps"] if step["step"] == number)
-
-
-def _at_us(tab: Chromium, step: Mapping[str, Any], us: float) -> float:
-    """Where a time stands in the lanes, as a part of their width."""
-    width = tab.run(f"document.querySelector('{LANES}').getBoundingClientRect().width")
-    return (GUTTER + us * (width - GUTTER - 1) / (step["ended_us"] - step["began_us"])) / width
-
-
-def _track(tab: Chromium, ranks: int, row: int) -> float:
-    """Where a rank's first operations stand in the lanes, as a part of their height."""
-    height = tab.run(f"document.querySelector('{LANES}').getBoundingClientRect().height")
-    lane, phases = (62, 24) if ranks <= 4 else (52, 18)
-    return (TOP + row * lane + 4 + phases + 3 + 3) / height
-
-
 def test_smoke(show: Show) -> None:
     document = run_document(2, 60)
     tab = show(document)
-    assert _texts(tab, "main h2") == TITLES
+    assert tab.texts("main h2") == TITLES
     assert tab.text("h1").startswith(document["run"]["id"])
     assert "finished" in tab.text("#status")
-    assert not _texts(tab, ".missing")
+    assert not tab.texts(".missing")
     assert tab.run("document.title") == f"{document['run']['id']} - lockstep"
 
 
@@ -68,15 +39,13 @@ def test_smoke(show: Show) -> None:
 def test_every_section_shows_what_was_recorded(show: Show, ranks: int, steps: int) -> None:
     document = run_document(ranks, steps, slow=1)
     tab = show(document)
-    figures = " ".join(_texts(tab, ".figures div"))
+    figures = " ".join(tab.texts(".figures div"))
     assert f"{ranks}" in figures
     assert f"{steps:,}" in figures
-    assert _texts(tab, ".card .word") == [card["severity"].capitalize() for card in document["cards"]]
+    assert tab.texts(".card .word") == [card["severity"].capitalize() for card in document["cards"]]
     assert "num_replicas=W" in tab.text(".card .lever")
-    assert len(_texts(tab, "#lanes-step option")) == len(document["lanes"]["steps"])
-    assert [text.split("\n")[0] for text in _texts(tab, ".curve figcaption b")] == [
-        c["name"] for c in document["curves"]
-    ]
+    assert len(tab.texts("#lanes-step option")) == len(document["lanes"]["steps"])
+    assert [text.split("\n")[0] for text in tab.texts(".curve figcaption b")] == [c["name"] for c in document["curves"]]
     for name in ("lanes", "heat", "owners", "coverage", "replicas", *(["waiting"] if ranks > 2 else [])):
         ink = f"document.querySelector('#{name}-canvas').getContext('2d')"
         data = f"{ink}.getImageData(0, 0, {ink}.canvas.width, {ink}.canvas.height).data"
@@ -85,24 +54,24 @@ def test_every_section_shows_what_was_recorded(show: Show, ranks: int, steps: in
     assert "Equal on all ranks" in tab.text("#replicas .seal.whole")
     assert "as fast as the others" in tab.text("#overlap")
     assert document["owners"]["strategy"] in tab.text("#owners .lead")
-    assert ["NCCL_SOCKET_IFNAME", "ens5", "Slurm"] in [text.split("\t") for text in _texts(tab, "#facts tr")]
-    assert "SIGKILL" in tab.text(".attempts") if steps > 100 else not _count(tab, ".attempts")
+    assert ["NCCL_SOCKET_IFNAME", "ens5", "Slurm"] in [text.split("\t") for text in tab.texts("#facts tr")]
+    assert "SIGKILL" in tab.text(".attempts") if steps > 100 else not tab.count(".attempts")
 
 
 def test_what_is_missing_is_said_with_what_to_do(show: Show) -> None:
     tab = show(empty_document())
-    said = _texts(tab, "main .missing")
+    said = tab.texts("main .missing")
     assert len(said) == len(TITLES)
     assert any("lockstep.log(step, loss=...)" in text for text in said)
     assert all(tab.run("[...document.querySelectorAll('main .missing')].map((each) => !!each.querySelector('code'))"))
     show({**empty_document(), "missing": {"coverage": "This run read no data."}})
-    assert "This run read no data." in _texts(tab, "#coverage .missing")
+    assert "This run read no data." in tab.texts("#coverage .missing")
 
 
 def test_a_part_that_is_damaged_leaves_the_rest(show: Show) -> None:
     tab = show({**run_document(2, 60), "heat": {"first": [0], "last": [0], "wall_us": [[1]]}})
     assert "cannot be drawn" in tab.text("#heat .missing")
-    assert len(_texts(tab, ".missing")) == 1
+    assert len(tab.texts(".missing")) == 1
     assert "Equal on all ranks" in tab.text("#replicas")
     assert len(tab.console) == 1
     tab.console.clear()
@@ -113,7 +82,7 @@ def test_nothing_of_a_record_becomes_markup_or_script(show: Show) -> None:
     tab = show(document)
     tab.focus(LANES)
     tab.press(".", ".", "ArrowDown", "n")
-    tab.point(LANES, 0.6, _track(tab, 3, 0))
+    tab.point(LANES, 0.6, 58 / 222)  # where the operations of the first rank stand
     for name in ("#heat-canvas", "#coverage-canvas", "#owners-canvas"):
         tab.focus(name)
         tab.press("ArrowRight")
@@ -121,189 +90,14 @@ def test_nothing_of_a_record_becomes_markup_or_script(show: Show) -> None:
     tab.settle()
     assert tab.run("window.harmed ?? 0") == 0
     assert tab.run("document.scripts.length") == 2
-    assert _count(tab, "img, iframe, object, embed, body script ~ script ~ script") == 0
-    assert _count(tab, "a:not([href^='#'])") == 0
+    assert tab.count("img, iframe, object, embed, body script ~ script ~ script") == 0
+    assert tab.count("a:not([href^='#'])") == 0
     everything = tab.text("body")
     assert "<img src=x onerror=" in everything
     assert "</script><script>" in everything
     assert "⟨U+202E⟩" in everything
     assert not set("\u202e\u2066\u200f\u2028\u0007") & set(everything)
     assert tab.run("document.documentElement.scrollWidth") <= 1280
-
-
-# ------------------------------------------------------------------ lanes
-
-
-def test_pointer_tells_what_an_operation_is(show: Show) -> None:
-    document = run_document(2, 60)
-    tab = show(document)
-    step = _shown_step(document, tab)
-    entered, left = step["ranks"][1]["ops"][0][2:4]
-    tab.point(LANES, _at_us(tab, step, (entered + left) / 2), _track(tab, 2, 1))
-    tip = tab.text("#tip")
-    last = next(join[1] for join in step["joins"] if join[0] == 0)
-    for part in ("all_reduce float32 [2097152] sum", "at train.py:58 in step", "bucket 0", "rank 1:", "8 MiB at", "/s"):
-        assert part in tip
-    assert ("arrived last" if last == 1 else f"last to arrive: rank {last}") in tip
-    tab.point(LANES, _at_us(tab, step, 4_000), (TOP + 4 + 10) / (TOP + 2 * 62 + 12))
-    assert tab.text("#tip").startswith("forward\nrank 0")
-    tab.point("#curves-title")
-    assert tab.run("document.querySelector('#tip').hidden")
-
-
-def test_keyboard_goes_through_operations_ranks_and_steps(show: Show) -> None:
-    document = run_document(8, 10_000, slow=5)
-    tab = show(document)
-    tab.focus(LANES)
-    tab.press("Home")
-    assert "bucket 0" in tab.text("#operation")
-    said = tab.text("#live")
-    assert "rank 0" in said
-    assert "train.py:58 in step" in said
-    assert "last to arrive: rank 5" in said
-    tab.press(".")
-    assert "bucket 1" in tab.text("#operation")
-    tab.press("ArrowDown", "ArrowDown")
-    assert "rank 2:" in tab.text("#live")
-    rows = [row.split("\t") for row in _texts(tab, "#operation tbody tr")]
-    assert [row[0] for row in rows] == ["0", "1", "2", "3", "4", "5 (last)", "6", "7"]
-    tab.press("Escape")
-    assert "choose an operation" in tab.text("#operation")
-    steps = [str(step["step"]) for step in document["lanes"]["steps"]]
-    tab.press("p", "p", "p", "p")
-    assert tab.run("document.querySelector('#lanes-step').value") == steps[0]
-    tab.press("n")
-    assert tab.run("document.querySelector('#lanes-step').value") == steps[1]
-    assert tab.run("document.activeElement.id") == "lanes-canvas", "the keyboard stays where it was"
-
-
-def test_step_that_was_not_ended_comes_first_with_who_is_to_blame(show: Show) -> None:
-    document = run_document(8, 60)
-    document["lanes"]["steps"].append(open_step(document, culprit=5))
-    document["run"]["status"] = "failed"
-    tab = show(document)
-    assert tab.text("#lanes-step option:checked") == "step 60 · never ended"
-    assert tab.text("#lanes .lead").startswith("Step 60 was never ended.")
-    said = _texts(tab, "#lanes .says li")
-    assert said == ["rank 5: does not move: at train.py:41 load", "ranks 0–4, 6–7: waits for rank 5: all_reduce"]
-    assert "culprit" in tab.run("document.querySelector('#lanes .says li').className")
-    assert "never came\nrank 5" in tab.text("#operation"), "what most ranks are in is chosen"
-    assert "bandwidth" not in tab.text("#operation .facts"), "nothing has moved"
-    tab.point(LANES, 0.5, (TOP + 5.2 * 52) / (TOP + 8 * 52 + 12))
-    assert tab.text("#tip").startswith("does not move: at train.py:41 load\nrank 5")
-    legend = _texts(tab, "#lanes .legend li")[:4]
-    assert legend == ["forward", "backward", "exposed communication", "in the step that was not ended"]
-    tab.point(LANES, 0.5, (TOP + 4.2 * 52) / (TOP + 8 * 52 + 12))
-    assert tab.text("#tip").startswith("waits for rank 5: all_reduce\nexposed communication\nrank 4")
-    tab.point(LANES, 0.5, _track(tab, 8, 2))
-    assert "rank 5 never came" in tab.text("#tip")
-    whole = tab.picture(of=LANES)
-    tab.click("#lanes-previous")
-    assert tab.text("#lanes .lead").startswith("Step 59 took")
-    assert not _count(tab, "#lanes .says")
-    assert tab.picture(of=LANES) != whole
-
-
-def test_zoom_and_pan_by_keys_wheel_drag_and_buttons(show: Show) -> None:
-    document = run_document(2, 60)
-    tab = show(document)
-    whole = tab.text("#lanes-view")
-    assert whole.startswith("all ")
-    views = [whole]
-
-    def changed() -> bool:
-        views.append(tab.text("#lanes-view"))
-        return views[-1] != views[-2]
-
-    tab.focus(LANES)
-    tab.press("Escape", "+")
-    assert changed()
-    tab.press("ArrowRight")
-    assert changed()
-    tab.press("-", "-", "-")
-    assert changed()
-    assert views[-1] == whole
-    tab.wheel(LANES, -240, control=True)
-    assert changed()
-    tab.drag(LANES, 0.7, 0.4, 0.4)
-    assert changed()
-    tab.press("0")
-    assert changed()
-    assert views[-1] == whole
-    tab.click("#lanes-in")
-    assert changed()
-    tab.click("#lanes-fit")
-    assert changed()
-    tab.run("document.activeElement.blur()")
-    tab.wheel(LANES, 100)
-    assert not changed(), "the wheel alone scrolls the page"
-
-
-def test_a_wait_that_lies_over_a_phase_hides_its_name(show: Show) -> None:
-    document = run_document(2, 60)
-    step = open_step(document, culprit=1)
-    row = step["ranks"][0]
-    row["spans"] = [["backward", 0, 3_000_000], ["exposed", 3_000_000, row["ended_us"]]]
-    document["lanes"]["steps"].append(step)
-
-    def texts(wait_from_us: int) -> list[str]:
-        row["ops"][1][2:5:2] = [wait_from_us] * 2
-        tab = show(document)
-        tab.run(
-            "(() => { window.texts = []; const old = CanvasRenderingContext2D.prototype.fillText;"
-            "CanvasRenderingContext2D.prototype.fillText = function (text, x, y) {"
-            "window.texts.push(text); old.call(this, text, x, y); }; })()"
-        )
-        tab.screen(1281, 900)
-        tab.settle()
-        return tab.run("window.texts")
-
-    assert "backward" in texts(2_900_000)
-    covered = texts(300_000)
-    assert "waits for rank 1" in covered
-    assert "backward" not in covered
-
-
-def test_a_click_chooses_an_operation_on_all_ranks(show: Show) -> None:
-    document = run_document(2, 60)
-    tab = show(document)
-    step = _shown_step(document, tab)
-    entered, left = step["ranks"][0]["ops"][0][2:4]
-    before = tab.picture(of=LANES)
-    tab.click(LANES, _at_us(tab, step, (entered + left) / 2), _track(tab, 2, 0))
-    assert "bucket 0" in tab.text("#operation")
-    assert "8 MiB" in tab.text("#operation .facts")
-    tab.point("#curves-title")
-    assert tab.picture(of=LANES) != before
-
-
-def test_what_is_not_drawn_and_what_is_a_lower_bound_is_said(show: Show) -> None:
-    document = run_document(2, 60)
-    tab = show(document)
-    assert _count(tab, "#lanes-unlisted") == 0
-    assert "\u2265" not in tab.text("#overlap")
-    for step in document["lanes"]["steps"]:
-        for n, rank in enumerate(step["ranks"]):
-            rank["unlisted"] = 130 * n
-    document["overlap"]["what_if"][2]["is_least"] = True
-    tab = show(document)
-    assert tab.text("#lanes-unlisted").startswith("Not drawn: 130 operations, of one rank up to 130.")
-    assert "24.8 ms\t\u2265 1.06\u00d7" in tab.text("#overlap")
-    assert "a faster network gains at least that much" in tab.text("#overlap")
-
-
-def test_a_card_jumps_to_its_step_and_rank(show: Show) -> None:
-    document = run_document(8, 10_000, slow=5)
-    document["cards"][1]["step"] = 5_207  # not recorded in detail
-    tab = show(document)
-    tab.click("#card-0-jump")
-    assert tab.run("document.querySelector('#lanes-step').value") == "5000"
-    assert tab.run("document.activeElement.id") == "lanes-canvas"
-    assert tab.run("document.querySelector('#lanes').getBoundingClientRect().top") < 200
-    tab.focus("#card-1-jump")
-    tab.press("Enter")
-    assert "Step 5,207 was not recorded" in tab.text("#lanes-note")
-    assert "rank 5" in tab.text("#live")
 
 
 # ------------------------------------------------------------------ curves, heat, the rest
@@ -316,8 +110,8 @@ def test_curves_tell_values_and_what_is_not_finite(show: Show) -> None:
     document["curves"][3] |= {"steps": [7], "values": [0.5], "low": None, "high": None}
     tab = show(document)
     assert "not finite (NaN or Inf) at 1 point, first at step 40" in tab.text("#curve-0")
-    assert _count(tab, "#curve-0 .not-finite") == 1
-    assert _count(tab, "#curve-3 .lone") == 1, "one value is no line"
+    assert tab.count("#curve-0 .not-finite") == 1
+    assert tab.count("#curve-3 .lone") == 1, "one value is no line"
     tab.focus("#curve-0-plot")
     tab.press("Home", "ArrowRight")
     assert f"{values[1]:.4g}" in tab.text("#curve-0 .value")
@@ -353,6 +147,27 @@ def test_heat_map_chooses_a_phase_and_jumps(show: Show) -> None:
     tab.press("ArrowDown", "Enter")
     assert tab.run("document.querySelector('#lanes-step').value") == "9999"
     assert "rank 3" in tab.text("#live")
+
+
+def test_first_steps_do_not_count_as_usual_work(show: Show) -> None:
+    document = run_document(2, 60)
+    usual = show(document).text("#heat .lead")
+    for rows in (document["heat"]["wall_us"], document["heat"]["phases_us"]["forward"]):
+        for row in rows:
+            row[0], row[1] = row[0] + 9_000_000, row[1] + 1_000_000
+    assert show(document).text("#heat .lead") == usual
+
+
+def test_a_start_that_was_done_again_says_how_far_it_came(show: Show) -> None:
+    document = run_document(2, 60)
+    started = {"name": "a/0", "world_size": 2, "began_s": 0, "ended_s": 9, "code": 1, "causes": ["rank 1 failed"]}
+    gone = {**started, "first_step": None, "last_step": None, "reached": 19}
+    part = {**started, "first_step": 1, "last_step": 10, "reached": 19}
+    never = {**started, "first_step": None, "last_step": None, "reached": 0}
+    document["run"]["attempts"] = [gone, part, never]
+    tab = show(document, width=400)
+    told = ["to 19, done again", "1\u201310; to 19, done again", "none"]
+    assert tab.texts(".attempts tbody td:nth-child(3)") == told
 
 
 @pytest.mark.parametrize("sharded", [False, True])
@@ -393,7 +208,7 @@ def test_epoch_that_is_not_over_is_not_broken(show: Show) -> None:
     epoch["cells"] = [[0, 0, 4_999, 1], [1, 25_000, 29_999, 1]]
     tab = show(document)
     assert "Epoch 0: exactly once" in tab.text("#coverage .seal.whole"), "the last that has ended is shown first"
-    assert [text.strip() for text in _texts(tab, "#coverage label")] == ["0", "1 (open)"]
+    assert [text.strip() for text in tab.texts("#coverage label")] == ["0", "1 (open)"]
     tab.click("#epoch-1")
     assert "10,000 samples of 50,000; it did not end" in tab.text("#coverage .seal.open")
     tab.focus("#coverage-canvas")
@@ -416,7 +231,7 @@ def test_every_picture_is_there_as_a_table(show: Show) -> None:
     rows = tab.run("[...document.querySelectorAll('details')].map((each) => each.querySelectorAll('tbody tr').length)")
     assert len(rows) == 9, "lanes, four curves, heat, owners, coverage, replicas"
     assert min(rows) >= 2
-    assert _texts(tab, "#lanes-table tbody tr")[0].split("\t")[1] == "train.py:58 in step"
+    assert tab.texts("#lanes-table tbody tr")[0].split("\t")[1] == "train.py:58 in step"
 
 
 def test_what_takes_the_keyboard_has_a_name(show: Show) -> None:
@@ -464,6 +279,19 @@ def test_narrow_windows_need_no_sideways_scrolling(show: Show, width: int) -> No
     tab = show(run_document(8, 10_000, slow=5), width=width)
     assert tab.run("document.documentElement.scrollWidth") <= width
     assert tab.run(f"document.querySelector('{LANES}').getBoundingClientRect().width") <= width
+
+
+def test_paper_has_whole_tables_in_their_whole_width(show: Show) -> None:
+    tab = show(run_document(2, 10_000))
+    tab.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")
+    tab.settle()
+    tab.send("Emulation.setEmulatedMedia", media="print")
+    try:
+        styles = "[...document.querySelectorAll('.scroll')].map((each) => getComputedStyle(each))"
+        assert set(tab.run(f"{styles}.map((each) => each.maxWidth + ' ' + each.maxHeight)")) == {"none none"}
+        assert tab.run("getComputedStyle(document.querySelector('.aside-picture')).display") == "grid"
+    finally:
+        tab.send("Emulation.setEmulatedMedia", media="")
 
 
 def test_paper_is_light_and_whole(show: Show) -> None:

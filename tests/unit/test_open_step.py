@@ -22,6 +22,7 @@ from lockstep.observe.report.lanes import lanes_of
 from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
 from lockstep.observe.report.source import RunReader
 from lockstep.observe.status import RAISED, LastWords, Progress, Status
+from lockstep.observe.torch_groups import FROM_CPP
 
 _TEXT = "all_reduce float32 [4] sum"
 
@@ -201,6 +202,24 @@ def test_thread_stood_in_the_first_of_several_that_were_missed(tmp_path: Path) -
     row = lane["ranks"][0]
     assert [op[3] == row["ended_us"] for op in row["ops"]] == [False, True, True], "both were under way to the end"
     assert [op[5] > 0 for op in row["ops"]] == [False, True, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "stood_ms", "entered_ms"),
+    [(FROM_CPP, 22, 22), (FROM_CPP, 15, 30), (FROM_CPP, 40, 30), (_TEXT, 22, 30)],
+)
+def test_what_torch_starts_late_by_its_word_is_drawn_from_where_the_thread_stood(
+    tmp_path: Path, text: str, stood_ms: int, entered_ms: int
+) -> None:
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    first, second = moments_of(run, ended=6)
+    zero_ns = run.ranks[0].starts[-1].clock_ns + 1000 * 1000 * 1000
+    phases = [(BACKWARD, zero_ns), (EXPOSED, zero_ns + stood_ms * 10**6), (OTHER, zero_ns + 600 * 10**6)]
+    first = first._replace(phases=phases, ops=[first.ops[0], first.ops[1]._replace(text=text)])
+    row = lanes_of(run, 0.0, moments=[first, second])["steps"][-1]["ranks"][0]
+    ended, missed = row["ops"]
+    assert missed[2] - ended[2] == 1000 * (entered_ms - 10)
+    assert missed[4:] == [missed[2], row["ended_us"] - missed[2]]
 
 
 def test_step_of_a_killed_rank_begins_with_what_it_did_where_its_last_lines_are_missing(tmp_path: Path) -> None:

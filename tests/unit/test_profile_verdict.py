@@ -136,6 +136,45 @@ def test_what_torch_hides_of_its_buckets_is_hidden_work_for_the_network() -> Non
     assert told["as recorded"] == (pytest.approx(14.0), False)
 
 
+def test_who_comes_last_does_not_wait_for_itself_though_its_thread_wakes_late() -> None:
+    found = compare({0: op(0, 9000)._replace(left_us=9000), 1: op(8000, 2000, 8000)._replace(left_us=8500)})
+    assert found is not None
+    assert (found.last, found.waited_us) == (1, {0: 8500, 1: 0})
+
+
+def stood_in(run: Run, *, is_seen: bool, cuda_mib: int = 0, upto: int = 99) -> Run:
+    """is_seen: else no thread is known to have stood in the last collective of each step.
+
+    upto: later steps do not have that one.
+    """
+
+    def told(line: Steps) -> Steps:
+        ops = list(line.ops or ())
+        if not is_seen:
+            ops[-1] = ops[-1]._replace(began_us=-1, waited_us=0)
+        return replace(line, ops=tuple(ops if line.step <= upto else ops[:-1]), cuda_mib=cuda_mib)
+
+    lines = {rank: tuple(map(told, record.lines)) for rank, record in run.ranks.items()}
+    return replace(run, ranks={rank: replace(record, lines=lines[rank]) for rank, record in run.ranks.items()})
+
+
+def test_what_nobody_sees_is_not_taken_for_hidden() -> None:
+    run = run_of(World(work_us=lambda rank, step: 1000 * (1 + rank)))
+    seen = judge(stood_in(run, is_seen=True))
+    assert (seen.unseen, seen.overlap) == ("", 0.0)
+    assert not any(answer.is_least for answer in seen.what_ifs)
+    by_cpp = judge(stood_in(run, is_seen=False))
+    on_gpu = judge(stood_in(run, is_seen=True, cuda_mib=100))
+    assert by_cpp.unseen == "all_reduce float32 [65536] sum at train.py:2"
+    assert on_gpu.unseen == "all_reduce float32 [65536] sum at train.py:0 and 2 more"
+    for verdict in (by_cpp, on_gpu):
+        assert verdict.overlap is None
+        least = [answer.name for answer in verdict.what_ifs if answer.is_least]
+        assert least == ["network twice as fast", "communication for nothing"]
+    rarely = stood_in(run, is_seen=False, upto=9)
+    assert judge(rarely).unseen == "", "a checkpoint in the background is no reason to doubt"
+
+
 def op(began_us: int, waited_us: int, entered_us: int = 0) -> Op:
     return Op("a", "world", 1, "barrier", "a.py:1", "", 0, entered_us, began_us + waited_us, began_us, waited_us)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from profiled_worlds import World
-from reported_runs import add_launch, add_notes, began_ns
+from reported_runs import add_launch, add_notes, append_attempt, began_ns
 
 from lockstep.cli.report import describe
 from lockstep.observe.report.document import document_of
@@ -112,6 +112,30 @@ def test_finding_that_a_restart_has_overcome_is_no_error_any_more(tmp_path: Path
     assert cards(tmp_path)[0]["severity"] == "error"
     add_launch(tmp_path, {"attempt": "a/1", "world_size": 2, "time_ns": 10**19})
     assert [card["severity"] for card in cards(tmp_path) if "HANG" in card["title"]] == ["warning"]
+
+
+def test_step_that_was_done_again_is_not_shown_for_what_was_found_in_it_before(tmp_path: Path) -> None:
+    _EVEN.run(tmp_path)
+    say(tmp_path, 0, 9 * 15_300 + 100, done=2)
+    began = began_ns(tmp_path)
+    add_launch(
+        tmp_path,
+        {"launch": "a", "command": [], "time_ns": began, "pid": 1, "host": "h"},
+        {"attempt": "a/0", "world_size": 2, "time_ns": began},
+        {"left": "a/0", "ranks": [[0, 12, began, "raised", []], [1, 11, began, "waits", []]]},
+        {"ended": "a/0", "code": 1, "causes": ["rank 0 failed"], "time_ns": began + 9},
+        {"attempt": "a/1", "world_size": 2, "time_ns": began + 10**12},
+    )
+    later = tmp_path / "later"
+    replace(_EVEN, steps=4).run(later)
+    for rank in (0, 1):
+        append_attempt(tmp_path, rank, later, "a/1")
+    document = document_of(RunReader(tmp_path).read(), "finished", 0)
+    assert [card["step"] for card in document["cards"] if "HANG" in card["title"]] == [None]
+    assert not [lane for lane in document["lanes"]["steps"] if lane["why"] == "finding"]
+    first, second = document["run"]["attempts"]
+    assert (first["last_step"], first["reached"]) == (None, 12)
+    assert (second["last_step"], second["reached"]) == (4, 0)
 
 
 def test_causes_of_the_end_and_what_was_found_after_it(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from profiled_worlds import World
@@ -59,6 +60,31 @@ def test_line_that_is_none_is_named_and_what_came_before_counts(
     assert f"rank-1.jsonl: line {line} is none of a record: " in report
     record = RunReader(tmp_path).read().run.ranks.get(1)
     assert (0 if record is None else len(record.lines)) == (0 if line == 1 else 6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "said_of"),
+    [
+        ("layout", {"step": 4, "units": [["a", 1]]}, "layout of step 4"),
+        ("layout", {"step": 4, "strategy": 7, "units": [["a", 1, "float32", "x", 4]]}, "layout of step 4"),
+        ("coverage", {"epoch": 2, "length": 9, "samples": 3, "digest": "zz"}, "coverage of epoch 2"),
+        ("coverage", {"epoch": 2}, "coverage of epoch 2"),
+        ("replicas", {"step": 4}, "replicas of step 4"),
+        ("finding", {"text": "HANG"}, "finding"),
+        ("facts", {"variables": {"RANK": 1}}, "facts"),
+    ],
+)
+def test_note_that_nothing_can_be_made_of_is_named_and_the_rest_is_shown(
+    tmp_path: Path, kind: str, fields: dict[str, Any], said_of: str
+) -> None:
+    _WORLD.run(tmp_path)
+    add_notes(tmp_path, 0, ("layout", 1, {"step": 1, "units": [["w", 2, "float32", 8, 8]]}), (kind, 9, fields))
+    profile, report = said(tmp_path)
+    assert "2 of 2 ranks" in profile
+    assert report.startswith(f"rank-0.jsonl: its note of {said_of} is damaged: ")
+    _, document = document_in(tmp_path)
+    assert document["run"]["steps"] == 12
+    assert document["owners"]["units"][0]["name"] == "w"
 
 
 def test_file_that_cannot_be_opened_and_one_that_is_not_there(tmp_path: Path) -> None:

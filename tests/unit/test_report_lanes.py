@@ -138,3 +138,18 @@ def test_words_are_said_once_and_rows_point_at_them(tmp_path: Path) -> None:
         assert rank["spans"][0][1] == rank["began_us"]
         assert rank["spans"][-1][2] == rank["ended_us"]
     assert [row[:4] for row in lane["joins"]] == [[key, 1, 500, 300] for key in range(3)]
+
+
+def test_of_what_nobody_sees_it_is_not_said_who_came_last(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000 + 300 * rank, collectives=3, steps=9).run(tmp_path)
+
+    def unseen(line: Steps) -> Steps:
+        ops = list(line.ops or ())
+        ops[0] = ops[0]._replace(began_us=-1, waited_us=0)
+        return replace(line, ops=tuple(ops))
+
+    lines = {rank: tuple(map(unseen, record.lines)) for rank, record in run.ranks.items()}
+    run = replace(run, ranks={rank: replace(record, lines=lines[rank]) for rank, record in run.ranks.items()})
+    lanes: dict[str, Any] = lanes_of(run, began_us(run))
+    assert [word["unseen"] for word in lanes["words"]] == [True, False, False]
+    assert [row[:2] for row in lanes["steps"][0]["joins"]] == [[1, 1], [2, 1]]

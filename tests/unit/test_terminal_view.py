@@ -162,6 +162,17 @@ def test_the_picture_has_run_figures_ranks_and_cards(width: int) -> None:
         assert "ffbbbbcco." in text
 
 
+def test_in_forty_columns_there_is_room_for_what_a_rank_does_and_where_else_it_is_shown() -> None:
+    waits = Stand("warning", "waits for rank 1", f"all_reduce at {FIRST} (float32 [4] sum)", 12.4)
+    shown = picture([row(0, waits), row(1)])._replace(about="http://127.0.0.1:34475/ (Ctrl-C ends this, not the run)")
+    lines = frame(shown, 40, 24)
+    text = " ".join(text_of(lines).split())
+    assert all(line.cell_len <= 40 for line in lines)
+    assert "waits for rank 1 for" in text
+    assert "2 ranks step 812" in text
+    assert "http://127.0.0.1:34475/ (Ctrl-C ends this, not the run)" in text
+
+
 def test_sixty_four_ranks_fold_by_what_they_do_the_worst_first() -> None:
     waits = Stand("warning", "waits for rank 9", "all_reduce at train.py:3")
     rows = [row(rank, waits._replace(age_s=rank / 10)) for rank in range(64) if rank not in (9, 30)]

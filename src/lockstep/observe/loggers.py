@@ -37,11 +37,9 @@ class Logger(Protocol):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers of a step."""
-        ...
 
     def close(self, has_failed: bool, /) -> object:
         """Write what is left. has_failed: by an error of the program."""
-        ...
 
 
 def logger_names(text: str) -> tuple[str, ...]:

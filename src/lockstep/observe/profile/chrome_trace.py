@@ -97,7 +97,8 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
     events: list[Event] = []
     seen: dict[int, list[Event]] = {}
     for rank in sorted(hosts):
-        events += [_named("process_name", rank, 0, f"rank {rank} ({hosts[rank]})"), _sorted(rank)]
+        events.append(_named("process_name", rank, 0, f"rank {rank} ({hosts[rank]})"))
+        events.append({**_named("process_sort_index", rank, 0, ""), "args": {"sort_index": rank}})
         events.append(_named("thread_name", rank, _WAITS_THREAD, "stands in collectives"))
         trace = traces.get(rank)
         if trace is not None:
@@ -124,10 +125,6 @@ def _base_us(trace: Mapping[str, Any]) -> float:
 
 def _named(what: str, rank: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
-
-
-def _sorted(rank: int) -> Event:
-    return {"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}}
 
 
 def _moved(trace: Mapping[str, Any], rank: int, shift_us: float) -> Iterator[Event]:

@@ -204,8 +204,8 @@ def buckets_of(record: RankRecord) -> Mapping[str, Any] | None:
     return {**said[-1], "hidden_us": statistics.fmean(one["hidden_us"] for one in said)} if said else None
 
 
-def what_ifs(plays: Sequence[Play]) -> list[WhatIf]:
-    """As recorded, and with each thing otherwise; empty where there is nothing to play."""
+def what_ifs(plays: Sequence[Play], *, are_least: bool = False) -> list[WhatIf]:
+    """As recorded, and with each thing otherwise, if there is something to play. are_least: those of communication."""
     if not plays:
         return []
     work = {rank: statistics.fmean(play.tracks[rank].work_us for play in plays) for rank in plays[0].tracks}
@@ -215,12 +215,13 @@ def what_ifs(plays: Sequence[Play]) -> list[WhatIf]:
         recorded: (plays, never),
         f"rank {slowest} as fast as the others": ([evened(play, slowest) for play in plays], never),
         (faster := "network twice as fast"): (plays, Change(network=0.5)),
-        "communication for nothing": (plays, Change(network=0.0)),
+        (nothing := "communication for nothing"): (plays, Change(network=0.0)),
         "data always there": (plays, Change(data=0.0)),
     }
     took = {
         name: statistics.fmean(replay_us(play, how) for play in ones) / 1e3 for name, (ones, how) in changes.items()
     }
     tails = [move for play in plays for key, move in play.moves.items() if key[1] == TAIL_GROUP]
-    is_least = any(move.hidden_us == 0 == move.last_part for move in tails)
-    return [WhatIf(name, ms, took[recorded] / max(1e-6, ms), is_least and name == faster) for name, ms in took.items()]
+    least = {faster} if are_least or any(move.hidden_us == 0 == move.last_part for move in tails) else set[str]()
+    least |= {nothing} if are_least else set()
+    return [WhatIf(name, ms, took[recorded] / max(1e-6, ms), name in least) for name, ms in took.items()]

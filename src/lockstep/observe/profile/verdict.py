@@ -12,7 +12,7 @@ from typing import NamedTuple
 from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
 from lockstep.observe.profile.run_record import Op, RankRecord, Run
 from lockstep.observe.profile.step_clock import PHASES
-from lockstep.observe.profile.waits import Waits, waits_of, weighted
+from lockstep.observe.profile.waits import Waits, unseen, waits_of, weighted
 
 _COMMUNICATION, _IDLE, _DATA, _OTHER = 0.30, 0.10, 0.15, 0.30  # shares of the step above which they are said
 _IMBALANCE = 1.10  # slowest rank's work over the mean
@@ -23,6 +23,14 @@ _SEND_LESS = (  # of a model that is replicated; of one that is sharded
     "accumulate gradients over more microbatches with no_sync(), send bf16 (bf16_compress_hook)",
     "keep parameters after forward (reshard_after_forward=False), send bf16 (MixedPrecisionPolicy), shard larger units",
 )
+_LEVERS = {
+    "bubbles": "even out the work: batches of equal length, the same number of microbatches (in a pipeline more), "
+    "fewer processes per core",
+    "data": "more num_workers, persistent_workers=True, a larger prefetch_factor, or prepare the data once",
+    "other": "checkpoints in the background (save_async), validate less often, call .item() and print less often",
+    "small buckets": "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics "
+    "per step",
+}
 
 
 class Share(NamedTuple):
@@ -62,10 +70,11 @@ class Verdict:
 
     shares: tuple[Share, ...]  # by rank
     imbalance: float  # the slowest rank's work over the mean
-    overlap: float | None  # part of communication that is hidden; None where none was listed
+    overlap: float | None  # part of communication that is hidden; None where none was listed, or that is not known
     advice: tuple[Advice, ...]  # what costs most first; empty where nothing stands out
     waits: Waits
     what_ifs: tuple[WhatIf, ...]
+    unseen: str = ""  # of which communication nobody knows when ranks stood in it; what is exposed is at least as given
     mfu: float | None = None  # part of the arithmetic that the devices can do
 
     @property
@@ -85,21 +94,20 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
     shares = tuple(share for record in run.ranks.values() if (share := share_of(record, waits)) is not None)
     if not shares:
         return Verdict((), 1.0, None, (), waits, ())
+    kinds = list(unseen(run).values())
     work = [share.work_ms for share in shares]
-    hidden, exposed = (
-        statistics.fmean(values)
-        for values in zip(*((s.hidden_ms, s.phases_ms["exposed"]) for s in shares), strict=True)
-    )
-    communicated = hidden + exposed
+    hidden = statistics.fmean(share.hidden_ms for share in shares)
+    communicated = hidden + statistics.fmean(share.phases_ms["exposed"] for share in shares)
     per_token = flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
     rate = max(share.tokens_per_s for share in shares) or sum(share.samples_per_s for share in shares)
     return Verdict(
         shares,
         max(work) / max(1e-9, statistics.fmean(work)),
-        hidden / communicated if communicated > 0 else None,
+        hidden / communicated if communicated > 0 and not kinds else None,
         tuple(sorted(_advice(run, shares, waits), key=lambda advice: -advice.share)),
         waits,
-        tuple(what_ifs(plays_of(run))),
+        tuple(what_ifs(plays_of(run), are_least=bool(kinds))),
+        f"{kinds[0].text} at {kinds[0].site}" + f" and {len(kinds) - 1} more" * (len(kinds) > 1) if kinds else "",
         per_token * rate / (peak_flops * len(shares)) if per_token and rate and peak_flops else None,
     )
 
@@ -129,54 +137,26 @@ def share_of(record: RankRecord, waits: Waits) -> Share | None:
 
 def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
     step_ms = statistics.fmean(share.step_ms for share in shares)
-    mean = {name: statistics.fmean(share.phases_ms[name] for share in shares) for name in PHASES}
-    waited = statistics.fmean(share.waited_ms for share in shares)
-    found: list[Advice] = []
-    moving = max(0.0, mean["exposed"] - waited) / step_ms
-    if mean["exposed"] / step_ms > _COMMUNICATION and moving > waited / step_ms:
-        found.append(
-            Advice(
-                "communication",
-                moving,
-                f"communication that nothing hides takes {mean['exposed'] / step_ms:.0%} of the step (moving data "
-                f"{moving:.0%}, waiting for other ranks {waited / step_ms:.0%})",
-                f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank",
-            )
-        )
+    exposed = statistics.fmean(share.phases_ms["exposed"] for share in shares) / step_ms
+    still = statistics.fmean(share.waited_ms for share in shares) / step_ms
+    moving = max(0.0, exposed - still)
     late = _straggler(shares, waits)
-    if late is not None:
-        found.append(late)
-    elif waited / step_ms > _IDLE:
-        found.append(
-            Advice(
-                "bubbles",
-                waited / step_ms,
-                f"ranks stand still {waited / step_ms:.0%} of the step for others, and none of these does more",
-                "even out the work: batches of equal length, the same number of microbatches (in a pipeline more), "
-                "fewer processes per core",
-            )
-        )
+    found = [] if late is None else [late]
+    if exposed > _COMMUNICATION and moving > still:
+        parts = f"(moving data {moving:.0%}, waiting for other ranks {still:.0%})"
+        text = f"communication that nothing hides takes {exposed:.0%} of the step {parts}"
+        lever = f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank"
+        found.append(Advice("communication", moving, text, lever))
+    if late is None and still > _IDLE:
+        text = f"ranks stand still {still:.0%} of the step for others, and none of these does more"
+        found.append(Advice("bubbles", still, text, _LEVERS["bubbles"]))
     rest = [share for share in shares if late is None or share.rank != late.rank]
-    for name in ("data", "other"):
-        mean[name] = statistics.fmean(share.phases_ms[name] for share in rest)
-    if mean["data"] / step_ms > _DATA:
-        found.append(
-            Advice(
-                "data",
-                mean["data"] / step_ms,
-                f"ranks wait {mean['data'] / step_ms:.0%} of the step for data",
-                "more num_workers, persistent_workers=True, a larger prefetch_factor, or prepare the data once",
-            )
-        )
-    if mean["other"] / step_ms > _OTHER:
-        found.append(
-            Advice(
-                "other",
-                mean["other"] / step_ms,
-                f"{mean['other'] / step_ms:.0%} of the step is none of data, forward, backward, optimizer",
-                "checkpoints in the background (save_async), validate less often, call .item() and print less often",
-            )
-        )
+    for name, least, words in (
+        ("data", _DATA, "ranks wait {:.0%} of the step for data"),
+        ("other", _OTHER, "{:.0%} of the step is none of data, forward, backward, optimizer"),
+    ):
+        part = statistics.fmean(share.phases_ms[name] for share in rest) / step_ms
+        found += [Advice(name, part, words.format(part), _LEVERS[name])] if part > least else []
     return found + _small_buckets(run, step_ms, moving)
 
 
@@ -199,17 +179,15 @@ def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
     phase = max(usual, key=lambda name: mine.phases_ms[name] - usual[name])
     if mine.phases_ms[phase] - usual[phase] < _OWN_FAULT * lost_ms:
         return None  # the middle of a pipeline: all wait for it, and it does no more than they
-    return Advice(
-        "straggler",
-        lost_ms / mine.step_ms,
+    text = (
         f"rank {late} is late: the others wait {lost_ms:.1f} ms of a step of {mine.step_ms:.1f} ms for it, "
         f"{caused[late]:.1f} s in all; it spends {mine.phases_ms[phase]:.1f} ms in {phase}, the others "
-        f"{usual[phase]:.1f} ms",
-        f"look at what rank {late} does in {phase} that the others do not"
-        if phase in ("data", "other")
-        else f"give rank {late} as much work as the others; else its core or device is slower: lockstep doctor",
-        late,
+        f"{usual[phase]:.1f} ms"
     )
+    lever = f"give rank {late} as much work as the others; else its core or device is slower: lockstep doctor"
+    if phase in ("data", "other"):
+        lever = f"look at what rank {late} does in {phase} that the others do not"
+    return Advice("straggler", lost_ms / mine.step_ms, text, lever, late)
 
 
 def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
@@ -224,19 +202,13 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
         count, size = sent["count"], sent["bytes"] / sent["count"]
     if not count or moving < _COMMUNICATION / 3:
         return []
-    return [
-        Advice(
-            "small buckets",
-            moving,
-            f"{count:.0f} collectives of {size / 1024:.0f} KiB in each step pay their latency one by one",
-            "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics per step",
-        )
-    ]
+    text = f"{count:.0f} collectives of {size / 1024:.0f} KiB in each step pay their latency one by one"
+    return [Advice("small buckets", moving, text, _LEVERS["small buckets"])]
 
 
 def _is_sharded(run: Run) -> bool:
     layouts = [note.fields for record in run.ranks.values() for note in record.notes if note.kind == "layout"]
-    return any(re.search("shard|FSDP|FullySharded", layout.get("strategy", "")) for layout in layouts[-1:])
+    return any(re.search("shard|FSDP|FullySharded", str(layout.get("strategy"))) for layout in layouts[-1:])
 
 
 def _is_small(op: Op) -> bool:

@@ -8,7 +8,7 @@ stood. So it does for messages, which leave their sender before they are there.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -24,6 +24,9 @@ class Wait(NamedTuple):
     last: int  # the rank that came last
     real_us: int  # of communication, from then on
     waited_us: Mapping[int, int]  # of each rank, for the last one
+
+
+Kind = tuple[str, str]  # of operations: text and site
 
 
 class Pair(NamedTuple):
@@ -54,7 +57,7 @@ def compare(ops: Mapping[int, Op]) -> Wait | None:
     if ops[last].waited_us < _ALWAYS_EXACT_US and ops[last].left_us > ops[last].began_us:  # it ended unseen, before
         inside = {rank: op.waited_us for rank, op in ops.items()}
         last = min(ops, key=lambda rank: (inside[rank], rank))
-    late = {rank: op.waited_us - inside[last] for rank, op in ops.items()}
+    late = {rank: op.waited_us - inside[last] if rank != last else 0 for rank, op in ops.items()}
     return Wait(ops[last], last, inside[last], {r: us if us >= _ALWAYS_EXACT_US else 0 for r, us in late.items()})
 
 
@@ -90,6 +93,31 @@ def weighted(lines: tuple[Steps, ...]) -> Iterator[tuple[Steps, int]]:
         weight += line.count
     if held is not None:
         yield held, weight
+
+
+def kind_of(op: Op) -> Kind:
+    """Equal for all that are started at one line with one shape."""
+    return op.text, op.site
+
+
+def unseen(run: Run) -> dict[Kind, Op]:
+    """One collective of each kind that no thread was seen to stand in: C++ waits for it, a later step, or a GPU.
+
+    How much of these is exposed, how much hidden, and who came last, is not known. Those of few steps are left out: a
+    checkpoint in the background has such.
+    """
+    found: dict[Kind, Op] = {}
+    stood, usual = set[Kind](), set[Kind]()
+    for record in run.ranks.values():
+        lines = [line for line in record.steady if line.ops is not None]
+        is_queued = any(line.cuda_mib for line in lines)  # a thread does not stand where its GPU does
+        seen = [{kind_of(op): op for op in line.ops or () if not op.is_message} for line in lines]
+        for ops in seen:
+            found |= ops
+            stood |= set() if is_queued else {kind for kind, op in ops.items() if op.began_us >= 0}
+        steps = Counter(kind for ops in seen for kind in ops)
+        usual |= {kind for kind, count in steps.items() if 2 * count > len(lines)}
+    return {kind: op for kind, op in found.items() if kind in usual - stood}
 
 
 def waits_of(run: Run) -> Waits:

@@ -90,11 +90,18 @@ def _was_asked(source: Source, finding: Mapping[str, Any]) -> bool:
 
 
 def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None]]:
-    """(finding, the attempt, the step that it is about, or that its first rank was in), each once."""
+    """(finding, the attempt, the step that it is about, or that its first rank was in), each once.
+
+    None for one that is not known, and for one that a later attempt has done again: what is recorded is not it.
+    """
     found: dict[str, tuple[Mapping[str, Any], str, int | None]] = {}
     for rank, note in source.notes("finding"):
         done = note.fields.get("done")
         step = step_at(source.run, rank, note.attempt, note.at_us) if done is None else done + 1
+        record = source.run.ranks[rank]
+        lines = zip(record.lines, record.attempts, strict=True)
+        if any(name != note.attempt and line.step - line.count < (step or 0) <= line.step for line, name in lines):
+            step = None
         found.setdefault(note.fields["key"], (note.fields, note.attempt, step))
     return list(found.values())
 
@@ -117,11 +124,8 @@ def _named(cause: str) -> tuple[int, ...]:
 def step_at(run: Run, rank: int, attempt: str, at_us: int) -> int | None:
     """The step that a rank was in; None before its first one has ended."""
     record = run.ranks[rank]
-    ended = [
-        line.step
-        for line, name in zip(record.lines, record.attempts, strict=True)
-        if name == attempt and line.at_us + line.wall_us <= at_us
-    ]
+    lines = zip(record.lines, record.attempts, strict=True)
+    ended = [line.step for line, name in lines if name == attempt and line.at_us + line.wall_us <= at_us]
     return ended[-1] + 1 if ended else None
 
 
@@ -210,6 +214,7 @@ def _costs(verdict: Verdict) -> Iterator[Card]:
 
 def _summary(verdict: Verdict) -> str:
     hidden = "" if verdict.overlap is None else f"; {verdict.overlap:.0%} of communication is hidden"
+    hidden += "; how much of communication is exposed is not known" * bool(verdict.unseen)
     return f"{verdict.step_ms:.1f} ms per step; the slowest rank works {verdict.imbalance:.2f} x the mean{hidden}"
 
 

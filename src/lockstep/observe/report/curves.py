@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lockstep.observe.profile.run_record import Run
@@ -31,7 +31,7 @@ def _curve(name: str, points: Points, most: int) -> dict[str, Any]:
     values: list[list[float]] = [[] for _ in bins.last]
     for step, seen in points.items():
         values[bins.of(step)] += seen
-    is_thinned = any(min(seen) != max(seen) for seen in values if _are_finite(seen))
+    is_thinned = any(min(seen) != max(seen) for seen in values if all(map(math.isfinite, seen)))
     return {
         "name": name,
         "unit": _UNITS.get(name, ""),
@@ -45,10 +45,6 @@ def _curve(name: str, points: Points, most: int) -> dict[str, Any]:
 def _digits(value: float) -> float | None:
     """Six of them; None for what is not finite, which JSON has no word for."""
     return float(f"{value:.6g}") if math.isfinite(value) else None
-
-
-def _are_finite(values: Sequence[float]) -> bool:
-    return all(map(math.isfinite, values))
 
 
 def _logged(source: Source) -> Mapping[str, Points]:

@@ -11,7 +11,7 @@ from lockstep.observe.profile.chrome_trace import align, moments_of, placed_line
 from lockstep.observe.profile.replay import buckets_of
 from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
 from lockstep.observe.profile.step_clock import PHASES
-from lockstep.observe.profile.waits import compare
+from lockstep.observe.profile.waits import Kind, compare, kind_of, unseen
 from lockstep.observe.report.open_step import Moment, line_of
 
 _STEPS_MAX = 12
@@ -53,18 +53,20 @@ def lanes_of(
     by_step = _listed(run)
     sent = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
     words: dict[tuple[Any, ...], int] = {}
+    kinds = unseen(run.of_last_attempt())
     steps: list[dict[str, Any]] = []
     room = _ROWS_MAX
     choices = choose(by_step, findings)
     placed, ahead_us = _placed(run, {choice.step: by_step[choice.step] for choice in choices})
     for choice in choices:  # the most telling first
-        lane = _step(choice, placed[choice.step], began_us, words, sent)
+        lane = _step(choice, placed[choice.step], began_us, words, sent, kinds)
         room -= sum(len(rank["spans"]) + len(rank["ops"]) for rank in lane["ranks"]) + len(lane["joins"])
         if room < 0 and steps:
             break
         steps.append(lane)
     steps += _open_step(run, moments, culprits, ahead_us, began_us, words)
-    listed = [dict(zip(("group", "text", "site", "label", "bytes"), word, strict=True)) for word in words]
+    names = ("group", "text", "site", "label", "bytes", "unseen")
+    listed = [dict(zip(names, (*word, word[1:3] in kinds), strict=True)) for word in words]
     return {"words": listed, "steps": sorted(steps, key=lambda lane: lane["step"])}
 
 
@@ -123,9 +125,10 @@ def _step(
     began_us: float,
     words: dict[tuple[Any, ...], int],
     sent: Mapping[int, Sent],
+    kinds: Container[Kind] = (),
     absent: Mapping[Key, int] = _NOBODY,
 ) -> dict[str, Any]:
-    """absent: of operations that did not come about, a rank that was not there."""
+    """kinds: `unseen`. absent: of operations that did not come about, a rank that was not there."""
     first_us = min(chosen.zeros.values())
     lags = {rank: round(zero - first_us) for rank, zero in chosen.zeros.items()}
     ops: dict[Key, dict[int, Op]] = defaultdict(dict)
@@ -138,6 +141,7 @@ def _step(
         if key in absent
         else join_of(keys[key], seen, sent if key[1] == TAIL_GROUP else {})
         for key, seen in ops.items()
+        if key in absent or not any(kind_of(op) in kinds for op in seen.values())
     )
     return {
         "step": choice.step,
@@ -183,7 +187,7 @@ def _open_step(
         if op.absent
     }
     choice = Choice(max(line.step for line in lines.values()), "open")
-    lane = _step(choice, Chosen(lines, zeros), began_us, words, {}, absent)
+    lane = _step(choice, Chosen(lines, zeros), began_us, words, {}, absent=absent)
     for row in lane["ranks"]:
         row |= {"says": by_rank[row["rank"]].says, "culprit": row["rank"] in culprits}
         known = row["spans"] if lines[row["rank"]].spans else []

@@ -17,6 +17,7 @@ from lockstep.observe.profile.step_clock import EXPOSED, PHASES
 from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import GONE, stand_of
 from lockstep.observe.scene import Limits, Scene, read_message
+from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.wording import names
 
 _OPS_MAX = 32  # of a rank, the newest
@@ -121,17 +122,23 @@ def line_of(moment: Moment, record: RankRecord) -> Steps:
     wall = max(0, until - began)
     zero_ns = start.clock_ns + 1000 * began
     missed = next((op for op in moment.ops if op.absent), None)  # the first is where the thread stood
-    ops = tuple(_op(op, start.attempt, zero_ns, wall, stands=op is missed) for op in moment.ops)
+    behind_ns = max((op.left_ns for op in moment.ops if not op.absent), default=0)
+    stood_ns = max((at_ns for phase, at_ns in moment.phases if phase == EXPOSED and at_ns >= behind_ns), default=0)
+    ops = tuple(_op(op, start.attempt, zero_ns, wall, stood_ns if op is missed else None) for op in moment.ops)
     phases = [(phase, (at_ns - zero_ns) // 1000) for phase, at_ns in moment.phases]
     first = max((n for n, (_, at) in enumerate(phases) if at <= 0), default=0)
     spans = tuple((phase, max(0, at)) for phase, at in phases[first:])
     return Steps(step, 1, began, wall, wall, (0,) * len(PHASES), ops=ops, spans=spans)
 
 
-def _op(op: OpenOp, attempt: str, zero_ns: int, wall_us: int, *, stands: bool) -> Op:
-    """Where ranks were absent, it was under way to the end, though the wait for it may have been broken off."""
-    entered = (op.entered_ns - zero_ns) // 1000
+def _op(op: OpenOp, attempt: str, zero_ns: int, wall_us: int, stood_ns: int | None) -> Op:
+    """Where ranks were absent, it was under way to the end, though the wait for it may have been broken off.
+
+    stood_ns: when the thread began to stand; 0 where only the operation says that, None where it did not.
+    """
+    late_ns = op.entered_ns - stood_ns if stood_ns and op.text == FROM_CPP else 0  # what C++ starts is seen later
+    entered = (op.entered_ns - max(0, late_ns) - zero_ns) // 1000
     left = (op.left_ns - zero_ns) // 1000 if op.left_ns and not op.absent else wall_us
-    stood = (entered, left - entered) if stands else (-1, 0)
+    stood = (-1, 0) if stood_ns is None else (entered, left - entered)
     size = bytes_of(op.text) or bytes_of(op.label)  # of what C++ has started the label says what it is
     return Op(attempt, op.group, op.seq, op.text, op.site, op.label, size, entered, left, *stood)

@@ -13,6 +13,7 @@ def overlap_of(verdict: Verdict) -> dict[str, Any]:
     """Microseconds per step of each rank, the estimates, and who waited for whom."""
     waited_s = sum(pair.waited_s for pair in verdict.waits.pairs)
     return {
+        "unseen": verdict.unseen,
         "ranks": [
             {
                 "rank": share.rank,
@@ -28,12 +29,12 @@ def overlap_of(verdict: Verdict) -> dict[str, Any]:
         ],
         "what_if": [
             {
-                "name": answer.name,
-                "step_us": round(1e3 * answer.step_ms),
-                "gain": round(answer.speed_up, 3),
-                "is_least": answer.is_least,
+                "name": one.name,
+                "step_us": round(1e3 * one.step_ms),
+                "gain": round(one.speed_up, 3),
+                "is_least": one.is_least,
             }
-            for answer in verdict.what_ifs
+            for one in verdict.what_ifs
         ],
         "waiting": [
             {

@@ -63,8 +63,10 @@ function figures(run) {
   const heat = page.document.heat;
   const step = heat && middleOf((heat.wall_us || []).flat().filter((each) => each !== null));
   if (step) found.push(["step, median", time(step)]);
-  if (shares.length)
-    found.push(["exposed communication", percent(mean((each) => each.exposed_us / each.wall_us)), "of a step"]);
+  if (shares.length) {
+    const exposed = exposedShare(page.document.overlap, mean((each) => each.exposed_us / each.wall_us));
+    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : "of a step"]);
+  }
   const strategy = page.document.owners?.strategy;
   if (strategy) found.push(["strategy", strategy]);
   if (run.began) found.push(["began", shownDate(run.began)]);
@@ -81,6 +83,14 @@ function middleOf(values) {
   return ordered.length ? ordered[ordered.length >> 1] : null;
 }
 
+// Those that are shown below; and how far it came, where a later start has done steps of it again.
+function attemptSteps({ first_step: first, last_step: last, reached }) {
+  const isKept = last !== null && last !== undefined;
+  const kept = isKept ? [`${count(first)}\u2013${count(last)}`] : [];
+  const again = reached > (isKept ? last : 0) ? [`to ${count(reached)}, done again`] : [];
+  return [...kept, ...again].join("; ") || "none";
+}
+
 // Only where there was more than one start, or one that ended badly.
 function attempts(run) {
   const all = run.attempts || [];
@@ -88,9 +98,7 @@ function attempts(run) {
   const row = (each, at) => [
     `${at + 1}`,
     `${each.world_size}`,
-    each.last_step === null || each.last_step === undefined
-      ? "none"
-      : `${count(each.first_step)}\u2013${count(each.last_step)}`,
+    attemptSteps(each),
     each.ended_s === null || each.ended_s === undefined ? "runs" : duration(each.ended_s - each.began_s),
     (each.causes || []).length ? each.causes.map((cause) => element("div", { class: "pre" }, cause)) : "\u2013",
   ];

@@ -146,8 +146,9 @@ function heatLead(heat) {
 
 function meanOf(values, heat) {
   let [sum, steps] = [0, 0];
+  const all = heat.last.at(-1) - heat.first[0] + 1;
   values.forEach((value, bin) => {
-    if (value === null) return;
+    if (value === null || (heat.last[bin] < heat.first[0] + 2 && all > 4)) return; // first steps allocate
     const n = heat.last[bin] - heat.first[bin] + 1;
     sum += value * n;
     steps += n;

@@ -95,6 +95,7 @@ function operationLines(operation, join) {
   );
   if (operation.stood)
     lines.push(`stood ${time(operation.waited)}: ${time(waiting)} waiting, ${time(real)} communication`);
+  else if (about.unseen) lines.push("who stands in it, and until when, is not known");
   else if (!isOpen(laneNow.step)) lines.push("did not stand still for it: hidden behind its own work");
   if (about.bytes) lines.push(size(about.bytes) + (join?.bandwidth ? ` at ${size(join.bandwidth)}/s` : ""));
   if (join?.last !== null && join?.last !== undefined) {

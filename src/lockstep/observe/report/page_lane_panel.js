@@ -17,6 +17,7 @@ function operationPanel() {
     ["waited, all ranks", time(join.waited)],
     ["group", about.group || "all ranks"],
   ];
+  const hidden = about.unseen ? "not known" : "hidden";
   const longest = Math.max(1, ...join.members.map((each) => each.waited));
   const first = Math.min(...join.members.map((each) => arrivedAt(each, join)));
   const row = (each) => {
@@ -30,8 +31,8 @@ function operationPanel() {
     return [
       `${each.rank}${each.rank === join.last ? " (last)" : ""}`,
       `+${time(arrivedAt(each, join) - first)}`,
-      each.stood ? time(waiting) : "hidden",
-      each.stood ? time(real) : "hidden",
+      each.stood ? time(waiting) : hidden,
+      each.stood ? time(real) : hidden,
       bar,
     ];
   };

@@ -58,20 +58,24 @@ function paintLanes(context, width, height, model) {
 }
 
 function paintLaneAxis(context, g, height, model) {
-  const inMilliseconds = g.to - g.from >= 2000;
-  const unit = inMilliseconds ? 1000 : 1;
+  const [unit, name] = [
+    [1e6, "s"],
+    [1e3, "ms"],
+    [1, "\u00b5s"],
+  ].find(([size]) => g.to - g.from >= size * (size === 1e6 ? 20 : 2) || size === 1);
   context.textAlign = "center";
   for (const at of ticks(g.from / unit, g.to / unit, (g.width - g.gutter) / 90)) {
     const x = Math.round(g.x(at * unit)) + 0.5;
     context.fillStyle = colour("line");
     context.fillRect(x - 0.5, LANES_TOP - 5, 1, height - LANES_TOP - LANES_FOOT + 5);
-    if (x < g.gutter + 12 || x > g.width - 30) continue;
+    const text = digits(at, 3);
+    if (x < g.gutter + 12 || x + context.measureText(text).width / 2 > g.width - 24) continue;
     context.fillStyle = colour("soft");
-    context.fillText(digits(at, 3), x, 9);
+    context.fillText(text, x, 9);
   }
   context.fillStyle = colour("soft");
   context.textAlign = "right";
-  context.fillText(inMilliseconds ? "ms" : "\u00b5s", g.width - 2, 9);
+  context.fillText(name, g.width - 2, 9);
   for (const rank of model.ranks) {
     const y = g.top(rank.row);
     context.fillStyle = colour("line");

@@ -114,7 +114,7 @@ function laneLead({ step, joins }) {
   const took = step.ended_us - step.began_us;
   const length = `Step ${count(step.step)} took ${time(took)}`;
   const rest = step.estimated ? " Its phases changed too often to be kept: they are drawn as sums, without times." : "";
-  if (step.ranks.length < 2) return `${length}.${rest}`;
+  if (step.ranks.length < 2 || ![...joins.values()].some(({ last }) => last !== null)) return `${length}.${rest}`;
   if (all < took * 0.02 || most < all * 0.4)
     return `${length}. Arrows run from the rank that came last to those that waited for it.${rest}`;
   const share = percent(most / all);

@@ -14,15 +14,15 @@ section("overlap", "Communication", ["overlap"], (document) => {
     element(
       "div",
       { class: "columns" },
-      element("div", null, element("h3", null, "Hidden and exposed, of a step"), overlapBars(overlap.ranks)),
-      element("div", null, element("h3", null, "What if"), whatIfs(overlap.what_if || []), estimated(overlap.what_if)),
+      element("div", null, element("h3", null, "Hidden and exposed, of a step"), overlapBars(overlap)),
+      element("div", null, element("h3", null, "What if"), whatIfs(overlap.what_if || []), estimated(overlap)),
     ),
     element("h3", null, "Who waited for whom"),
     element(
       "div",
       { class: "columns aside-picture" },
       waitingPicture(overlap.waiting || []),
-      waitingTable(overlap.waiting || []),
+      waitingTable(overlap.waiting || [], overlap.unseen),
     ),
   ];
 });
@@ -31,17 +31,29 @@ function overlapLead(overlap) {
   const sum = (name) => overlap.ranks.reduce((all, each) => all + each[name], 0);
   const [hidden, exposed, wall] = [sum("hidden_us"), sum("exposed_us"), sum("wall_us")];
   if (!wall) return "No step has ended yet.";
+  if (overlap.unseen)
+    return (
+      `How much of communication hides is not known: of ${overlap.unseen} nobody sees who stands in it. ` +
+      "C++ waits for it, a GPU, or a later step; it counts as work."
+    );
   const part =
     hidden + exposed > 0 ? `${percent(hidden / (hidden + exposed))} of communication hides behind work; ` : "";
   return `${part}for ${percent(exposed / wall)} of a step ranks stand still in it.`;
 }
 
-function overlapBars(ranks) {
+// A share of exposed communication, where of some of it nobody knows.
+const UNKNOWN = "not known";
+const exposedShare = (overlap, share) =>
+  !overlap.unseen ? percent(share) : share < 0.0005 ? UNKNOWN : `\u2265 ${percent(share)}`;
+
+function overlapBars(overlap) {
+  const { ranks, unseen } = overlap;
   const share = (each, name) => Math.max(0, each[name] || 0) / Math.max(1, each.wall_us);
   const most = Math.max(0.01, ...ranks.map((each) => share(each, "hidden_us") + share(each, "exposed_us")));
   const part = (kind, value) => element("i", { class: kind, style: { width: `${(100 * value) / most}%` } });
   const row = (each) => {
-    const [hidden, exposed, waited] = ["hidden_us", "exposed_us", "waited_us"].map((name) => share(each, name));
+    const [under, exposed, waited] = ["hidden_us", "exposed_us", "waited_us"].map((name) => share(each, name));
+    const hidden = unseen ? 0 : under;
     const bar = element(
       "span",
       { class: "bar", "aria-hidden": "true" },
@@ -49,7 +61,8 @@ function overlapBars(ranks) {
       part("waiting", Math.min(waited, exposed)),
       part("phase-exposed", Math.max(0, exposed - waited)),
     );
-    return [`${each.rank}`, bar, percent(hidden), percent(exposed), percent(Math.min(waited, exposed))];
+    const told = [exposed, Math.min(waited, exposed)].map((value) => exposedShare(overlap, value));
+    return [`${each.rank}`, bar, unseen ? UNKNOWN : percent(hidden), ...told];
   };
   return table(
     [
@@ -75,7 +88,10 @@ function whatIfs(all) {
       element("i", { class: "plain", style: { width: `${(100 * each.step_us) / most}%` } }),
     );
   const least = (each) => (each.is_least ? "\u2265 " : "");
-  const gain = (each) => (Math.abs(each.gain - 1) < 0.005 ? "\u2013" : `${least(each)}${digits(each.gain, 2)}\u00d7`);
+  const gain = (each) => {
+    if (Math.abs(each.gain - 1) < 0.005) return each.is_least ? UNKNOWN : "\u2013";
+    return `${least(each)}${digits(each.gain, 2)}\u00d7`;
+  };
   return table(
     [
       ["", "t"],
@@ -88,16 +104,18 @@ function whatIfs(all) {
   );
 }
 
-function estimated(all) {
+function estimated({ what_if: all, unseen }) {
   if (!all?.length) return null;
-  const hidden = "What DistributedDataParallel has hidden is not known: a faster network gains at least that much.";
+  const what = unseen ? "What ranks stand in of some communication" : "What DistributedDataParallel has hidden";
+  const hidden = `${what} is not known: a faster network gains at least that much.`;
   const text = "Estimates: recorded steps, played again. \u201cAs recorded\u201d changes nothing.";
   return element("p", { class: "aside" }, text, all.some((each) => each.is_least) ? ` ${hidden}` : "");
 }
 
 // One row for all ranks that waited for the same one at the same place.
-function waitingTable(all) {
-  if (!all.length) return element("p", { class: "missing" }, "Nobody waited, or no step was recorded in detail.");
+function waitingTable(all, unseen) {
+  const nobody = unseen ? "Not known, see above." : "Nobody waited, or no step was recorded in detail.";
+  if (!all.length) return element("p", { class: "missing" }, nobody);
   const groups = new Map();
   for (const each of all) {
     const key = JSON.stringify([each.site, each.text, each.label, each.last_rank]);

@@ -66,11 +66,11 @@ function jump(step, rank) {
     block: "start",
   });
   document.getElementById("lanes-canvas")?.focus({ preventScroll: true });
-  const asked =
-    nearest.step === wanted ? "" : `; step ${count(wanted)} was not recorded in detail, this is the nearest`;
-  say(`Step ${count(nearest.step)}, rank ${page.rank}${asked}`);
+  const isThere = nearest.step === wanted;
+  const asked = isThere ? "" : `Step ${count(wanted)} is not among those kept in detail: this is the nearest.`;
+  say(`Step ${count(nearest.step)}, rank ${page.rank}. ${asked}`.trim());
   const note = document.getElementById("lanes-note");
-  if (note) note.textContent = asked ? `Step ${count(wanted)} was not recorded in detail: this is the nearest.` : "";
+  if (note) note.textContent = asked;
 }
 
 // ------------------------------------------------------------------ the tip at the pointer

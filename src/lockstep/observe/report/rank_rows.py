@@ -7,7 +7,7 @@ import json
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
@@ -220,20 +220,16 @@ def _waiting_share(row: RankRow) -> float:
 def _joined(rows: Sequence[RankRow]) -> RankRow:
     """The row in the middle by the time of a step stands for all."""
     middle = sorted(rows, key=lambda row: row.step_ms)[len(rows) // 2]
+    hosts = sorted({row.host for row in rows})
     stands = dict.fromkeys(row.stand._replace(age_s=0.0) for row in rows)
     stand, *others = stands
     if others:
         stand = stand._replace(text="; ".join(dict.fromkeys(each.text for each in stands)), detail="")
     return middle._replace(
         ranks=tuple(sorted(rank for row in rows for rank in row.ranks)),
-        host=_one_of(row.host for row in rows),
+        host=hosts[0] if len(hosts) == 1 else f"{len(hosts)} hosts",
         step=min(row.step for row in rows),
         samples_per_s=sum(row.samples_per_s for row in rows),
         memory_mib=max(row.memory_mib for row in rows),
         stand=stand._replace(age_s=max(row.stand.age_s for row in rows)),
     )
-
-
-def _one_of(hosts: Iterable[str]) -> str:
-    found = sorted(set(hosts))
-    return found[0] if len(found) == 1 else f"{len(found)} hosts"

@@ -10,7 +10,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
 
-from lockstep.observe.profile.run_record import Start
 from lockstep.observe.report.source import Attempt, Source
 
 Status = Literal["running", "finished", "failed", "stopped", "unknown"]
@@ -87,14 +86,10 @@ def world_size_of(source: Source) -> int:
 def attempts_of(source: Source) -> list[Attempt]:
     """By time. Where no launcher has told of one, its ranks have."""
     told = {attempt.name: attempt for attempt in (source.launch.attempts if source.launch else ())}
-    for start in sorted(_starts(source), key=lambda start: start.time_ns):
+    starts = (start for record in source.run.ranks.values() for start in record.starts)
+    for start in sorted(starts, key=lambda start: start.time_ns):
         told.setdefault(start.attempt, Attempt(start.attempt, start.world_size, start.time_ns))
     return sorted(told.values(), key=lambda attempt: attempt.began_ns)
-
-
-def _starts(source: Source) -> Iterator[Start]:
-    for record in source.run.ranks.values():
-        yield from record.starts
 
 
 def _ended_ns(source: Source, status: Status, now_ns: int) -> int:
@@ -129,6 +124,7 @@ def _attempt_row(source: Source, attempt: Attempt, began_ns: int) -> dict[str, A
         "ended_s": round((attempt.ended_ns - began_ns) / 1e9, 3) if attempt.ended_ns else None,
         "first_step": min(steps)[0] if steps else None,  # of those that no later attempt has done again
         "last_step": max(step for _, step in steps) if steps else None,
+        "reached": max((moment.steps for moment in attempt.left), default=0),
         "code": attempt.code,
         "causes": list(attempt.causes),
     }

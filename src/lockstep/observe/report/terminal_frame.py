@@ -21,7 +21,7 @@ _PHASE_COLOURS = ("magenta", "green", "cyan", "red", "yellow", "bright_black")
 _SHORT = ("data", "fwd", "bwd", "comm", "opt", "other")
 _LEGEND = "d data  f forward  b backward  c exposed communication  o optimizer  . other"
 _SPARKS = "▁▂▃▄▅▆▇█"
-_NARROW, _WIDE = 110, 160  # columns
+_NARROWEST, _NARROW, _WIDE = 64, 110, 160  # columns
 _CARD_LINES = 7  # that are left for cards before rows are folded
 _RULER = Console(width=1)  # which knows how wide characters are
 
@@ -58,7 +58,8 @@ def frame(picture: Picture, width: int, height: int | None = None) -> list[Text]
     Ranks that do the same share a row where there is no room for all.
     """
     columns = _columns(picture.rows, width)
-    lines = [*header(picture), *([Text(picture.about, "bright_black")] if picture.about else [])]
+    heads = [*header(picture), *([Text(picture.about, "bright_black")] if picture.about else [])]
+    lines = [line for head in heads for line in head.wrap(_RULER, width)]
     legend = [Text(_LEGEND, "bright_black")] if any(column.title == "time" for column in columns) else []
     rows, per_row, room = picture.rows, 2, None
     if height is not None:
@@ -128,7 +129,7 @@ def _columns(rows: Sequence[RankRow], width: int) -> list[_Column]:
     if width >= _NARROW:
         columns.append(_Column("host", -max([4, *(min(16, len(row.host)) for row in rows)]), lambda row: row.host))
     columns.append(_Column("step", 7, lambda row: str(row.step or "")))
-    if any(row.steps_ms for row in rows):
+    if any(row.steps_ms for row in rows) and width >= _NARROWEST:  # else what a rank does has no room
         columns.append(_Column("ms", 7, lambda row: f"{row.step_ms:.1f}" if row.steps_ms else ""))
         columns.append(_Column("", -sparks, lambda row: _spark(row.steps_ms[-sparks:], top_ms)))
         if width < _WIDE:

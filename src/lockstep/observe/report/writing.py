@@ -6,16 +6,19 @@ import os
 import socket
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import final
 
 from lockstep.errors import ConfigError
+from lockstep.observe.profile.run_record import Run, file_of
 from lockstep.observe.report.document import Document, document_of
 from lockstep.observe.report.page import render
 from lockstep.observe.report.run_rows import Status, status_of
-from lockstep.observe.report.source import RunReader, find_run
+from lockstep.observe.report.source import RunReader, Source, find_run
 
 PAGE = "report.html"
+_DAMAGES = (LookupError, TypeError, ValueError, AttributeError)  # of what others have written into a record
 _PERIOD_S, _SHARE = 1.0, 10  # of a live document: at most so often, and in a tenth of the time
 
 
@@ -65,11 +68,29 @@ class LiveDocument:
         if self._built is not None and self._built[1:] == now:
             return
         try:
-            self._built = document_of(source, now[1], time.time_ns()), *now
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(
-                f"the record in {source.run.folder} is of another version, or damaged: {error!r}"
-            ) from error
+            found = document_of(source, now[1], time.time_ns())
+        except _DAMAGES as error:
+            found = document_of(_mended(source, error), now[1], time.time_ns())
+        self._built = found, *now
+
+
+def _mended(source: Source, cause: Exception) -> Source:
+    """Without the notes that nothing can be made of: these are problems.  Raises: ConfigError where it is not them."""
+    ranks, problems = dict(source.run.ranks), list(source.problems)
+    for rank, record in ranks.items():
+        kept = [one for one in record.notes if one.kind == "values"]  # of these only numbers are taken
+        for one in (one for one in record.notes if one.kind != "values"):
+            alone = Run(source.run.folder, {rank: replace(record, lines=(), attempts=(), notes=(one,))})
+            try:
+                document_of(Source(source.folder, alone, None, ()), "unknown", 0)
+                kept.append(one)
+            except _DAMAGES as error:
+                at = "".join(f" of {name} {one.fields[name]}" for name in ("step", "epoch") if name in one.fields)
+                problems.append(f"{file_of(Path(), rank)}: its note of {one.kind}{at} is damaged: {error!r}")
+        ranks[rank] = replace(record, notes=tuple(kept))
+    if len(problems) == len(source.problems):
+        raise ConfigError(f"the record in {source.run.folder} is of another version, or damaged: {cause!r}") from cause
+    return source._replace(run=Run(source.run.folder, ranks), problems=tuple(problems))
 
 
 def document_in(folder: Path | None, below: Path = Path("runs")) -> tuple[Path, Document]:

@@ -72,6 +72,18 @@ def test_resume(tmp_path: Path) -> None:
     assert printed(*TORCHRUN, script, str(out))[-1:] == alone
 
 
+@pytest.mark.limit_s(120)
+def test_skipped_collective(tmp_path: Path) -> None:
+    """What README shows of `lockstep demo` is what the guard says, but for the machine and the process."""
+    script = ROOT / "src" / "lockstep" / "demos" / "skipped_collective.py"
+    said = Run(tmp_path, "run", "--nproc-per-node", "2", str(script), warm=True, LOCKSTEP_EVIDENCE="").end(1)
+    nameless = re.sub(r"\(host [\w.-]+, pid \d+\)", "(host vm, pid 16932)", said)
+    found = [line.strip() for line in nameless.splitlines()]
+    expected = shown(".venv/bin/lockstep demo skipped_collective")
+    start = found.index(expected[0])
+    assert found[start : start + len(expected)] == expected
+
+
 def newest_in(out: Path) -> int:
     return max((int(path.name[5:13]) for path in out.glob("step-*")), default=0)
 

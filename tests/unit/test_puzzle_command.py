@@ -11,6 +11,7 @@ import lockstep.cli.puzzle as command
 from lockstep.errors import ConfigError
 from lockstep.learn.events import Event
 from lockstep.learn.program import Played
+from lockstep.learn.puzzle import problems
 from lockstep.puzzles import PUZZLES
 
 
@@ -59,3 +60,11 @@ def test_a_wrong_file_is_run_until_it_fails(worlds: list[int], capsys: pytest.Ca
     assert command.puzzle(["4", "--again"]) == 0
     assert path.with_suffix(".py.before").read_text() == "wrong"
     assert "# your turn" in path.read_text()
+
+
+def test_what_the_guard_said_is_shown_from_its_first_line() -> None:
+    report = ["lockstep: DEADLOCK in step 1: rank 0 -> rank 1 -> rank 0", *(f"  line {at}" for at in range(2, 12))]
+    traces = [f"[rank{rank}]: line {at}" for rank in range(2) for at in range(9)]
+    said = "\n".join(["lockstep: run begins", *report, *traces])
+    assert problems(PUZZLES[0], Played([], 1, said), 2)[1:] == [*report, *traces[:3]]
+    assert problems(PUZZLES[0], Played([], 1, "\n".join(traces)), 2)[1:] == traces[-14:]

@@ -18,6 +18,7 @@ _HOLE = re.compile(
     r"(?m)^(?P<task>(?P<indent> *)# your turn:.*\n(?: *#.*\n)*)(?P<code>(?:.*\n)*?) *# end of your turn\n"
 )
 _PROGRESS = "progress.json"
+_SAID = 14  # lines that are shown; a report of the guard has 12
 
 
 @final
@@ -88,8 +89,10 @@ def _is_close(values: Sequence[float], wanted: Sequence[float]) -> bool:
 
 
 def _said(played: Played) -> list[str]:
-    """The end of what the processes said: the guard's word on who waits for whom is there, or the error."""
-    return played.output.splitlines()[-14:]
+    """What the processes said, from the guard's word on who waits for whom on; else the end of it, with the error."""
+    lines = played.output.splitlines()
+    first = next((at for at, line in enumerate(lines) if re.match(r"lockstep: [A-Z]{2}", line)), -_SAID)
+    return lines[first:][:_SAID]
 
 
 def solved_in(folder: Path) -> set[str]:

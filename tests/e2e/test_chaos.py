@@ -9,6 +9,8 @@ import sys
 
 import pytest
 
+import chaos
+
 _LIMIT_S = 150
 _KILLS = 2
 _SEED = 50  # of the plan: two ranks
@@ -20,14 +22,14 @@ pytestmark = [
 
 
 def test_killed_run_ends_in_the_same_bits() -> None:
-    command = [sys.executable, "-m", "lockstep.testing.chaos", f"--kills={_KILLS}", f"--seed={_SEED}", "--steps=60"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as chaos:
+    command = [sys.executable, chaos.__file__, f"--kills={_KILLS}", f"--seed={_SEED}", "--steps=60"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as run:
         try:
-            said, _ = chaos.communicate(timeout=_LIMIT_S)
+            said, _ = run.communicate(timeout=_LIMIT_S)
         except subprocess.TimeoutExpired:
-            chaos.send_signal(signal.SIGINT)  # it ends what it has started
-            said, _ = chaos.communicate()
-    assert chaos.returncode == 0, said
+            run.send_signal(signal.SIGINT)  # it ends what it has started
+            said, _ = run.communicate()
+    assert run.returncode == 0, said
     assert said.startswith(f"seed {_SEED}; to see the same plan again: make chaos KILLS={_KILLS} SEED={_SEED}\n")
     rows = {row[0]: row[1:] for row in (re.split(r"  +", line) for line in said.splitlines())}
     assert rows["all"][-1] == str(_KILLS), said

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import pty
 import re
+import resource
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -201,6 +206,92 @@ def test_signals_reach_all_once_and_75_asks_for_more(start: Callable[..., Run], 
     for rank in (0, 1):
         assert said.count(f"rank {rank} heard {int(signal.SIGUSR1)}") == 1
     assert run.said() == ["stopping; once more ends all processes at once"]
+
+
+_SAVES = """
+import os, signal, sys
+def save(number, frame):
+    os.mkdir(f"saved-{os.environ['RANK']}")
+    sys.exit(75)
+signal.signal(signal.SIGHUP, save)
+print("up", flush=True)
+signal.pause()
+"""
+
+
+def test_terminal_that_is_closed_lets_the_ranks_save(tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(_SAVES)
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "lockstep", "run", "--record=off", *_TWO, "saves.py"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+    ) as run:
+        os.close(theirs)
+        said = b""
+        while said.count(b"up") < 2:
+            said += os.read(ours, 1024)
+        os.close(ours)  # from now on nothing can be written there
+        run.send_signal(signal.SIGHUP)
+        assert run.wait() == 75
+    assert {path.name for path in tmp_path.glob("saved-*")} == {"saved-0", "saved-1"}
+
+
+_GOES_ON = """
+import os, signal, sys, time
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+while not os.path.exists("go"):
+    time.sleep(0.02)
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.fixture
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A file system in memory of 4 MiB."""
+    path = tmp_path_factory.mktemp("small")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(path)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode != 0:
+        pytest.skip(f"no file system can be mounted: {made.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_run_goes_on_where_the_folder_for_temporary_files_has_become_full(tmp_path: Path, small: Path) -> None:
+    (tmp_path / "goes_on.py").write_text(_GOES_ON)
+    words = ("run", "--record=off", *_TWO, "--max-restarts=1", "goes_on.py")
+    with contextlib.closing(Run(tmp_path, *words, TMPDIR=str(small))) as run:
+        wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
+        with contextlib.suppress(OSError), (small / "others").open("wb", buffering=0) as others:
+            while others.write(bytes(4096)):
+                continue
+        (tmp_path / "go").touch()
+        run.end(0)
+        said = run.said()
+    assert said[0] == "the guards hear less of how ranks end: No space left on device; make room in $TMPDIR"
+    assert "was killed by SIGKILL" in said[1]
+    assert said[2] == "restart 1 of 1 after SIGKILL with 2 processes"
+
+
+@pytest.mark.parametrize("words", [("run", *_TWO, "saves.py"), ("run", "saves"), ("train", "-n", "2")], ids=" ".join)
+def test_too_few_open_files_are_one_sentence_before_anything_is_loaded(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "saves.py").write_text(_SAVES)
+    (tmp_path / "saves").write_text(_SAVES)
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    command = [sys.executable, "-m", "lockstep", *words]
+    said = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (12, most)),
+        check=False,
+    )
+    assert said.returncode == 2
+    assert re.fullmatch(
+        r"lockstep: a process may open 12 files here, but a launcher needs \d+. Type: .+\n", said.stderr
+    )
 
 
 def test_nothing_is_left_of_a_launcher_that_was_killed_nor_of_its_workers(start: Callable[..., Run]) -> None:

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from chaos import TINY
 from command_runs import Run, wait_for
-from lockstep.testing.chaos import TINY
-from lockstep.testing.chaos_run import Observer
+from observer import Observer
 
 pytestmark = pytest.mark.limit_s(120)
 

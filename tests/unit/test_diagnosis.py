@@ -87,13 +87,13 @@ def raised_first() -> list[PaperRank]:
     return ranks
 
 
-def two_steps_in_one() -> list[PaperRank]:
-    """Rank 1 takes no optimizer step once."""
+def without_steps(*left_out: int) -> list[PaperRank]:
+    """Rank 1 takes no optimizer step in these."""
     ranks = running(2)
-    for step in range(4):
+    for step in range(6):
         for one in ranks:
             one.calls(FIRST, SECOND)
-            one.step -= one.rank == 1 and step == 1
+            one.step -= one.rank == 1 and step in left_out
     return ranks
 
 
@@ -155,7 +155,9 @@ CASES: dict[str, tuple[Build, str, tuple[int, ...], bool]] = {
     "out of the ring": (left_the_ring, "mismatch", (0, 1), True),
     "records of other machines": (unreadable, "mismatch", (1,), True),
     "sub-group": (sub_group, "mismatch", (2, 4), True),
-    "steps": (two_steps_in_one, "steps", (1,), False),
+    "steps": (lambda: without_steps(1), "steps", (1,), False),
+    "two steps": (lambda: without_steps(1, 3), "steps", (1,), False),
+    "steps in a row": (lambda: without_steps(1, 2), "steps", (1,), False),
     "no more steps": (never_steps, "steps", (1,), False),
     "raised": (raised_first, "raised", (1,), True),
     "killed": (lambda: rank_1(killed), "gone", (1,), True),

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from random import Random
 
@@ -63,6 +64,26 @@ def test_a_new_record_says_who_it_is(record: FlightRecord) -> None:
     assert (header.rank, header.world_size, header.pid, header.step, header.started) == (3, 5, os.getpid(), 0, 0)
     assert record.records() == []
     assert record.status() == b""
+
+
+def test_many_alike_are_entered_as_one_after_the_other(
+    recorder: FlightRecorder, record: FlightRecord, tmp_path: Path
+) -> None:
+    each = FlightRecorder(tmp_path / "each", rank=3, world_size=5)
+    other = FlightRecord(each.path)
+    words = pack_words("dp", "collective", "train.py:88 step", "by this line")
+    all_at_once, one_by_one = count(5), count(5)
+    for step, many in enumerate((1, 8, RECORDS + 3)):
+        for made, numbers in (recorder, all_at_once), (each, one_by_one):
+            made.set_step(step)
+            made.enter(next(numbers), words)
+        entered = [each.enter(next(one_by_one), words) for _ in range(many)]
+        assert [*recorder.enter_all(all_at_once, words, many)] == entered
+        found = [[one._replace(entered_ns=0) for one in seen.records()] for seen in (record, other)]
+        assert found[0] == found[1]
+        assert recorder.started == each.started
+    each.close()
+    other.close()
 
 
 def test_an_operation_is_open_until_it_is_left(recorder: FlightRecorder, record: FlightRecord) -> None:

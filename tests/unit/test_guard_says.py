@@ -12,7 +12,7 @@ import pytest
 from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, running, waiting_for_rank_1
 from watched_guard import Watched, failed, stopped
 
-from lockstep.errors import CommError, PeerFailed
+from lockstep.errors import CollectiveTimeout, CommError, PeerFailed
 from lockstep.observe.status import Stalled
 
 
@@ -72,6 +72,26 @@ def test_a_hang_that_ends_in_an_error_quotes_it_in_a_line(watched: Watched) -> N
     assert watched.sees(failed()) == [
         "lockstep: HANG, above, is over: rank 1 raised at data.py:31: ValueError: label 7"
     ]
+
+
+@pytest.mark.parametrize("is_over", [False, True])
+def test_an_operation_that_failed_by_a_hang_names_who_it_waited_for(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, is_over: bool
+) -> None:
+    """Not by one that has passed: then it is for another reason."""
+    monkeypatch.setattr("lockstep.observe.lookout.WORDS_S", 0.0)
+    monkeypatch.setattr("lockstep.observe.lookout._NEWS_S", 0.0)
+    watched.sees(waiting_for_rank_1(3))
+    if is_over:
+        watched.board.ranks = running(3, steps=4)
+    late = RuntimeError("Timed out waiting 60000ms for recv operation to complete")
+    cause = watched.guard.cause_of(late)
+    if is_over:
+        assert cause is late
+    else:
+        assert isinstance(cause, CollectiveTimeout), cause
+        assert str(cause).startswith("HANG: nothing has moved for 12.4 s in step 4.  Culprit: rank 1")
+        assert cause.__cause__ is late
 
 
 def test_the_end_of_another_rank_is_an_event_of_its_own(watched: Watched) -> None:

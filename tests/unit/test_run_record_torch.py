@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import pytest
@@ -25,9 +26,16 @@ class Watched:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.writer = RunWriter(folder, StepClock(), rank=0, world_size=1, attempt="a/0")
+        self.clock = StepClock()
+        self.writer = RunWriter(folder, self.clock, rank=0, world_size=1, attempt="a/0")
         self.notes = TorchNotes(self.writer, None)
         self.detach = self.notes.attach()
+        self.clock.close_reader, self.clock.values = self.writer.close, self.notes.values
+
+    def stepped(self, step: int) -> None:
+        """It ends in the thread that calls."""
+        self.clock.owner = get_ident()
+        self.clock.step_done(step, 0)
 
     def read(self) -> list[Note]:
         self.writer.close()
@@ -65,9 +73,9 @@ def test_loss_is_the_one_whose_gradient_is_applied(watched: Watched) -> None:
             part.detach().zero_()  # in place, after the fact
         optimizer.step()
         optimizer.zero_grad()
-        watched.notes.stepped(step)
+        watched.stepped(step)
     optimizer.step()  # without a backward
-    watched.notes.stepped(5)
+    watched.stepped(5)
     values = watched.values()
     assert [one["step"] for one in values] == [1, 2, 3, 4, 5]
     assert [one["loss"] for one in values[:4]] == pytest.approx(losses, rel=1e-6)
@@ -81,7 +89,7 @@ def test_roots_that_are_no_single_number_are_left_alone(watched: Watched) -> Non
     first, second = model(torch.randn(2, 3)).sum(), model(torch.randn(2, 3)).sum()
     torch.autograd.backward([first, second])
     optimizer.step()
-    watched.notes.stepped(1)
+    watched.stepped(1)
     assert watched.values() == [{"step": 1, "lr": 0.25}]
 
 
@@ -90,7 +98,7 @@ def test_what_the_program_logs_as_its_loss_is_not_mixed_with_ours(watched: Watch
     for step in range(1, 5):
         model(torch.randn(4, 3)).sum().backward()
         optimizer.step()
-        watched.notes.stepped(step)
+        watched.stepped(step)
         watched.notes.knows_loss = step >= 2
     assert ["loss" in one for one in watched.values()] == [True, True, False, False]
 
@@ -100,7 +108,7 @@ def test_layout_is_noted_once_of_the_outermost_optimizer_and_hooks_end(watched: 
         model, optimizer = small()
         for step in range(1, 4):
             model(torch.randn(4, 3)).sum().backward()
-            with_step = optimizer.register_step_post_hook(lambda *_, step=step: watched.notes.stepped(step))
+            with_step = optimizer.register_step_post_hook(lambda *_, step=step: watched.stepped(step))
             optimizer.step()  # the hooks of one optimizer are called before those of all
             with_step.remove()
 
@@ -122,7 +130,7 @@ def test_optimizer_that_is_gone_hands_over(watched: Watched) -> None:
         for _ in range(3):
             model(torch.randn(4, 3)).sum().backward()
             optimizer.step()
-            watched.notes.stepped(watched.notes._step + 1)
+            watched.stepped(watched.clock.step + 1)
         del model, optimizer
     rates = [one.get("lr") for one in watched.values()]
     assert rates[:3] == [0.5] * 3
@@ -137,7 +145,7 @@ def test_sharded_optimizer_is_seen_around_those_that_it_runs(watched: Watched) -
         for step in range(1, 3):
             model(torch.ones(4, 5)).sum().backward()
             optimizer.step()
-            watched.notes.stepped(step)
+            watched.stepped(step)
 
     run_threads(1, one)
     (layout,) = [one.fields for one in watched.read() if one.kind == "layout"]

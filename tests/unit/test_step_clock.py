@@ -15,11 +15,13 @@ from lockstep.observe.profile.step_clock import (
     DATA,
     EXPOSED,
     FORWARD,
+    MARKS,
     OTHER,
     PHASES,
     WAITS,
     Step,
     StepClock,
+    Values,
     Wait,
     outermost,
     spans_in,
@@ -140,7 +142,6 @@ def test_other_threads_change_nothing(read: StepClock) -> None:
     def elsewhere() -> None:
         assert read.switch(DATA) == -1
         read.waited(3, 1, 2)
-        read.count(5)
         read.step_done(4, 4)
         read.restart()
 
@@ -161,6 +162,37 @@ def test_nothing_is_kept_for_nobody(read: StepClock) -> None:
     read.close_reader = lambda: None
     read.step_done(2, 5)
     assert [(step.step, step.operations, step.waits) for step in read.steps] == [(2, (1, 5), [])]
+
+
+def test_what_was_before_the_first_mark_belongs_to_no_step(read: StepClock) -> None:
+    for marks_before_it_ends in (2, 2 * MARKS):
+        clock = StepClock()
+        clock.close_reader, clock.begins_with_mark = (lambda: None), True
+        clock.rest = FORWARD
+        clock.restart()
+        began_ns = step_clock.monotonic_ns()
+        for _ in range(marks_before_it_ends):
+            clock.switch(DATA)
+        clock.step_done(1, 0)
+        clock.step_done(2, 0)
+        first, second = map(worked_out, clock.steps)
+        assert first.began_ns > began_ns
+        assert sum(first.summed_ns) == first.ended_ns - first.began_ns == sum(first.summed_ns[DATA : DATA + 1])
+        assert second.began_ns == first.ended_ns
+
+
+def test_values_are_asked_for_once_a_step_and_who_wants_to_be_called_later_is(read: StepClock) -> None:
+    asked, told = list[int](), list[int]()
+
+    def values(step: int) -> Values:
+        asked.append(step)
+        return lambda: ({"step": step}, None)
+
+    read.values, read.after_step, read.after_from = values, told.append, 3
+    for step in range(1, 5):
+        read.step_done(step, 0)
+    assert (asked, told, read.step) == ([1, 2, 3, 4], [3, 4], 4)
+    assert [step.values and step.values()[0] for step in read.steps] == [{"step": step} for step in asked]
 
 
 def test_of_a_step_without_end_only_the_sums_and_the_first_waits_are_kept(read: StepClock) -> None:

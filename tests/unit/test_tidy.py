@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 52_000  # of src/lockstep, without its programs: small enough to read
+LIBRARY_LINES_MAX = 51_700  # of src/lockstep, without its programs: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
 TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
 # Programs as users of stock torch write them, which we ship to be broken: not ours in style, or in what they import.
@@ -28,14 +28,19 @@ PROGRAMS = ("src/lockstep/demos/", "src/lockstep/lessons/", "src/lockstep/puzzle
 HOUSE_CODE_THERE = ("catalog.py", "__init__.py")
 NOT_NAMES = ("utils", "util", "helpers", "helper", "manager", "base", "misc", "common")
 MAY_IMPORT_TORCH_DISTRIBUTED = (
+    "src/lockstep/comm/torch_calls.py",
     "src/lockstep/comm/torch_transport.py",
     "src/lockstep/comm/torch_names.py",
     "src/lockstep/comm/process_group.py",
     "src/lockstep/comm/process_group_calls.py",
     "src/lockstep/comm/process_group_meeting.py",
+    "src/lockstep/comm/process_group_routing.py",
     "src/lockstep/comm/process_group_work.py",
     "src/lockstep/comm/init.py",
+    "src/lockstep/comm/meeting_point.py",
+    "src/lockstep/observe/torch_groups.py",
     "src/lockstep/observe/torch_models.py",
+    "src/lockstep/observe/torch_start.py",
     "src/lockstep/observe/torch_training.py",
     "src/lockstep/observe/torch_watch.py",
     "src/lockstep/launch/agent.py",

@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from lockstep.observe.replica_diff import ranks_in_words
+from lockstep.observe.replica_diff import alike, ranks_in_words
 
 
 class PassFacts(NamedTuple):
@@ -25,11 +25,7 @@ class PassFacts(NamedTuple):
 
 def equal_data(first: Mapping[int, str]) -> str | None:
     """Ranks whose first batches have the same digest, in words."""
-    same: dict[str, list[int]] = {}
-    for rank, digest in first.items():
-        if digest:
-            same.setdefault(digest, []).append(rank)
-    groups = [ranks for ranks in same.values() if len(ranks) > 1]
+    groups = [ranks for digest, ranks in alike(first).items() if digest and len(ranks) > 1]
     if not groups:
         return None
     return (
@@ -41,10 +37,7 @@ def equal_data(first: Mapping[int, str]) -> str | None:
 
 def different_lengths(batches: Mapping[int, int | None]) -> str | None:
     """Ranks that have other numbers of batches, in words."""
-    known: dict[int, list[int]] = {}
-    for rank, count in batches.items():
-        if count is not None:
-            known.setdefault(count, []).append(rank)
+    known = alike({rank: count for rank, count in batches.items() if count is not None})
     if len(known) < 2:
         return None
     counts = ", ".join(f"{ranks_in_words(ranks)} {count}" for count, ranks in sorted(known.items()))

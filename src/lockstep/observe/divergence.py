@@ -204,14 +204,15 @@ def _report(
         how = ", in what the record has no room for" if a.digest != b.digest else ", by its line"
         first = f"first difference: collective #{a.seq}" + how * bool(is_same)
     body = [counts, first] if counts else [first]
-    body += [f"  {names(usual.ranks)}: {_placed(a)}", f"  {names(odd.ranks)}: {_placed(b)}"]
+    body += [f"  {names(side.ranks)}: {call(r)} ({step_after(r.step)})" for side, r in ((usual, a), (odd, b))]
     body += [*unsynced.values(), *_deed(parting, fault)]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = bool(differing) and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
-    advice = _FIX[fault] if fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
+    is_known = not {*culprits} & {*usual.ranks}  # whose fault it is
+    advice = _FIX[fault] if is_known and fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
     head = "MISMATCH"
-    if unsynced and not {*culprits, *unsynced} & set(usual.ranks):  # as `_synced` has it, whichever is seen first
+    if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
     return wording.compose(
         scene,
@@ -252,10 +253,6 @@ def _deed(parting: Parting, fault: Fault) -> list[str]:
         beyond = Counter({(record.text, record.site): 1})
     shown = [f"{text} at {site}" for text, site in beyond if text][:_SHOWN]
     return [f"{names(parting.odd.ranks)} {verb} {one}" for one in shown]
-
-
-def _placed(record: Record) -> str:
-    return f"{call(record)} ({step_after(record.step)})"
 
 
 def _report_drift(scene: Scene, group: str, parting: Parting) -> Finding:

@@ -20,6 +20,9 @@ import os
 import struct
 import threading
 import zlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
@@ -61,6 +64,9 @@ class Record(NamedTuple):
     text: str  # "all_reduce float32 [262144] sum": equal on all ranks, or the collective makes no sense
     site: str  # "train.py:88 train_step": where in the user's code
     label: str  # what it is for, in the caller's words
+
+
+_record_of = partial(tuple.__new__, Record)  # as Record._make, without a call of Python
 
 
 class Mark(NamedTuple):
@@ -158,6 +164,23 @@ class FlightRecorder:
             _write_word(memory, _COUNT_AT, number + 1)
         return number
 
+    def enter_all(self, seqs: Iterator[int], words: Words, count: int) -> Sequence[int]:
+        """So many collectives alike, at least one, have begun, with the next of `seqs`; their numbers. See `enter`."""
+        numbers, memory, now_ns = [*islice(self._numbers, count)], self._memory, monotonic_ns()
+        newest = numbers[-1]
+        step = self.step if get_ident() == self._owner or self._thread.has_steps else 0
+        stored, group, code = words
+        digest = self._digests.get(group, 0)
+        for number, seq in zip(numbers, seqs, strict=False):
+            digest = hash((digest, code, step))
+            at = _RING_AT + number % RECORDS * _RECORD_BYTES
+            _write_record(memory, at, number, seq, step, now_ns, 0, digest, False, 0, stored)
+        self._digests[group] = digest
+        if newest >= self.started:  # another thread may be ahead
+            self.started = newest + 1
+            _write_word(memory, _COUNT_AT, newest + 1)
+        return numbers
+
     def leave(self, number: int) -> None:
         """Operation `number` has ended."""
         if number >= self.started - RECORDS:
@@ -219,6 +242,7 @@ class FlightRecord:
             os.close(self._fd)
             raise
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
+        self._said: dict[bytes, tuple[str, ...]] = {}  # group, text, site, label of what is stored: operations repeat
         if self._words[_IS] != _MAGIC:
             self.close()
             raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
@@ -264,8 +288,13 @@ class FlightRecord:
         stored, seq, step, entered_ns, left_ns, digest, is_message, _, words = _RECORD.unpack_from(self._memory, at)
         if stored != number or _WORD.unpack_from(self._memory, at)[0] != number:
             return None  # overwritten before or while it was read: a writer begins with the number
-        group, text, site, label = (words.rstrip(b"\0").decode(errors="replace").split("\0") + [""] * 4)[:4]
-        return Record(number, seq, step, entered_ns, left_ns, digest, bool(is_message), group, text, site, label)
+        said = self._said.get(words)
+        if said is None:
+            if len(self._said) >= RECORDS:
+                self._said.clear()
+            said = (*words.rstrip(b"\0").decode(errors="replace").split("\0"), "", "", "", "")[:4]
+            self._said[words] = said
+        return _record_of((number, seq, step, entered_ns, left_ns, digest, bool(is_message), *said))
 
     def close(self) -> None:
         """Give back the memory."""

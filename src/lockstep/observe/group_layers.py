@@ -39,7 +39,9 @@ def _over(guard: Guard, pid: int, made: Counter[str], transport: Transport, grou
     return watched_by(guard, guard.settings.mode, transport, name)
 
 
-def watched_by(guard: Guard, mode: Mode, transport: Transport, name: str, *, owns_guard: bool = False) -> Transport:
+def watched_by(
+    guard: Guard, mode: Mode, transport: Transport, name: str, *, is_world: bool = False, owns_guard: bool = False
+) -> Transport:
     """`transport` under the layers of `guard`, which can abort it from now on. The others: see `GuardLayer`."""
     from lockstep.observe.checking import CheckLayer
     from lockstep.observe.recording import GuardLayer
@@ -47,7 +49,7 @@ def watched_by(guard: Guard, mode: Mode, transport: Transport, name: str, *, own
     here = weakref.ref(transport)
     guard.aborts.append(lambda error: None if (alive := here()) is None else alive.abort(error))
     under = CheckLayer(transport, guard) if mode == "check" else transport
-    return GuardLayer(under, guard, name=name, owns_guard=owns_guard)
+    return GuardLayer(under, guard, name=name, is_world=is_world, owns_guard=owns_guard)
 
 
 def is_watched(transport: Transport) -> bool:

@@ -118,12 +118,14 @@ def is_drift(parting: Parting) -> bool:
     step, usual, odd = parting.step, parting.usual, parting.odd
     pairs = [(a, b) for a, b in parting.pairs if min(a.step, b.step) >= step]
     is_same_program = all(a.text and _line(a) == _line(b) for a, b in pairs)
-    is_constant = len({a.step - b.step for a, b in pairs if a.seq >= parting.a.seq}) == 1
+    apart = [abs(a.step - b.step) for a, b in pairs if a.seq >= parting.a.seq]
+    is_lasting = apart == sorted(apart)  # a step that was left out is never made up for, and may not be the last
     late, ahead = (usual, odd) if parting.a.step == step else (odd, usual)
     stays = late.history[-1].step == step
     shape, known, following = _shape(late.history, step), _shapes((usual, odd), step), _shape(ahead.history, step + 1)
     begun = {following[: length + 1] for length in range(len(following))}
-    return is_same_program and (is_constant or stays) and shape not in known and _are_several(shape, known | begun)
+    is_new = shape not in _shapes((ahead,), step)
+    return is_same_program and (is_lasting or stays) and is_new and _are_several(shape, known | begun)
 
 
 def _are_several(shape: Shape, known: set[Shape]) -> bool:

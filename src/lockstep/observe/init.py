@@ -65,7 +65,7 @@ def guarded(settings: GuardSettings, transport: Transport, machines: Sequence[st
         guard = meet(settings, transport, machines, store)
     if guard is None:
         return transport
-    return watched_by(guard, settings.mode, transport, guard.name_of_world(), owns_guard=is_own)
+    return watched_by(guard, settings.mode, transport, guard.name_of_world(), is_world=True, owns_guard=is_own)
 
 
 def meet(settings: GuardSettings, transport: Transport, machines: Sequence[str], store: Any) -> Guard | None:

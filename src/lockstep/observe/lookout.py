@@ -182,16 +182,20 @@ class Lookout:
         return found if found is not None and found.is_certain else None
 
     def of_failure(self) -> Finding | None:
-        """Why the newest operation of this rank failed, said and put up; None where that cannot be seen."""
+        """Why the newest operation of this rank failed, put up where that is certain; None where it cannot be seen."""
         if self.certain() is not None:
             return self.finding
         deadline = time.monotonic() + _NEWS_S
         while ((found := self.now(has_failed=True)) is None or _may_be_another(found)) and time.monotonic() < deadline:
             time.sleep(0.02)  # the others may be about to say it
-        if found is not None:
-            with self._lock:
-                self.put_up(found, self._board.sights())
-        return found and self.finding
+        with self._lock:
+            sights = self._board.sights()
+            if found is not None:
+                self.put_up(found, sights)
+                return self.finding
+            self._voice.say_if_over(sights)
+            said, last = self._voice.stalled, self.finding  # it might have passed, but not for what has failed by it
+            return last if said is not None and last is not None and said.kind == last.kind else None
 
     def who_left(self, lost: int | None) -> tuple[int, str] | None:
         """The first cause that this rank has lost another one: see `left_first`. Waits for it."""

@@ -70,15 +70,16 @@ class GuardLayer(TransportLayer):
         guard: Watch,
         *,
         name: str = "world",
+        is_world: bool = False,
         owns_guard: bool = False,
         made: Counter[tuple[int, ...]] | None = None,
     ) -> None:
-        """owns_guard: it is closed with this layer. made: how many groups of which ranks there are: see `over`."""
+        """is_world: as `lockstep.init` makes it. owns_guard: it is closed with this layer. made: see `over`."""
         super().__init__(inner)
         self.guard = guard
         self.recorder = guard.recorder
         self._group = name
-        self._owns_guard = owns_guard
+        self._is_world, self._owns_guard = is_world, owns_guard
         self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
         self._known: dict[tuple[object, ...], Words] = {}
         self._of_lines: dict[tuple[object, ...], Words] = {}
@@ -171,15 +172,15 @@ class GuardLayer(TransportLayer):
 
         Raises: as `Guard.finish`, once all is closed, where nothing of this rank has failed before.
         """
-        if not self._owns_guard:
-            return self.inner.close()
         try:
-            if sys.exc_info()[1] is None and not self.guard.has_failed:
-                self.guard.finish()
+            if self._is_world and sys.exc_info()[1] is None and not self.guard.has_failed:
+                self.guard.finish()  # a model that lives within `with` is gone when the program ends
         finally:
-            self.guard.end(sys.exc_info()[1])
+            if self._owns_guard:
+                self.guard.end(sys.exc_info()[1])
             self.inner.close()
-            self.guard.close()
+            if self._owns_guard:
+                self.guard.close()
 
 
 @final

@@ -116,11 +116,16 @@ def drift_in_words(found: Sequence[Difference], step: int, last_good: int | None
 
 def difference_in_words(difference: Difference) -> str:
     """Who has what of one thing."""
-    by_value: dict[str, list[int]] = {}
-    for rank, value in difference.values.items():
-        by_value.setdefault(value, []).append(rank)
-    groups = sorted(by_value.items(), key=lambda item: -len(item[1]))
+    groups = sorted(alike(difference.values).items(), key=lambda item: -len(item[1]))
     return f"{difference.what} is " + ", ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in groups)
+
+
+def alike(values: Mapping[int, Any]) -> dict[Any, list[int]]:
+    """By value: the ranks that have it."""
+    found: dict[Any, list[int]] = {}
+    for rank, value in values.items():
+        found.setdefault(value, []).append(rank)
+    return found
 
 
 def ranks_in_words(ranks: Sequence[int]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -13,6 +12,7 @@ from lockstep.observe.replica_diff import (
     OF_GROUP,
     Entry,
     agree,
+    alike,
     difference_in_words,
     differences,
     likely_cause,
@@ -70,8 +70,7 @@ def _left_out(scene: Scene, topic: Topic) -> Iterator[Finding]:
     backwards = {_synchronised(facts[rank].get(f"sync {topic.place}", {}), count) for rank, count in steps.items()}
     if len(backwards) > 1 or None in backwards:
         return
-    alike = {count: [rank for rank, its in steps.items() if its == count] for count in steps.values()}
-    counts = ", ".join(f"{count} times on {names(ranks)}" for count, ranks in alike.items())
+    counts = ", ".join(f"{count} times on {names(ranks)}" for count, ranks in alike(steps).items())
     yield compose(
         scene,
         "replica",
@@ -140,9 +139,7 @@ def _lines_of(scene: Scene, topic: Topic, ranks: Sequence[int], keys: Sequence[s
     told = {rank: scene.status(rank).facts.get(f"lines {topic.place}", {}).get("now", {}) for rank in ranks}
     lines: list[str] = []
     for key in keys:
-        by_text: dict[str, list[int]] = defaultdict(list)
-        for rank, texts in told.items():
-            by_text[texts.get(key, "")].append(rank)
+        by_text = alike({rank: texts.get(key, "") for rank, texts in told.items()})
         is_news = key != "loaded" or len(by_text) > 1  # what all did alike explains nothing
         lines += [f"{names(same)}: {text}" for text, same in by_text.items() if text and is_news and len(lines) < 2]
     return lines

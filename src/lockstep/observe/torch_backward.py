@@ -11,10 +11,13 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable
+from threading import get_ident
+from time import monotonic_ns
 from typing import Any, Protocol, final
 
 from lockstep.observe.call_site import site_from
 from lockstep.observe.patches import Patches
+from lockstep.observe.profile.step_clock import BACKWARD, MARKS, OPTIMIZER, OTHER, TAIL, WAITS, StepClock
 from lockstep.observe.torch_import import when_imported
 
 _KEPT = 256  # of one step
@@ -24,18 +27,15 @@ Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it;
 
 
 class Phases(Protocol):
-    """What is told where a backward begins and ends."""
+    """Whose time it is: see `StepClock`."""
+
+    clock: StepClock
+    owner: int
 
     @property
     def has_ddp(self) -> bool:
         """Whether backward waits for the other ranks before it returns."""
         ...
-
-    def backward_begins(self) -> int: ...
-
-    def gradients_are_there(self) -> None: ...
-
-    def backward_ends(self, before: int, site: str) -> None: ...
 
 
 @final
@@ -59,6 +59,7 @@ class Backwards:
         self.scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
         self._plain: Any = None  # torch.Tensor
         self._queue: Any = None
+        self._tail_ns = 0  # since when the backward that runs waits
         self._ours: Any = None  # what stands in the place of torch.autograd.backward
 
     def attach(self) -> Callable[[], None]:
@@ -93,11 +94,16 @@ class Backwards:
         self._patches.replace(autograd, "backward", self._seeing)
 
     def _seeing(self, old: Callable[..., None]) -> Callable[..., None]:
+        method = self._plain.backward.__code__  # as a rule between the user's line and this
+
         @functools.wraps(old)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._ours is not backward:  # put back by somebody who had wrapped it meanwhile
                 return old(tensors, *args, **kwargs)
-            self.site = self.step_site = site = site_from(sys._getframe(1))
+            frame = sys._getframe(1)
+            if frame.f_code is method and frame.f_back is not None:
+                frame = frame.f_back
+            self.site = self.step_site = site = site_from(frame)
             if self.once:
                 calls, self.once = self.once, []
                 for call in calls:
@@ -113,13 +119,20 @@ class Backwards:
                 if len(self.recent) < _KEPT:
                     self.recent.append(loss)
             phases = self.phases
-            if phases is None:
-                return old(tensors, *args, **kwargs)
-            before = phases.backward_begins()
+            if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
+                return old(tensors, *args, **kwargs)  # of another thread, or inside of one, as checkpointing does it
+            clock, self._tail_ns = phases.clock, 0
+            clock.marks.append((BACKWARD, monotonic_ns()))
             try:
                 return old(tensors, *args, **kwargs)
             finally:
-                phases.backward_ends(before, site)
+                now_ns, marks = monotonic_ns(), clock.marks
+                if self._tail_ns and clock.close_reader is not None:
+                    clock.tail_site = site
+                    clock.waits.append((TAIL, self._tail_ns, now_ns))
+                marks.append((before if before == OPTIMIZER else OTHER, now_ns))
+                if len(marks) >= MARKS or len(clock.waits) >= WAITS:
+                    clock.sum_up(now_ns)
 
         self._ours = backward
         return backward
@@ -128,9 +141,12 @@ class Backwards:
         """That of a probe, before DistributedDataParallel has it."""
         if len(self.own) < _KEPT:
             self.own.append(gradient)
-        phases = self.phases
-        if phases is not None and phases.has_ddp:  # called back before DDP is, which asks for it with the last gradient
-            self._queue(phases.gradients_are_there)
+        if self.phases is not None and self.phases.has_ddp:
+            self._queue(self._waits)  # called back before DDP is, which asks for it with the last gradient
+
+    def _waits(self) -> None:
+        """Autograd is through; what DDP has not sent by now is waited for, in C++, where nobody can look."""
+        self._tail_ns = monotonic_ns()
 
 
 BACKWARDS = Backwards()

@@ -7,6 +7,7 @@ samples. Nothing is told of other passes.
 from __future__ import annotations
 
 import functools
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -18,11 +19,12 @@ from lockstep.observe.data_facts import PassFacts, same_order
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.profile.notes import note, takes_notes
+from lockstep.observe.torch_batches import BATCHES, PASS
 
 if TYPE_CHECKING:
     from lockstep.observe.dealt_samples import Share
 
-_PASS = "_lockstep_pass"
+_PILE = 256  # batches whose ids are kept until they are counted
 _DRAW = "_next_index"  # torch calls it once for each batch; for those that workers load, ahead of it
 _FIRST = "first"  # for the order of a pass: it follows from the first batch
 
@@ -49,19 +51,28 @@ class _Seen:
 class _Pass:
     """One pass over a loader, of which a loop may keep the iterator alone."""
 
-    def __init__(self, iterator: Any, loader: Any, seen: _Seen, step: int) -> None:
+    def __init__(self, watch: DataWatch, iterator: Any, loader: Any, seen: _Seen, step: int) -> None:
         from lockstep.observe.data_checks import order_of
 
+        self._watch = watch
         self.iterator, self.loader = weakref.ref(iterator), weakref.ref(loader)
         self.seen = seen
         self.step = step  # of the job, when it began
-        self.batches = 0
+        self.batches, self.asks_at = 0, 1.0
         self.first = ""  # digest of the first batch
         self.order = order_of(loader, _FIRST)
         self.site = ""
         self.facts: PassFacts | None = None  # as they were told
         self.is_whole = False
         self.share: Share | None = None  # what this rank was handed, where that is to be noted
+
+    def reached(self, iterator: Any, batch: Any) -> None:
+        """See `torch_batches.Pass`."""
+        self._watch.reached(self, iterator, batch)
+
+    def ended(self) -> None:
+        """See `torch_batches.Pass`."""
+        self._watch.ended(self)
 
 
 @final
@@ -83,7 +94,7 @@ class DataWatch:
 
         for name in ("__init__", "_reset"):  # workers that stay are only reset
             self._patches.replace(dataloader._BaseDataLoaderIter, name, self._beginning)
-        self._patches.replace(dataloader._BaseDataLoaderIter, "__next__", self._going_on)
+        self._patches.add(BATCHES.attach())
         self._guard.before_look.append(self._add_up)
         self._patches.add(lambda: self._guard.before_look.remove(self._add_up))
 
@@ -120,7 +131,7 @@ class DataWatch:
 
             old(iterator, loader, *args, **kwargs)
             seen = self._seen(loader)
-            vars(iterator)[_PASS] = current = _Pass(iterator, loader, seen, self._guard.recorder.step)
+            vars(iterator)[PASS] = current = _Pass(self, iterator, loader, seen, self._guard.recorder.step)
             vars(iterator).pop(_DRAW, None)
             if takes_notes() and (seen.number == 0 or self._count == 0) and (deal := deal_of(loader)):
                 current.share = Share(deal)
@@ -128,25 +139,12 @@ class DataWatch:
 
         return begin
 
-    def _going_on(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(old)
-        def next_batch(iterator: Any) -> Any:
-            current = getattr(iterator, _PASS, None)
-            if current is None:
-                return old(iterator)
-            try:
-                batch = old(iterator)
-            except StopIteration:
-                self._end(current)
-                raise
-            current.batches += 1
-            if current.batches == 1:
-                self._begin(current, batch, iterator._num_yielded - 1)
-            elif current.facts is None and self._guard.recorder.step > current.step:
-                self._tell(current)
-            return batch
-
-        return next_batch
+    def reached(self, current: _Pass, iterator: Any, batch: Any) -> None:
+        """The first batch of a pass is there, or a later one while it is not known whether the pass is for training."""
+        if current.batches == 1:
+            self._begin(current, batch, iterator._num_yielded - 1)
+        elif self._guard.recorder.step > current.step:
+            self._tell(current)
 
     def _begin(self, current: _Pass, batch: Any, skipped: int) -> None:
         from lockstep.observe.data_checks import batch_digest
@@ -155,7 +153,8 @@ class DataWatch:
         if current.share is not None:
             current.share.skipped = skipped  # by a loader that went on from a saved state
 
-    def _end(self, current: _Pass) -> None:
+    def ended(self, current: _Pass) -> None:
+        """There is no other batch in it."""
         current.is_whole = True
         if current.batches and current.facts is None and self._guard.recorder.step > current.step:
             self._tell(current)
@@ -169,6 +168,7 @@ class DataWatch:
 
         seen, loader = current.seen, current.loader()
         order = current.first if current.order == _FIRST else current.order
+        current.asks_at = math.inf
         current.facts = facts = PassFacts(None if loader is None else batches_of(loader), current.first, order)
         if seen.number is None:
             seen.number = self._count
@@ -197,9 +197,9 @@ class DataWatch:
             self._current = current
 
     def _add_up(self) -> None:
-        """What was handed out so far. The guard's thread does it."""
+        """What was handed out so far, lest the ids pile up. The guard's thread does it."""
         current = self._current
-        if current is not None and current.share is not None:
+        if current is not None and current.share is not None and len(current.share.drawn) >= _PILE:
             current.share.count(current.batches)
 
     def _seen(self, loader: Any) -> _Seen:

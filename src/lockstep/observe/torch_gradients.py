@@ -9,10 +9,10 @@ gradients before averaging, of this step and the one before, and the losses tell
 
 from __future__ import annotations
 
-import math
-import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from math import isfinite
+from time import perf_counter
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
@@ -41,7 +41,7 @@ class GradientFacts:
         self._stepper: weakref.ref[Any] | None = None  # the optimizer that has stepped last
         self._is_done = False
         self._looks = 0
-        self._spent_s, self._began_s = 0.0, time.perf_counter()
+        self._spent_s, self._began_s = 0.0, perf_counter()
 
     def watch_steps(self) -> None:
         """torch.optim is there."""
@@ -51,14 +51,22 @@ class GradientFacts:
 
     def _look(self, optimizer: Any, *_: Any) -> None:
         """At what `optimizer` is about to apply."""
-        seen, self._seen = self._seen, (self._guard.recorder.step, BACKWARDS.recent, BACKWARDS.own)
+        losses = BACKWARDS.recent
+        seen, self._seen = self._seen, (self._guard.recorder.step, losses, BACKWARDS.own)
         BACKWARDS.recent, BACKWARDS.own = [], []
         self._looks += 1
+        is_known = has_sign = False
+        for value, _site in losses:
+            if type(value) is float:
+                is_known = True
+                has_sign = has_sign or not isfinite(value)
+        if not has_sign and (not is_known or self._guard.settings.mode == "strict"):
+            has_sign = _is_probe_faulty()
         if self._stepper is None or self._stepper() is not optimizer:
             self._stepper = weakref.ref(optimizer)
-        began_s = time.perf_counter()
+        began_s = perf_counter()
         may_look = self._looks <= FIRST_STEPS or self._spent_s <= _SHARE * (began_s - self._began_s)
-        if (may_look or self._has_sign(self._seen)) and not self._is_done:
+        if (may_look or has_sign) and not self._is_done:
             from lockstep.observe.gradients import nonfinite_gradients, scaler_is_active
 
             named = self._named(optimizer)
@@ -66,7 +74,7 @@ class GradientFacts:
             if faults and not scaler_is_active():
                 applied = _applied(named)
                 self._tell(applied or faults, seen if applied else self._seen)
-            self._spent_s += time.perf_counter() - began_s
+            self._spent_s += perf_counter() - began_s
 
     def finish(self) -> None:
         """No step comes any more whose loss would show what the last one has applied; its optimizer may be there."""
@@ -80,19 +88,6 @@ class GradientFacts:
         if applied and not scaler_is_active():
             self._tell(applied, self._seen)
 
-    def _has_sign(self, seen: Seen) -> bool:
-        """Whether a loss, or where none is known the mean of a probe, is not finite; never waits for a device."""
-        knows_loss = False
-        for loss, _ in seen[1]:
-            if type(loss) is float:
-                knows_loss = True
-                if not math.isfinite(loss):
-                    return True
-        if knows_loss and self._guard.settings.mode != "strict":
-            return False
-        means = [param.grad for known in BACKWARDS.probes if (param := known()) is not None and param.grad is not None]
-        return any(mean.is_cpu and not math.isfinite(mean.sum().item()) for mean in means)
-
     def _tell(self, faults: Sequence[Fault], seen: Seen) -> None:
         self._is_done = True
         step, losses, own = seen
@@ -103,9 +98,15 @@ class GradientFacts:
         self._guard.facts.tell("gradient", step, [origin, named, site or BACKWARDS.site or call_site()])
 
 
+def _is_probe_faulty() -> bool:
+    """Whether the mean of a probe's gradients is not finite; never waits for a device."""
+    means = [param.grad for known in BACKWARDS.probes if (param := known()) is not None and param.grad is not None]
+    return any(mean.is_cpu and not isfinite(mean.sum().item()) for mean in means)
+
+
 def _first_line(losses: Sequence[Loss]) -> str:
     """Of the backward of the first loss that is not finite."""
-    return next((site for loss, site in losses if not math.isfinite(loss)), "")
+    return next((site for loss, site in losses if not isfinite(loss)), "")
 
 
 def _is_faulty(gradients: Sequence[Any]) -> bool:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
-from typing import Any, final
+from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.flight import FlightRecorder, Words, pack_words
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
+
+if TYPE_CHECKING:
+    from lockstep.observe.guard import Guard  # part of which asks what C++ has started
 
 FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
 _ON_STREAMS = ("nccl", "xccl")  # a wait returns before the operation has ended, except for tensors on the CPU
@@ -44,18 +48,13 @@ class WatchedGroup:
         self.seen = started  # torch's number after the last of them
         self.pending: deque[Pending] = deque()
         self._recorder = recorder
-        self._collectives = itertools.count()
-        self._messages = itertools.count()
-        self._words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
+        self.collectives, self.messages = itertools.count(), itertools.count()  # the number that the next one has
+        self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
         self._lock = threading.Lock()
 
-    def enter(self, operation: tuple[Any, ...], site: str, is_message: bool) -> int:
-        """The record of a call from Python begins; its number. operation: the fields of one."""
-        words = self._words.get((site, operation))
-        if words is None:
-            words = self._keep((site, operation), text_of(Operation(*operation), self.ranks), site)
-        seq = next(self._messages if is_message else self._collectives)
-        return self._recorder.enter(seq, words, is_message)
+    def learn(self, operation: tuple[Any, ...], site: str) -> Words:
+        """What is recorded of a call from Python, which `words` has from now on. operation: the fields of one."""
+        return self._keep((site, operation), text_of(Operation(*operation), self.ranks), site)
 
     def catch_up(
         self, torch_number: int, site: str, known: Mapping[int, Entry] | None = None, *, if_idle: bool = False
@@ -68,28 +67,33 @@ class WatchedGroup:
         with self._lock:
             if torch_number <= self.seen or (if_idle and self.inside):
                 return
-            words, began_ns = self._of_cpp(site, "by this line"), 0
-            enter, seq, pend = self._recorder.enter, self._collectives, self.pending.append
-            for number in range(self.seen + 1, torch_number + 1):
-                if known is not None:
-                    entry = known.get(number)
-                    words, began_ns = self._of_cpp(site, entry.text if entry else ""), entry.began_ns if entry else 0
-                pend((number, enter(next(seq), words, False, began_ns)))
+            numbers = range(self.seen + 1, torch_number + 1)
+            if known is None:
+                key = site, "by this line"
+                words = self.words.get(key) or self._keep(key, FROM_CPP, *key)
+                entered = self._recorder.enter_all(self.collectives, words, len(numbers))
+            else:
+                entries = [known.get(number) for number in numbers]
+                entered = [self._enter_known(site, entry) for entry in entries]
+            self.pending.extend(zip(numbers, entered, strict=True))
             self.seen = torch_number
 
-    def _of_cpp(self, site: str, label: str) -> Words:
-        return self._words.get((site, label)) or self._keep((site, label), FROM_CPP, site, label)
+    def _enter_known(self, site: str, entry: Entry | None) -> int:
+        key = site, entry.text if entry else ""
+        words = self.words.get(key) or self._keep(key, FROM_CPP, *key)
+        return self._recorder.enter(next(self.collectives), words, False, entry.began_ns if entry else 0)
 
     def _keep(self, key: tuple[str, object], text: str, site: str, label: str = "") -> Words:
-        if len(self._words) >= _KEPT:
-            self._words.clear()
-        words = self._words[key] = pack_words(self.name, text, site, label)
+        if len(self.words) >= _KEPT:
+            self.words.clear()
+        words = self.words[key] = pack_words(self.name, text, site, label)
         return words
 
     def started(self, torch_number: int, operation: tuple[Any, ...], site: str) -> None:
         """C++ has just started this, which now is torch's number; the rank's own thread says so."""
         with self._lock:
-            self.pending.append((torch_number, self.enter(operation, site, is_message=False)))
+            words = self.words.get((site, operation)) or self.learn(operation, site)
+            self.pending.append((torch_number, self._recorder.enter(next(self.collectives), words)))
             self.seen = torch_number
 
     def settle(self, ended: float) -> None:
@@ -97,6 +101,74 @@ class WatchedGroup:
         with self._lock:
             while self.pending and self.pending[0][0] <= ended:
                 self._recorder.leave(self.pending.popleft()[1])
+
+
+@final
+class TorchGroups:
+    """Those of this process that are of the job's ranks. Any thread may ask: two may see a group first."""
+
+    def __init__(self, guard: Guard) -> None:
+        self.followed: dict[int, WatchedGroup] = {}  # by id of torch's
+        self.listed: Mapping[Any, Any] = {}  # by torch
+        self.plain: Any = None  # ProcessGroup: of other classes are groups that have a layer of their own
+        self._guard = guard
+        self._names: Counter[str] = Counter()  # how often a group of this name was made
+        self._adopting = threading.Lock()
+        self._world: Any = None  # of torch.distributed, once that is there
+
+    def begin(self) -> None:
+        """torch.distributed is there, and may have groups."""
+        from torch.distributed import distributed_c10d
+
+        self._world, self.plain = distributed_c10d._world, distributed_c10d.ProcessGroup
+        self.listed = self._world.pg_map
+        for group in tuple(self.listed):
+            self.adopt(group, is_new=False)
+
+    def known(self, group: Any) -> WatchedGroup | None:
+        """`group` as it is followed, from now on if not before; None where it has its own layer, or is not ours."""
+        return self.followed.get(id(group)) or (self.adopt(group) if type(group) is self.plain else None)
+
+    def adopt(self, group: Any, *, is_new: bool = True) -> WatchedGroup | None:
+        """Follow `group` from now on; None for one that is not of the job's ranks, as far as torch can tell."""
+        world = self._world
+        ranks = world.pg_group_ranks.get(group)
+        if group not in world.pg_map or not ranks or not is_the_job(self._guard):
+            return None
+        with self._adopting:
+            return self.followed.get(id(group)) or self._follow(group, is_new)
+
+    def _follow(self, group: Any, is_new: bool) -> WatchedGroup:
+        world = self._world
+        ranks = world.pg_group_ranks[group]
+        name = numbered(name_of(group.group_name, group is world.default_pg, tuple(ranks)), self._names)
+        started = 0 if is_new else group._get_sequence_number_for_group()
+        backends = str(world.pg_backend_config.get(group, ""))
+        watched = WatchedGroup(group, name, tuple(ranks), self._guard.recorder, backends, started)
+        self.followed[id(group)] = watched
+        weakref.finalize(group, self._forget, id(group)).atexit = False
+        self._guard.group(name, tuple(ranks))
+        return watched
+
+    def _forget(self, key: int) -> None:
+        watched = self.followed.pop(key, None)
+        if watched is not None:
+            watched.settle(math.inf)
+
+    def all(self) -> list[tuple[Any, WatchedGroup]]:
+        """All groups there are, and those that only C++ has used so far."""
+        for group in tuple(self.listed):
+            self.known(group)
+        pairs = [(watched.group(), watched) for watched in tuple(self.followed.values())]
+        return [(group, watched) for group, watched in pairs if group is not None]
+
+
+def is_the_job(guard: Guard) -> bool:
+    """Whether torch's ranks are the guard's: a program may make a world of its own in each process."""
+    import torch.distributed as dist
+
+    mine = (guard.rank, guard.world_size)
+    return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == mine
 
 
 def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:

@@ -22,6 +22,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
+from lockstep.observe.torch_groups import is_the_job
 from lockstep.observe.torch_replicas import Model
 
 _FEW = 10  # steps: all looked at, and then every tenth
@@ -80,8 +81,7 @@ class ModelFacts:
         """A name for the ranks that average, in which the number of this model is; "" where they are not the job's."""
         import torch.distributed as dist
 
-        mine = (self._guard.rank, self._guard.world_size)
-        if not dist.is_initialized() or (dist.get_rank(), dist.get_world_size()) != mine:
+        if not is_the_job(self._guard):
             return ""
         if group is None and mesh is not None:
             if mesh.ndim != 1:
@@ -121,9 +121,19 @@ class ModelFacts:
         @functools.wraps(old)
         def _rebuild_buckets(reducer: Any) -> bool:
             model = self._models.get(id(reducer))
-            if model is None or model.module() is None:
+            ddp: Any = None if model is None else model.module()
+            if model is None or ddp is None:
                 return old(reducer)
-            self._begin_forward(model)
+            step = self._guard.recorder.step
+            if ddp.require_backward_grad_sync:
+                model.synced += 1
+                if model.synced >= _MANY and model.synced & (model.synced - 1) == 0:
+                    self._tell_synced(model, step, call_site())
+            else:
+                model.unsynced += 1
+                model.unsynced_site = call_site()
+            if model.synced + model.unsynced == 1 and (step < _FEW or step % _FEW == 0):
+                self._tell_trained(model, step, not ddp.find_unused_parameters)
             try:
                 return old(reducer)
             except RuntimeError as error:
@@ -134,24 +144,14 @@ class ModelFacts:
 
         return _rebuild_buckets
 
-    def _begin_forward(self, model: Model) -> None:
-        step = self._guard.recorder.step
-        ddp: Any = model.module()
-        if ddp.require_backward_grad_sync:
-            model.synced += 1
-            if model.synced & (model.synced - 1) == 0 and model.synced >= _MANY:
-                self._tell_synced(model, step, call_site())
-        else:
-            model.unsynced += 1
-            model.unsynced_site = call_site()
-        if model.synced + model.unsynced == 1 and (step < _FEW or step % _FEW == 0):
-            frozen = model.frozen()
-            value = [frozen[:_NAMED], not ddp.find_unused_parameters, call_site() if frozen else ""]
-            self._guard.facts.tell(f"trained {model.team}", step, value)
+    def _tell_trained(self, model: Model, step: int, uses_all: bool) -> None:
+        frozen = model.frozen()
+        value = [frozen[:_NAMED], uses_all, call_site() if frozen else ""]
+        self._guard.facts.tell(f"trained {model.team}", step, value)
 
     def _tell_synced(self, model: Model, step: int, site: str) -> None:
         value = [model.synced, model.unsynced, site]
-        if value != model.told and not model.joins:
+        if not model.joins and value != model.told:
             model.told = value
             self._guard.facts.tell(f"sync {model.team}", step, value)
 
@@ -168,11 +168,12 @@ class ModelFacts:
     def end_step(self, step: int) -> list[Model]:
         """The models of which no forward was seen in `step`, unlike in others before."""
         unseen: list[Model] = []
-        for key, model in list(self._models.items()):
+        for key, model in tuple(self._models.items()):
             if model.module() is None:
                 del self._models[key]
             elif model.synced or model.unsynced:
-                self._tell_synced(model, step, model.unsynced_site)
+                if model.told != [model.synced, model.unsynced, model.unsynced_site]:
+                    self._tell_synced(model, step, model.unsynced_site)
                 model.synced, model.unsynced, model.unsynced_site = 0, 0, ""
                 model.is_forwarded = True
             elif model.is_forwarded:

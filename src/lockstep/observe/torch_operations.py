@@ -102,7 +102,7 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tup
             peer = getattr(options, "rootRank", None)
             if peer is None:
                 peer = args[1] if len(args) > 1 else kwargs.get("root")
-    return (name, tensors, dtype, shape, reduction, _number(peer), 0), tensor
+    return (name, tensors, dtype, shape, reduction, peer if peer is None else _number(peer), 0), tensor
 
 
 def _number(value: Any) -> Any:

@@ -50,6 +50,7 @@ class Model:
         self.gradients = ""  # digest, as the optimizer applied them; "" where they are averaged for certain
         self.stamp = self.version()  # as the last step left it
         self.is_another = False  # at the end, since the program has changed it after its last step
+        self.is_later = False  # at the end, since its optimizer has stepped after the one that counts steps
 
     @property
     def is_averaged(self) -> bool:
@@ -93,7 +94,7 @@ class ReplicaFacts:
             raise ConfigError(f"{REPLICA_EVERY}={text!r}: give a number of steps, or 0 for never")
         self._is_fixed = bool(text)  # it was asked for
         self.is_on = text != "0"
-        self._every = self._stride = int(text or _EVERY)
+        self._every = self.stride = int(text or _EVERY)  # steps; the second from one comparison to the next
         self.checked = 0  # the last step that was
         self._began_s = 0.0
         self._leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
@@ -151,17 +152,13 @@ class ReplicaFacts:
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return {id(param) for param in module.parameters() if param.requires_grad} <= mine
 
-    def is_due(self, step: int, *, hurries: bool) -> bool:
-        """Whether to compare after `step`. hurries: it is the first whose gradients were not averaged."""
-        self._began_s = self._began_s or time.perf_counter()
-        return self.is_on and (self.checked == 0 or step % self._stride == 0 or hurries)
-
     def plan(self, step: int, *, is_last: bool = False) -> Callable[[], None]:
         """The check after `step`, to be done when the next backward begins, or at the end: then what a program does to
         parameters after its optimizer, as a sharded one does, has been done. Now or never there are the gradients, and
         FSDP's pieces: its forward puts whole parameters in their place.
         """
         began_s = time.perf_counter()
+        self._began_s = self._began_s or began_s
         if not self._models:
             self._follow_by_hand()
         if not is_last:  # else the program is at its end
@@ -180,12 +177,12 @@ class ReplicaFacts:
         for model in self._models.values():
             if model.module() is not None and not model.joins and not model.is_another:
                 self._tell_lines(model)
-                self._tell(model, step)
+                self._tell(model, step + model.is_later)
         spent_s += time.perf_counter() - began_s
         steps = step - max(self.checked, 1)
         if steps > 0 and not self._is_fixed:
             step_s = max(began_s - self._began_s, 1e-6) / steps
-            self._stride = self._every << max(0, math.ceil(math.log2(spent_s / (_SHARE * self._every * step_s))))
+            self.stride = self._every << max(0, math.ceil(math.log2(spent_s / (_SHARE * self._every * step_s))))
         self.checked, self._began_s = step, time.perf_counter()
 
     # ------------------------------------------------------------------ what

@@ -38,12 +38,23 @@ class StepCounter:
         self._leader: weakref.ref[Any] = weakref.ref(self)
         self._led = -1  # operations, at the leader's last step; -1 before there was one
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._begun: set[int] = set()  # ids of optimizers that are about to step
+
+    def begins(self, optimizer: Any, *_: Any) -> None:
+        """`optimizer` is about to step. One whose step calls that of its parent class begins twice, and ends twice."""
+        self._begun.add(id(optimizer))
 
     def stepped(self, optimizer: Any, operations: int) -> int:
         """How many steps to count now that `optimizer` has stepped. operations: started so far by this rank."""
+        if id(optimizer) not in self._begun:  # its parent class has, within this step, which was counted
+            return 0
+        self._begun.discard(id(optimizer))
         leader = self._leader()
-        if leader is optimizer:
-            return self._follow(optimizer, 1, operations)
+        if leader is optimizer:  # as a rule, so here and now
+            self._led = operations
+            if self._others:
+                self._others.clear()
+            return 1
         is_free = leader is None or self._led < 0
         before = self._others.get(optimizer)
         if self._shares(optimizer):
@@ -66,9 +77,6 @@ class StepCounter:
         return self._shared[optimizer]
 
     def _follow(self, optimizer: Any, steps: int, operations: int) -> int:
-        if self._leader() is not optimizer:
-            self._leader = weakref.ref(optimizer)
-        self._led = operations
-        if self._others:
-            self._others.clear()
+        self._leader, self._led = weakref.ref(optimizer), operations
+        self._others.clear()
         return steps

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -141,24 +141,30 @@ class TrainingWatch:
     def _stepped(self, optimizer: Any, *_: Any) -> None:
         step = self._guard.recorder.step
         if step != self._step:
-            before, self._step = self._step, step
-            self.replicas.lead(optimizer)
-            self._end_step(before, step)
+            before, self._step, replicas = self._step, step, self.replicas
+            replicas.lead(optimizer)
+            unseen = self.models.end_step(before)
+            if replicas.is_on and (step % replicas.stride == 0 or not replicas.checked or unseen):
+                self._plan(unseen, before, step)
+            else:
+                self._pending = None
             self._stamped.clear()
         if id(optimizer) not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
             self._stamped.add(id(optimizer))
             for model in self._models.values():
                 model.stamp = model.version()
 
-    def _end_step(self, before: int, step: int) -> None:
+    def _plan(self, unseen: Sequence[Model], before: int, step: int) -> None:
+        """Compare what the step after `before` has left, if it is due, or the first that went past `unseen` models."""
         hurries = False
-        for model in self.models.end_step(before):
+        for model in unseen:
             if not model.past and self.replicas.is_trained_by_leader(model):
                 where = f"went past DistributedDataParallel, at {BACKWARDS.site}"
                 model.past = f"in {step_after(before)} a backward {where}"
                 hurries = not self._has_hurried
         self._has_hurried |= hurries
-        self._pending = self.replicas.plan(step) if self.replicas.is_due(step, hurries=hurries) else None
+        is_due = hurries or step % self.replicas.stride == 0 or not self.replicas.checked
+        self._pending = self.replicas.plan(step) if is_due else None
         if self._pending is not None:
             BACKWARDS.once.append(self._compare_pending)
 
@@ -210,6 +216,7 @@ class TrainingWatch:
             return
         for model in self._models.values():  # loaded, cast or trained further by one rank for itself: to test it, say
             model.is_another = model.version() != model.stamp
+            model.is_later = len(self._stamped) > 1 and not self.replicas.is_trained_by_leader(model)
         self._compare_last()
         facts = self._guard.facts
         facts.tell(END, END, self._step)

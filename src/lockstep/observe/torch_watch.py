@@ -7,17 +7,12 @@ through: these have layers of their own, see `group_layers`. No torch is importe
 
 from __future__ import annotations
 
-import functools
-import inspect
-import itertools
 import math
 import os
 import sys
 import threading
 import weakref
-from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from time import monotonic_ns
 from types import FunctionType
@@ -34,19 +29,18 @@ from lockstep.observe.stacks import frame_of, stack_of
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
-from lockstep.observe.torch_groups import WatchedGroup, name_of, numbered, outlive
+from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
 from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_operations import CALLS, Operation, read, text_of
-from lockstep.observe.torch_start import MEETING, misfits
+from lockstep.observe.torch_start import Meetings
 from lockstep.observe.torch_steps import StepCounter, is_averaged
 from lockstep.observe.wording import step_after
 
 if TYPE_CHECKING:
     from lockstep.observe.in_flight import InFlight  # imports torch, which comes when the program wants it
 
-_SEAM = os.path.join("lockstep", "comm", "torch_transport.py")  # its operations are entered above it
-_MEET = timedelta(seconds=5)
-_NEW_GROUP, _INIT = "new_group", "init_process_group"  # of all ranks of the job
+# files whose operations are entered above them
+_SEAM = tuple(os.path.join("lockstep", "comm", name) for name in ("torch_calls.py", "torch_transport.py"))
 
 
 def attach(guard: Guard) -> Callable[[], None]:
@@ -79,24 +73,6 @@ def attach(guard: Guard) -> Callable[[], None]:
     return detach
 
 
-def meet_machines(guard: Guard, place: str) -> None:
-    """Let `guard` see the ranks of other machines, once the program has torch. place: see `process_guard.STORE`."""
-    address, _, prefix = place.partition("/")
-    host, _, port = address.rpartition(":")
-
-    def meet() -> None:  # in the guard's thread
-        from torch.distributed import PrefixStore, TCPStore
-
-        guard.before_look.remove(meet)
-        try:
-            guard.meet(PrefixStore(prefix, TCPStore(host, int(port), is_master=False, timeout=_MEET)))
-        except RuntimeError as error:
-            sys.stderr.write(f"lockstep: ranks of other machines are not seen: {error}\n")
-
-    if place:
-        when_imported("torch.distributed", lambda: guard.before_look.append(meet))
-
-
 # A call from Python that has returned its Work: number of the record, group, the Work, torch's number (0 for a message)
 _Open = tuple[int, WatchedGroup, "weakref.ref[Any]", int]
 
@@ -108,20 +84,16 @@ class TorchWatch:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._recorder = guard.recorder
-        self._groups: dict[int, WatchedGroup] = {}  # by id
-        self._names: Counter[str] = Counter()  # how often a group of this name was made
+        self._groups = TorchGroups(guard)
+        self._meetings = Meetings(guard)
         self._open: dict[int, _Open] = {}  # by id of the Work
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # DDP's, by id
         self._aborted: set[str] = set()
-        self._adopting = threading.Lock()  # the rank's own thread and the guard's may both see a group first
         self._patches = Patches()
-        self._given = {name: os.environ.get(name, "") for name in MEETING}  # by the launcher
         self._flights: TorchFlightRecorder | None = None
-        self._in_flight: InFlight | None = None  # in the mode "check"
-        self._world: Any = None  # of torch.distributed, once that is there
-        self._map: dict[Any, Any] = {}  # its groups
-        self._plain: Any = None  # ProcessGroup
+        self._is_checking = guard.settings.mode == "check"
+        self._in_flight: InFlight | None = None  # from its first operation on
         self._receive: Any = None  # ProcessGroup.recv as it was
         self._main = threading.main_thread().ident
 
@@ -134,45 +106,47 @@ class TorchWatch:
         from torch.distributed.distributed_c10d import ProcessGroup, Work
 
         self._flights = TorchFlightRecorder(vars(_distributed_c10d))
-        if self._guard.settings.mode == "check":
-            from lockstep.observe.in_flight import InFlight
-
-            self._in_flight = InFlight()
-        self._world, self._plain = distributed_c10d._world, ProcessGroup
-        self._map = self._world.pg_map
         self._receive = ProcessGroup.recv
         wrapper = distributed_c10d.all_reduce.__code__
         known = vars(distributed_c10d).values()  # one of them warns whoever asks it for an attribute
         functions: list[Any] = [each for each in known if type(each) is FunctionType and each.__code__ is wrapper]
         doors = {id(each.__wrapped__.__code__) for each in functions}  # called by the wrapper that users call
-        for group in tuple(distributed_c10d._world.pg_map):
-            self._adopt(group, is_new=False)
+        self._groups.begin()
         for name in CALLS:
             if hasattr(ProcessGroup, name):
                 self._replace(ProcessGroup, name, partial(self._noting, name, doors))
         self._replace(Work, "wait", self._leaving)
         reducer = _distributed_c10d.Reducer
         self._replace(reducer, "__init__", self._remembering)
-        self._replace(distributed_c10d, "_new_group_with_tag", self._making)
+        self._replace(distributed_c10d, "_new_group_with_tag", self._meetings.making)
         dist = sys.modules["torch.distributed"]
-        self._patches.replace(distributed_c10d, "init_process_group", self._meeting, dist)
+        self._patches.replace(distributed_c10d, "init_process_group", self._meetings.meeting, dist)
 
     def watch_functional(self) -> None:
         """Functional collectives are there, which DTensor and torch.compile make."""
 
-        self._patches.add(watch_functional(self._known))
+        self._patches.add(watch_functional(self._groups.known))
 
     def watch_steps(self) -> None:
         """torch.optim is there: be told of each step of each optimizer."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         steps = StepCounter(self._is_shared, is_alone=self._guard.world_size == 1)
+        guard, recorder, groups, followed = self._guard, self._recorder, self._groups, self._groups.followed
 
         def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            self._catch_up_all()
-            for _ in range(steps.stepped(optimizer, self._recorder.started)):
-                self._guard.step_done()
+            # what C++ has started belongs to the step that ends, and as a rule to the line of its backward
+            site, BACKWARDS.step_site = BACKWARDS.step_site, ""
+            for group in tuple(groups.listed):
+                watched = followed.get(id(group)) or groups.known(group)
+                if watched is not None and not watched.inside:
+                    number = group._get_sequence_number_for_group()
+                    if number != watched.seen:
+                        watched.catch_up(number, site or call_site())
+            for _ in range(steps.stepped(optimizer, recorder.started)):
+                guard.step_done()
 
+        self._patches.add(register_optimizer_step_pre_hook(steps.begins).remove)
         self._patches.add(register_optimizer_step_post_hook(stepped).remove)
 
     def close(self) -> None:
@@ -191,15 +165,13 @@ class TorchWatch:
 
     def _noting(self, name: str, doors: set[int], old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
-        plain = self._plain
-        groups, is_message = self._groups, CALLS[name].is_message
+        groups, followed, is_message = self._groups, self._groups.followed, CALLS[name].is_message
+        recorder, opened = self._recorder, self._open
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
-            watched = groups.get(id(group))
+            watched = followed.get(id(group)) or groups.known(group)
             if watched is None:
-                watched = self._adopt(group) if type(group) is plain else None
-                if watched is None:
-                    return old(group, *args, **kwargs)
+                return old(group, *args, **kwargs)
             caller = sys._getframe(1)
             is_door = id(caller.f_code) in doors
             is_ours = not is_door and caller.f_code.co_filename.endswith(_SEAM)
@@ -211,11 +183,13 @@ class TorchWatch:
                     watched.catch_up(before, site or call_site())
                 if not is_ours:
                     operation, tensor = read(name, args, kwargs)
-                    number = watched.enter(operation, site, is_message)
+                    words = watched.words.get((site, operation)) or watched.learn(operation, site)
+                    seq = next(watched.messages if is_message else watched.collectives)
+                    number = recorder.enter(seq, words, is_message)
                 work = old(group, *args, **kwargs)
             except BaseException as error:
                 if number >= 0:
-                    self._recorder.leave(number)
+                    recorder.leave(number)
                 self._guard.saw(error)
                 raise
             finally:
@@ -223,8 +197,11 @@ class TorchWatch:
                     watched.seen = group._get_sequence_number_for_group()
                 watched.inside -= 1
             if number >= 0:
-                self._follow(watched, number, work, tensor, is_message)
-                if self._in_flight is not None:
+                if work is None or watched.has_streams or id(work) in opened:
+                    self._follow(watched, number, work, tensor, is_message)
+                else:
+                    opened[id(work)] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
+                if self._is_checking:
                     self._check(watched, work, operation, tensor, site, is_message)
             return work
 
@@ -234,11 +211,14 @@ class TorchWatch:
         self, watched: WatchedGroup, work: Any, operation: Any, tensor: Any, site: str, is_message: bool
     ) -> None:
         """In the first steps: keep what the tensor is like, to see whether it is so still when it is waited for."""
-        assert self._in_flight is not None
         if work is None or tensor is None or is_message or not tensor.is_cpu or self._recorder.step >= CHECKED_STEPS:
             return
         text = text_of(Operation(*operation), watched.ranks)
         what = f"{text} at {site}, {step_after(self._recorder.step)}, rank {self._guard.rank}"
+        if self._in_flight is None:
+            from lockstep.observe.in_flight import InFlight  # not before: it needs all of torch
+
+            self._in_flight = InFlight()
         self._in_flight.started(work, tensor, what)
 
     def _follow(self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool) -> None:
@@ -283,110 +263,9 @@ class TorchWatch:
         def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
             self._reduced.update((id(param), param) for param in params)
             old(reducer, params, *args, **kwargs)
-            outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, self._plain)])
+            outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, self._groups.plain)])
 
         return init
-
-    def _making(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """What makes a group: every rank of the job calls it, in the same order, and waits for the others."""
-        signature, made = inspect.signature(old), itertools.count()
-
-        def make(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            if given.get("use_local_synchronization") or not self._is_the_job():
-                return old(*args, **kwargs)
-            ranks = given.get("ranks")
-            listed = "all ranks" if ranks is None else name_of("", False, ranks).strip()
-            self._guard.group(_NEW_GROUP, range(self._guard.world_size))
-            number = self._guard.enter(_NEW_GROUP, next(made), f"new_group {listed}", call_site())
-            try:
-                return old(*args, **kwargs)
-            finally:
-                self._guard.leave(number)
-
-        return make
-
-    def _meeting(self, old: Callable[..., None]) -> Callable[..., None]:
-        """init_process_group: every rank of the job calls it, and waits for the others, by default for 30 minutes."""
-        signature, made = inspect.signature(old), itertools.count()
-
-        @functools.wraps(old)
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
-            given, site, size = signature.bind(*args, **kwargs).arguments, call_site(), self._guard.world_size
-            wanted = max(given.get("world_size", -1), 0) or int(os.environ.get("WORLD_SIZE", size))
-            if wanted > size:
-                here = f"rank {self._guard.rank}: init_process_group(world_size={wanted}) at {site}"
-                why = f"this run has {size} ranks, and nobody starts the others"
-                sys.stderr.write(f"lockstep: {here}: {why}. Next: leave world_size and rank out\n")
-            if wanted < size:  # a world of its own
-                return old(*args, **kwargs)
-            for misfit in misfits(self._given, os.environ, given, self._guard.rank):
-                here = f"rank {self._guard.rank}: init_process_group at {site}: {misfit}"
-                sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
-            self._guard.group(_INIT, range(size))
-            number = self._guard.enter(_INIT, next(made), _INIT, site)
-            try:
-                return old(*args, **kwargs)
-            finally:
-                self._guard.leave(number)
-
-        return init_process_group
-
-    # ------------------------------------------------------------------ groups
-
-    def _known(self, group: Any) -> WatchedGroup | None:
-        """`group` as it is followed, from now on if not before; None where it has its own layer, or is not ours."""
-        return self._groups.get(id(group)) or (self._adopt(group) if type(group) is self._plain else None)
-
-    def _adopt(self, group: Any, *, is_new: bool = True) -> WatchedGroup | None:
-        """Follow `group` from now on; None for one that is not of the job's ranks, as far as torch can tell."""
-        world = self._world
-        ranks = world.pg_group_ranks.get(group)
-        if group not in world.pg_map or not ranks or not self._is_the_job():
-            return None
-        with self._adopting:
-            return self._groups.get(id(group)) or self._follow_group(group, is_new)
-
-    def _follow_group(self, group: Any, is_new: bool) -> WatchedGroup:
-        world = self._world
-        ranks = world.pg_group_ranks[group]
-        name = numbered(name_of(group.group_name, group is world.default_pg, tuple(ranks)), self._names)
-        started = 0 if is_new else group._get_sequence_number_for_group()
-        backends = str(world.pg_backend_config.get(group, ""))
-        watched = WatchedGroup(group, name, tuple(ranks), self._recorder, backends, started)
-        self._groups[id(group)] = watched
-        weakref.finalize(group, self._forget, id(group)).atexit = False
-        self._guard.group(name, tuple(ranks))
-        return watched
-
-    def _forget(self, key: int) -> None:
-        watched = self._groups.pop(key, None)
-        if watched is not None:
-            watched.settle(math.inf)
-
-    def _is_the_job(self) -> bool:
-        """Whether torch's ranks are the guard's: a program may make a world of its own in each process."""
-        import torch.distributed as dist
-
-        mine = (self._guard.rank, self._guard.world_size)
-        return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == mine
-
-    def _watched(self) -> list[tuple[Any, WatchedGroup]]:
-        """All groups there are, and those that only C++ has used so far."""
-        for group in tuple(self._map):
-            self._known(group)
-        pairs = [(watched.group(), watched) for watched in tuple(self._groups.values())]
-        return [(group, watched) for group, watched in pairs if group is not None]
-
-    def _catch_up_all(self) -> None:
-        """At the end of a step: what C++ has started belongs to it, and as a rule to the line of its backward."""
-        site, BACKWARDS.step_site = BACKWARDS.step_site, ""
-        for group in tuple(self._map):
-            watched = self._known(group)
-            if watched is not None and not watched.inside:
-                number = group._get_sequence_number_for_group()
-                if number != watched.seen:
-                    watched.catch_up(number, site or call_site())
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""
@@ -406,7 +285,7 @@ class TorchWatch:
         flights = self._flights
         if flights is None:
             return
-        pairs = self._watched()
+        pairs = self._groups.all()
         flights.look()
         moving = {watched: group._get_sequence_number_for_group() for group, watched in pairs if not watched.inside}
         for watched, number in moving.items():
@@ -440,7 +319,7 @@ class TorchWatch:
         """End what is under way in this process: it cannot end by itself any more."""
         if self._flights is None:  # the program never came to torch.distributed
             return
-        for group, watched in self._watched():
+        for group, watched in self._groups.all():
             is_open = watched.pending or watched.inside or any(call[1] is watched for call in list(self._open.values()))
             is_open = is_open or group._get_sequence_number_for_group() != watched.seen  # C++ may be at it
             if is_open and watched.name not in self._aborted:

@@ -48,6 +48,7 @@ class Taker(Protocol):
         ...
 
 
+_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every call
 _takers: dict[int, Taker] = {}  # by thread: a rank is a process, and in tests also a thread
 
 
@@ -108,7 +109,7 @@ def note_line(kind: str, at_us: int, fields: Mapping[str, Any]) -> str:
     name = SUBJECTS[kind]
     rest = {key: value for key, value in fields.items() if key != name} if name else {}
     values = {kind: fields[name] if name else fields, "at_us": at_us, **rest}
-    return json.dumps(values, separators=(",", ":")) + "\n"
+    return _encode(values) + "\n"
 
 
 def read_note(kind: str, values: dict[str, Any], attempt: str) -> Note:

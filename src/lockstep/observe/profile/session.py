@@ -36,7 +36,6 @@ class Profile:
             self.clock.close_reader()
         self.clock.close_reader = self._give_way
         self.clock.is_marked = True
-        self.step = 0  # the last one that has ended
         self._writer = writer
         self._window = window
         self._guard = guard
@@ -52,12 +51,12 @@ class Profile:
     def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
         """Write down a note of `notes.py`; where that has a step, it is of the last one unless it says so."""
         if kind in ("values", "layout", "replicas") and fields.get("step") is None:
-            fields["step"] = self.step
+            fields["step"] = self.clock.step
         self._writer.note(kind, later, **fields)
 
     def log(self, step: int | None, values: Mapping[str, Any]) -> None:
         """The user's own numbers of a step, for the record and for loggers."""
-        step = self.step if step is None else step
+        step = self.clock.step if step is None else step
         if self._notes is not None and "loss" in values:
             self._notes.knows_loss = True
         there = {name: value for name, value in values.items() if isinstance(value, float)}
@@ -82,7 +81,6 @@ class Profile:
         self._profile(step)
 
     def _profile(self, step: int) -> None:
-        self.step = step
         if self._window.steps and self._window.step_done(step):  # starting torch's profiler takes longer than a step
             self.clock.restart()
 
@@ -94,21 +92,22 @@ class Profile:
 
         def stepped(step: int) -> None:
             self._profile(step)
-            notes.stepped(step)
+            following = notes.stepped(step)
+            self.clock.after_from = 0 if self._window.steps else following
 
-        self.clock.after_step = stepped
+        self.clock.after_step, self.clock.values = stepped, notes.values
 
     def _give_way(self) -> None:
         """The program has a record of its own."""
         self.close()
-        if self.step == 0:
+        if self.clock.step == 0:
             self._writer.withdraw()
 
     def close(self) -> None:
         """Write what is left. What is recorded from now on goes nowhere."""
         if self.clock.close_reader != self._give_way:
             return
-        self.clock.close_reader = self.clock.after_step = None
+        self.clock.close_reader = self.clock.after_step = self.clock.values = None
         while self._undo:
             self._undo.pop()()
         self._window.close()

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from operator import add
 from threading import get_ident
 from time import monotonic_ns
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, OTHER = range(len(PHASES))
 _RECENT = 256  # marks of a step that has not ended
 _NONE = -1  # asked for by another thread
 _STEPS = 4096  # that nobody has taken yet
-WAITS = _MARKS = 4096  # of one step
+WAITS = MARKS = 4096  # of one step
 
 
 class Wait(NamedTuple):
@@ -31,6 +31,7 @@ TAIL = -1  # all that backward had not finished
 UNKNOWN = -2  # an operation that is not in the record
 
 Mark = tuple[int, int]  # (a phase, when it began)
+Values = Callable[[], tuple[Mapping[str, Any], Any]]  # of a step: fields of a note, and a `notes.Later` or None
 
 
 class Step(NamedTuple):
@@ -45,6 +46,7 @@ class Step(NamedTuple):
     waits: Sequence[tuple[int, int, int]]  # fields of Wait, by their ends; also such as lie in others: see `worked_out`
     marks: Sequence[Mark]  # by time, the first where the step began; none where there were too many to keep
     summed_ns: Sequence[int] = ()  # of each of PHASES, together the step; else where there are no marks
+    values: Values | None = None
 
 
 _step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
@@ -54,87 +56,98 @@ _step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Pyth
 class StepClock:
     """Stamps of one thread, the one that makes it; calls of others do nothing.
 
-    A stamp costs a quarter of a microsecond: what they add up to is worked out by who takes the steps.
+    A stamp costs a quarter of a microsecond: what they add up to is worked out by who takes the steps. Among caches
+    that a step has left cold a call of Python's costs ten times that. So what is called in every step of a program that
+    is not ours does not call `switch`: it appends to `marks` itself, if the thread is `owner`, and calls `sum_up` where
+    there are MARKS of them.
     """
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque(maxlen=_STEPS)  # ended, to be taken by any one thread
         self.is_marked = False  # by the program itself: hooks into torch keep quiet
+        self.begins_with_mark = False  # the first step: what was before its first mark belongs to none
         self.close_reader: Callable[[], None] | None = None  # who takes `steps`; nothing is kept for nobody
+        self.values: Callable[[int], Values] | None = None  # called at the end of a step: what it is to keep
         self.after_step: Callable[[int], object] | None = None
+        self.after_from = 0  # the first step after which that is called
         self.rest = OTHER  # what the thread does where nothing else is known
         self.tail_site = ""  # the line whose backward waited last for all that it had started
-        self._owner = get_ident()
-        self._phase = OTHER
-        self._began = monotonic_ns()
-        self._samples = 0
-        self._first = 0
+        self.owner = get_ident()
+        self.step = 0  # the last that has ended
+        self.samples = 0  # of this step so far
         self.waits: list[tuple[int, int, int]] = []  # fields of Wait; the recorder adds to them, up to WAITS
-        self._marks: list[Mark] = [(OTHER, self._began)]
+        self.marks: list[Mark] = [(OTHER, monotonic_ns())]  # of this step, which is in the phase of the last one
+        self._began = self.marks[0][1]
+        self._first = 0
         self._summed: Sequence[int] = ()  # of the step's beginning, where it has too many marks
         self._first_waits = self.waits  # of that
 
     def switch(self, phase: int) -> int:
         """From now on the thread is in `phase`; the one before, to be given back by the next call."""
-        if phase < 0 or get_ident() != self._owner:
+        if phase < 0 or get_ident() != self.owner:
             return _NONE
-        before, self._phase = self._phase, phase
-        marks = self._marks
+        marks = self.marks
+        before = marks[-1][0]
         marks.append((phase, monotonic_ns()))
-        if len(marks) >= _MARKS:
+        if len(marks) >= MARKS:
             self.sum_up(marks[-1][1])
         return before
 
     def waited(self, number: int, began_ns: int, ended_ns: int) -> None:
         """The thread stood still for other ranks, for operation `number` of the flight record. See `Wait`."""
-        if self.close_reader is not None and get_ident() == self._owner:
+        if self.close_reader is not None and get_ident() == self.owner:
             self.waits.append((number, began_ns, ended_ns))
             if len(self.waits) >= WAITS:
                 self.sum_up(ended_ns)
 
-    def count(self, samples: int) -> None:
-        """The step has `samples` more."""
-        if get_ident() == self._owner:
-            self._samples += samples
-
     def step_done(self, step: int, operations: int, tokens: int = 0) -> None:
         """A step ends and the next one begins. operations: started by this rank so far."""
-        if get_ident() != self._owner:
+        if get_ident() != self.owner:
             return
         now_ns = monotonic_ns()
+        if self.begins_with_mark:
+            self._begin_with_mark()
         if self.close_reader is not None:
+            values = None if self.values is None else self.values(step)
+            waits, marks = self.waits, self.marks
             if self._summed:
                 self.sum_up(now_ns)
-                self.waits, self._marks = self._first_waits, []
+                waits, marks = self._first_waits, []
             span = self._first, operations
-            parts = step, self._began, now_ns, tokens, self._samples, span, self.waits, self._marks, self._summed
+            parts = step, self._began, now_ns, tokens, self.samples, span, waits, marks, self._summed, values
             self.steps.append(_step_of(parts))
-        self._begin(now_ns, operations)
-        if self.after_step is not None:
+        self.step, self._began, self._first, self.samples = step, now_ns, operations, 0
+        self.waits, self.marks, self._summed = [], [(self.rest, now_ns)], ()
+        if self.after_step is not None and step >= self.after_from:
             self.after_step(step)
 
     def so_far(self, most: int) -> list[Mark]:
         """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""
-        marks = self._marks[-_RECENT:]
+        marks = self.marks[-_RECENT:]
         waits = outermost(self.waits[-_RECENT:], marks[0][1])
         return spans_in(Step(0, marks[0][1], monotonic_ns(), 0, 0, (0, 0), waits, marks), most)
 
     def restart(self) -> None:
         """What was before now belongs to no step."""
-        if get_ident() == self._owner:
-            self._begin(monotonic_ns(), self._first)
+        if get_ident() == self.owner:
+            self._began, self.samples = monotonic_ns(), 0
+            self.waits, self.marks, self._summed = [], [(self.rest, self._began)], ()
 
-    def _begin(self, now_ns: int, operations: int) -> None:
-        self._phase, self._began, self._first, self._samples = self.rest, now_ns, operations, 0
-        self.waits, self._marks, self._summed = [], [(self.rest, now_ns)], ()
+    def _begin_with_mark(self) -> None:
+        self.begins_with_mark = False
+        if len(self.marks) > 1:
+            del self.marks[0]
+        self._began = self.marks[0][1]
 
     def sum_up(self, now_ns: int) -> None:
         """The step has more than is kept of one: of what was before now only the sums are."""
+        if self.begins_with_mark:
+            self._begin_with_mark()
         if not self._summed:
             self._first_waits = self.waits
-        part = _spent_ns(self._marks, outermost(self.waits, self._marks[0][1]), now_ns)
+        part = _spent_ns(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
         self._summed = tuple(map(add, self._summed, part)) if self._summed else part
-        self.waits, self._marks = [], [(self._phase, now_ns)]
+        self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]
 
 
 def outermost(waits: Iterable[tuple[int, int, int]], since_ns: int) -> list[Wait]:

@@ -10,18 +10,20 @@ from __future__ import annotations
 import sys
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, final
 
 from lockstep.observe.facts import topics_told
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.profile.device_values import read_later
+from lockstep.observe.profile.notes import Later
 from lockstep.observe.profile.run_record import steps_per_line
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.replica_diff import agree
 from lockstep.observe.replica_findings import are_meant_equal
-from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_backward import BACKWARDS, Loss
 from lockstep.observe.torch_import import when_imported
 
 # after these steps the log of DistributedDataParallel has the times of the backward before: of warm ones
@@ -31,7 +33,7 @@ _WHAT = "parameters, buffers, optimizer state"
 
 @final
 class TorchNotes:
-    """Of one rank. `stepped` and what torch calls are for the rank's own thread, `look` is for the guard's."""
+    """Of one rank. `look` is for the guard's thread, all else for the rank's own."""
 
     def __init__(self, writer: RunWriter, guard: Guard | None) -> None:
         self.knows_loss = False  # from the program itself, whose own is not to be mixed with ours
@@ -40,7 +42,7 @@ class TorchNotes:
         self._optimizer: Any = None  # the outermost that steps, weakly
         self._is_stepping = False
         self._is_known = False  # which one that is
-        self._step = self._noted = self._next = 0  # the last one; those whose values were noted, and will be
+        self._noted = self._next = 0  # the steps whose losses were read from a device last, and will be next
         self._has_layout = False
         self._compared: set[tuple[str, str]] = set()
         self._logs: weakref.WeakSet[Any] = weakref.WeakSet()  # of DistributedDataParallel, one for each
@@ -100,7 +102,7 @@ class TorchNotes:
     def _ends(self, optimizer: Any) -> None:
         if self._optimizer is not None and self._optimizer() is optimizer:
             self._is_stepping = False
-            if self._step and not self._is_known:
+            if self._writer.clock.step and not self._is_known:
                 self._is_known = True
                 BACKWARDS.once.append(self._seeing.undo)  # not now, while hooks are called
                 if not self._has_layout:
@@ -112,7 +114,7 @@ class TorchNotes:
 
         holding = modules_training(optimizer)
         layout = layout_of(holding[0] if holding else None, optimizer, holding)
-        self._writer.note("layout", step=self._step, **layout)
+        self._writer.note("layout", step=self._writer.clock.step, **layout)
 
     def _watch_buckets(self) -> None:
         def keeping(old: Callable[..., None]) -> Callable[..., None]:
@@ -137,31 +139,39 @@ class TorchNotes:
             sent = {"count": len(sizes), "bytes": sum(sizes), "last_bytes": sizes[-1]}
             self._writer.note("buckets", step=step, **sent, hidden_us=hidden_ns // 1000)
 
-    def stepped(self, step: int) -> None:
-        """The step has ended."""
-        self._step = step
+    def stepped(self, step: int) -> int:
+        """The step has ended. After which one this is to be called again."""
         if self._logs and (_LOGGED_FROM <= step <= _LOGGED_TO or step % _LOGGED_EVERY == 1):
             self._note_buckets(step)
+        return step + 1 if step < _LOGGED_TO else step // _LOGGED_EVERY * _LOGGED_EVERY + _LOGGED_EVERY + 1
+
+    def values(self, step: int) -> Callable[[], tuple[dict[str, Any], Later | None]]:
+        """What to note of the step that ends, worked out by who calls the result."""
         losses, BACKWARDS.losses = BACKWARDS.losses, []
-        if self._noted < step < self._next:
-            return
-        self._noted, self._next = step, step + steps_per_line(step)
-        fields: dict[str, Any] = {"step": step}
-        optimizer = None if self._optimizer is None else self._optimizer()
-        if optimizer is None and self._optimizer is not None:  # another one takes its place
+        rate, optimizer = None, None if self._optimizer is None else self._optimizer()
+        if optimizer is not None:
+            rate = optimizer.param_groups[0].get("lr")
+            if type(rate) is not float:
+                rate = learning_rate(optimizer)
+        elif self._optimizer is not None:  # another one takes its place
             self._optimizer, self._is_known = None, False
             BACKWARDS.once.append(self._look_at_optimizers)
-        rate = learning_rate(optimizer)
-        if rate is not None:
-            fields["lr"] = rate
-        later = None
-        if losses and not self.knows_loss:
-            values = [value for value, _ in losses if type(value) is float or value.is_cuda]
-            if set(map(type, values)) == {float}:
-                fields["loss"] = sum(values)
-            elif values:
-                fields["loss"], later = None, read_later({"loss": values})
-        self._writer.note("values", later, **fields)
+        if self.knows_loss:
+            losses = []
+        for value, _ in losses:
+            if type(value) is not float:
+                return partial(_values_of, rate, *self._from_device(step, losses))
+        return partial(_values_of, rate, losses, None)
+
+    def _from_device(self, step: int, losses: Sequence[Loss]) -> tuple[list[Loss], Later | None]:
+        """Losses that are there; how to read those on a device, as seldom as there are lines of steps."""
+        values = [value for value, _ in losses if type(value) is float or value.is_cuda]
+        if all(type(value) is float for value in values):
+            return [(value, "") for value in values], None
+        if self._noted < step < self._next:
+            return [], None
+        self._noted, self._next = step, step + steps_per_line(step)
+        return [], read_later({"loss": values})
 
     # ------------------------------------------------------------------ replicas
 
@@ -180,6 +190,15 @@ class TorchNotes:
                     self._compared.add((topic.name, key))
                     digest = f"{zlib.crc32(repr(folds[0]).encode()):08x}"
                     self._writer.note("replicas", step=int(key), equal=is_equal, digest=digest, what=_WHAT)
+
+
+def _values_of(
+    rate: float | None, losses: Sequence[Loss], later: Later | None
+) -> tuple[dict[str, float | None], Later | None]:
+    fields: dict[str, float | None] = {} if rate is None else {"lr": rate}
+    if losses or later is not None:
+        fields["loss"] = None if later is not None else sum(value for value, _ in losses)
+    return fields, later
 
 
 def learning_rate(optimizer: Any) -> float | None:

@@ -9,30 +9,32 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from threading import get_ident
 from time import monotonic_ns
 from typing import Any, final
 
 from lockstep.observe.patches import Patches
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, TAIL, Step, StepClock
+from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, MARKS, OPTIMIZER, OTHER, Step, StepClock
 from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_batches import BATCHES
 from lockstep.observe.torch_import import when_imported
 
 
 def attach_phases(clock: StepClock) -> Callable[[], None]:
     """Let `clock` follow what torch does in this thread, from its import on. The result ends that."""
     phases = TorchPhases(clock)
-    BACKWARDS.phases = phases
+    BACKWARDS.phases = BATCHES.phases = phases
     undo = [
         BACKWARDS.attach(),
-        when_imported("torch.utils.data.dataloader", phases.watch_data),
+        BATCHES.attach(),
+        when_imported("torch.utils.data.dataloader", phases.watch_workers),
         when_imported("torch.nn.parallel.distributed", phases.watch_forward),
         when_imported("lockstep.parallel.ddp", phases.watch_our_forward),
         when_imported("torch.optim.optimizer", phases.watch_optimizers),
     ]
 
     def detach() -> None:
-        BACKWARDS.phases = None
+        BACKWARDS.phases = BATCHES.phases = None
         for call in undo:
             call()
         phases.close()
@@ -42,62 +44,60 @@ def attach_phases(clock: StepClock) -> Callable[[], None]:
 
 @final
 class TorchPhases:
-    """Replaces what begins and ends a phase. One per process."""
+    """Replaces what begins and ends a phase, but for batches and backwards. One per process."""
 
     def __init__(self, clock: StepClock) -> None:
-        self._clock = clock
-        # The thread does a phase; what it did before, to be given back to `switch`
-        self._enter: Callable[[int], int] = self._begin
-        self.has_ddp = False
-        self._tail: int | None = None  # since when the backward that runs waits
+        self.clock = clock
+        self.owner = clock.owner  # the thread whose phases these are; none once this is over
+        self.has_ddp = False  # backward waits for the other ranks before it returns
         self._patches = Patches()
         clock.rest = FORWARD
+        clock.restart()
+        clock.begins_with_mark = True
 
     def close(self) -> None:
         """Put back what was replaced; what somebody else has wrapped meanwhile stays, and does nothing any more."""
-        self._enter = lambda phase: -1
+        self.owner = 0
         self._patches.undo()
 
-    def _begin(self, phase: int) -> int:
-        """The first phase begins a step."""
-        self._enter = self._clock.switch
-        self._clock.restart()
-        return self._enter(phase)
+    def watch_workers(self) -> None:
+        """Waiting for the workers of a loader to start."""
 
-    def watch_data(self) -> None:
-        """Waiting for the next batch, and for the workers of a loader to start."""
-        loaders = sys.modules["torch.utils.data.dataloader"]
-        self._patches.replace(loaders._BaseDataLoaderIter, "__next__", partial(self._waiting, is_batch=True))
-        self._patches.replace(loaders.DataLoader, "__iter__", partial(self._waiting, is_batch=False))
+        def waiting(old: Callable[..., Any]) -> Callable[..., Any]:
+            def begin(loader: Any) -> Any:
+                before = self.enter(DATA)
+                try:
+                    return old(loader)
+                finally:
+                    self.clock.switch(self.clock.rest if before == OTHER else before)
 
-    def _waiting(self, old: Callable[..., Any], *, is_batch: bool) -> Callable[..., Any]:
-        clock = self._clock
+            return begin
 
-        def wait(loader: Any) -> Any:
-            before = self._enter(DATA)
-            try:
-                batch = old(loader)
-            finally:
-                clock.switch(clock.rest if before == OTHER else before)  # FORWARD, also of a second microbatch
-            if is_batch and before >= 0:
-                clock.count(samples_in(batch))
-            return batch
+        self._patches.replace(sys.modules["torch.utils.data.dataloader"].DataLoader, "__iter__", waiting)
 
-        return wait
+    def enter(self, phase: int) -> int:
+        """As `StepClock.switch`."""
+        return self.clock.switch(phase) if self.owner else -1
 
     def watch_forward(self) -> None:
         """Forward of DistributedDataParallel."""
-        clock = self._clock
+        clock = self.clock
 
         def passing(old: Callable[..., Any]) -> Callable[..., Any]:
             def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-                self.has_ddp = True
-                clock.rest = OTHER
-                before = self._enter(FORWARD)
+                if get_ident() != self.owner:
+                    return old(module, *args, **kwargs)
+                self.has_ddp, clock.rest = True, OTHER
+                marks = clock.marks
+                before = marks[-1][0]
+                marks.append((FORWARD, monotonic_ns()))
                 try:
                     return old(module, *args, **kwargs)
                 finally:
-                    clock.switch(OTHER if before == FORWARD else before)
+                    now_ns, marks = monotonic_ns(), clock.marks
+                    marks.append((OTHER if before == FORWARD else before, now_ns))
+                    if len(marks) >= MARKS:
+                        clock.sum_up(now_ns)
 
             return forward
 
@@ -106,12 +106,12 @@ class TorchPhases:
 
     def watch_our_forward(self) -> None:
         """That of our own class, by what it calls first and last: torch.compile looks into all between."""
-        clock = self._clock
+        clock = self.clock
 
         def beginning(old: Callable[..., Any]) -> Callable[..., Any]:
             def begin(module: Any, *args: Any, **kwargs: Any) -> Any:
                 clock.rest = OTHER
-                self._enter(FORWARD)
+                self.enter(FORWARD)
                 return old(module, *args, **kwargs)
 
             return begin
@@ -121,7 +121,7 @@ class TorchPhases:
                 try:
                     return old(module, *args, **kwargs)
                 finally:
-                    clock.switch(OTHER)
+                    self.enter(OTHER)
 
             return end
 
@@ -129,41 +129,23 @@ class TorchPhases:
         self._patches.replace(ddp, "_pre_forward", beginning)
         self._patches.replace(ddp, "_post_forward", ending)
 
-    # ------------------------------------------------------------------ backward: see `torch_backward.Phases`
-
-    def backward_begins(self) -> int:
-        """What this thread did before."""
-        before = self._enter(BACKWARD)
-        if before not in (-1, BACKWARD):
-            self._tail = None
-        return before
-
-    def gradients_are_there(self) -> None:
-        """Autograd is through; what DDP has not sent by now is waited for."""
-        self._tail = monotonic_ns()
-
-    def backward_ends(self, before: int, site: str) -> None:
-        """And what it waited for at its end."""
-        if before in (-1, BACKWARD):  # of another thread, or inside of one, as checkpointing does it
-            return
-        clock, tail = self._clock, self._tail
-        if tail is not None:
-            clock.tail_site = site
-            clock.waited(TAIL, tail, monotonic_ns())
-        clock.switch(before if before == OPTIMIZER else OTHER)
-
     def watch_optimizers(self) -> None:
         """Steps of any optimizer."""
-        clock, optimizers = self._clock, sys.modules["torch.optim.optimizer"]
+        clock, optimizers = self.clock, sys.modules["torch.optim.optimizer"]
         befores: list[int] = []  # a step may run another one
 
         def begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-            befores.append(self._enter(OPTIMIZER))
+            if get_ident() == self.owner:
+                marks = clock.marks
+                befores.append(marks[-1][0])
+                marks.append((OPTIMIZER, monotonic_ns()))
 
         def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
-            before = befores.pop() if befores else -1
-            if before >= 0:
-                clock.switch(clock.rest if before in (FORWARD, OTHER) else before)
+            if befores and get_ident() == self.owner:
+                before, now_ns, marks = befores.pop(), monotonic_ns(), clock.marks
+                marks.append((clock.rest if before in (FORWARD, OTHER) else before, now_ns))
+                if len(marks) >= MARKS:
+                    clock.sum_up(now_ns)
 
         self._patches.add(optimizers.register_optimizer_step_pre_hook(begins).remove)
         self._patches.add(optimizers.register_optimizer_step_post_hook(ends).remove)
@@ -178,14 +160,3 @@ def forwards_found(step: Step) -> Step:
         if (marks[at - 1][0], marks[at][0], marks[at + 1][0]) == (BACKWARD, OTHER, BACKWARD):
             marks[at] = FORWARD, marks[at][1]
     return step._replace(marks=marks)
-
-
-def samples_in(batch: Any) -> int:
-    """The length of the first tensor in a batch, as loaders nest them; 0 where there is none."""
-    while not hasattr(batch, "shape"):
-        if isinstance(batch, dict):
-            batch = list(batch.values())
-        if not isinstance(batch, list | tuple) or not batch:
-            return 0
-        batch = batch[0]
-    return int(batch.shape[0]) if len(batch.shape) else 1

@@ -136,6 +136,10 @@ class RunWriter:
             if not self._size and steps:
                 self._about = replace(self._about, clock_ns=min(self._about.clock_ns, steps[0].began_ns))
             lines = [line for step in steps for line in self._add(step)]
+            for step in steps:
+                if step.values is not None:
+                    fields, later = step.values()
+                    self._notes.append(_Pending("values", step.ended_ns, {"step": step.step, **fields}, later))
             self._append([*self._noted(), *lines])
 
     def _noted(self) -> Iterator[str]:
@@ -275,7 +279,8 @@ def _rows(records: Iterable[Record], step: Step) -> Iterator[Row]:
 def _tails(step: Step, site: str) -> Iterator[Row]:
     word = TAIL_GROUP, "all that DistributedDataParallel waits for", site, ""
     tails = [(began_ns, ended_ns) for number, began_ns, ended_ns in step.waits if number == TAIL]
-    for number, (began_ns, ended_ns) in enumerate(tails[:_TAILS_MAX], step.step * _TAILS_MAX):
+    kept = tails[-_TAILS_MAX:]  # the last ones: where gradients are accumulated, those before wait for nobody
+    for number, (began_ns, ended_ns) in enumerate(kept, (step.step + 1) * _TAILS_MAX - len(kept)):
         yield word, number, began_ns, ended_ns, began_ns, ended_ns - began_ns
 
 

@@ -1,0 +1,109 @@
+"""Every batch that a DataLoader hands out in this process, seen in one place: its time, its size, its pass.
+
+Whoever wants to know of them attaches `BATCHES`. One replacement of the iterators' `__next__` is for all, as in
+`torch_backward`. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from threading import get_ident
+from time import monotonic_ns
+from typing import Any, Protocol, final
+
+from lockstep.observe.patches import Patches
+from lockstep.observe.profile.step_clock import DATA, MARKS, OTHER, StepClock
+from lockstep.observe.torch_import import when_imported
+
+PASS = "_lockstep_pass"  # of an iterator: what its `Pass` is kept as
+
+
+class Phases(Protocol):
+    """Whose time it is: see `StepClock`."""
+
+    clock: StepClock
+    owner: int
+
+
+class Pass(Protocol):
+    """One pass over a loader that somebody follows."""
+
+    batches: int  # so far
+    asks_at: float  # from so many on `reached` is called after each
+
+    def reached(self, iterator: Any, batch: Any) -> None: ...
+
+    def ended(self) -> None: ...
+
+
+@final
+class Batches:
+    """Those of one process. Nothing is done unless somebody has attached it."""
+
+    def __init__(self) -> None:
+        self.phases: Phases | None = None
+        self._users = 0
+        self._patches = Patches()
+
+    def attach(self) -> Callable[[], None]:
+        """See them from the import of torch.utils.data on. The result ends it, once all who have attached call it."""
+        self._users += 1
+        if self._users == 1:
+            self._patches.add(when_imported("torch.utils.data.dataloader", self._watch))
+        return self._detach
+
+    def _detach(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._patches.undo()
+
+    def _watch(self) -> None:
+        loaders = sys.modules["torch.utils.data.dataloader"]
+        self._patches.replace(loaders._BaseDataLoaderIter, "__next__", self._seeing)
+
+    def _seeing(self, old: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def next_batch(iterator: Any) -> Any:
+            phases, before = self.phases, OTHER
+            clock = phases.clock if phases is not None and get_ident() == phases.owner else None
+            if clock is not None:
+                before = clock.marks[-1][0]
+                clock.marks.append((DATA, monotonic_ns()))
+            passed = getattr(iterator, PASS, None) if self._users else None
+            try:
+                batch = old(iterator)
+            except StopIteration:
+                if passed is not None:
+                    passed.ended()
+                raise
+            finally:
+                if clock is not None:
+                    now_ns, marks = monotonic_ns(), clock.marks
+                    marks.append((clock.rest if before == OTHER else before, now_ns))  # also of a second microbatch
+                    if len(marks) >= MARKS:
+                        clock.sum_up(now_ns)
+            if clock is not None:
+                first = batch[0] if type(batch) is list and batch else batch
+                shape: Any = getattr(first, "shape", ())
+                clock.samples += int(shape[0]) if len(shape) else samples_in(batch)
+            if passed is not None:
+                passed.batches += 1
+                if passed.batches >= passed.asks_at:
+                    passed.reached(iterator, batch)
+            return batch
+
+        return next_batch
+
+
+def samples_in(batch: Any) -> int:
+    """The length of the first tensor in a batch, as loaders nest them; 0 where there is none."""
+    while not hasattr(batch, "shape"):
+        if isinstance(batch, dict):
+            batch = list(batch.values())
+        if not isinstance(batch, list | tuple) or not batch:
+            return 0
+        batch = batch[0]
+    return int(batch.shape[0]) if len(batch.shape) else 1
+
+
+BATCHES = Batches()

@@ -4,9 +4,10 @@
 
 A step is arithmetic that takes some 10 ms, as many turns of it on every rank, and in between 8 all-reduces over shared
 memory, as the buckets of a model have them: half of them asynchronous, all from the user's own code. Every round runs
-one step with and one without, in changing order, so that the two see the machine in the same mood: the median of the
-rounds' own ratios is the figure. Two of them: the wall time of the slower rank, and the processor time of the ranks'
-main threads, which no neighbour on the machine can lengthen much.
+some steps with and some without, in changing order, so that the two see the machine in the same mood: the median of the
+rounds' own ratios is the figure. The first of them does not count: it finds caches that steps of the other kind have
+used, where in a run each step finds those of its own kind. Two figures: the wall time of the slower rank, and the
+processor time of the ranks' main threads, which no neighbour on the machine can lengthen much.
 
 The noise of the arithmetic is still larger than what is looked for. So the operations are measured alone, too, where
 they stand: processor time from before to after each, over a transport that moves nothing, and the marks of the step.
@@ -63,6 +64,7 @@ COLLECTIVES = 8
 BUCKET = 16_384  # elements of each
 GOAL = "under 1 % of the step"
 GOAL_US = "under 100 us, 1 % of 10 ms"
+_TURN = 3, 1  # steps that count, after so many that do not
 _WARM = 3  # operations after torch's calls were exchanged, which Python looks up anew then
 
 
@@ -132,6 +134,7 @@ def alone(
 
     def run(_: int) -> dict[str, float]:
         nonlocal spent_s
+        step()
         spent_s = -time.thread_time()
         step()
         return {"alone": (spent_s + time.thread_time()) * 1e6}
@@ -139,10 +142,15 @@ def alone(
     return run
 
 
-def per_call(call: Callable[[], object], calls: int) -> Callable[[int], dict[str, float]]:
-    """A variant that repeats `call` and returns microseconds of each: on the clock, and of this thread's processor."""
+def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Callable[[int], dict[str, float]]:
+    """A variant that repeats `call` and returns microseconds of each: on the clock, and of this thread's processor.
+
+    settling: calls before them that do not count.
+    """
 
     def run(_: int) -> dict[str, float]:
+        for _ in range(settling):
+            call()
         start, start_cpu = time.perf_counter(), time.thread_time()
         for _ in range(calls):
             call()
@@ -218,9 +226,9 @@ def measure(rank: Rank) -> dict[str, Samples]:
         profile = open_profile(Path(folder), guard, {}, rank=rank.rank, world_size=rank.world_size)
         marks = Marks(guard, profile)
         figures = interleaved(
-            {"off": per_call(step_of(plain, work), 1), "on": per_call(marks.of(step_of(guarded, work)), 1)},
-            rounds,
-            warmup=20,
+            {"off": per_call(step_of(plain, work), *_TURN), "on": per_call(marks.of(step_of(guarded, work)), *_TURN)},
+            rounds // sum(_TURN),
+            warmup=5,
             together=plain.barrier,
         )
         # before torch's own calls are swapped: the guard would look for those that it was not shown
@@ -229,11 +237,11 @@ def measure(rank: Rank) -> dict[str, Samples]:
             "off": alone(lambda each: step_of(still, each), work),
             "on": alone(lambda each: marks.of(step_of(still_guarded, each)), work),
         }
-        figures["step alone"] = interleaved(bare, rounds // 5, warmup=20, together=plain.barrier)["alone"]
+        figures["step alone"] = interleaved(bare, rounds // 10, warmup=10, together=plain.barrier)["alone"]
         figures["stock"] = interleaved(switch.variants(work), rounds // 10, warmup=5, together=plain.barrier)["alone"]
         profile.close()
     bare["on"] = alone(lambda each: step_of(still_guarded, each), work)
-    figures["operations alone"] = interleaved(bare, rounds // 5, warmup=20, together=plain.barrier)["alone"]
+    figures["operations alone"] = interleaved(bare, rounds // 10, warmup=10, together=plain.barrier)["alone"]
     both = {
         "off": per_call(lambda: plain.all_reduce(tensor), calls),
         "on": per_call(lambda: guarded.all_reduce(tensor), calls),

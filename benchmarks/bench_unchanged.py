@@ -3,10 +3,11 @@
     python benchmarks/bench_unchanged.py [--quick] [--record]
 
 Two pairs of ranks train the same, one started with everything on, as it is by default, and one with `--guard off
---record off`. They take turns: while one pair does a step, the other waits at a pipe. So both see the machine in the
-same mood, and both come back to caches that the other one has used. A step has 8 buckets, each averaged by torch's C++.
-Where a process finds its memory makes its steps longer or shorter for all of its life, by up to 0.1 milliseconds:
-so the pairs are started anew again and again, and what counts is the median of the starts.
+--record off`. They take turns of some steps: while one pair trains, the other waits at a pipe, and both see the machine
+in the same mood. The first steps of a turn do not count: they find caches that the other pair has used, where in a run
+each step finds those of a step of its own. A step has 8 buckets, each averaged by torch's C++. Where a process finds
+its memory makes its steps longer or shorter for all of its life, by up to 0.1 milliseconds: so the pairs are started
+anew again and again, and what counts is the median of the starts.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ from unchanged_script import FIGURES
 
 WORLD_SIZE = 2
 SCRIPT = ROOT / "benchmarks" / "unchanged_script.py"
+TURN, SETTLING = 10, 3  # steps of a turn; those at its beginning that do not count
 PATIENCE_S = 1.0  # between two looks whether the job is there
 OFF = ("--guard", "off", "--record", "off")
 
 
 @contextlib.contextmanager
 def job(flags: Sequence[str], folder: Path) -> Iterator[Callable[[int], Mapping[str, float]]]:
-    """A variant: one step of a job that is started with `flags`. Microseconds of the slower rank, and of all ranks."""
+    """A variant: a turn of a job that is started with `flags`. Microseconds of a step: of the slower rank, of all."""
     folder.mkdir()
     names = [f"{way}-{rank}" for way in ("go", "done") for rank in range(WORLD_SIZE)]
     for name in names:
@@ -47,7 +49,7 @@ def job(flags: Sequence[str], folder: Path) -> Iterator[Callable[[int], Mapping[
         ]  # both ways: opening waits for nobody
         goes, dones = files[:WORLD_SIZE], files[WORLD_SIZE:]
 
-        def step(_: int) -> dict[str, float]:
+        def step() -> tuple[float, float]:
             for go in goes:
                 go.write(b".")
             for done in dones:
@@ -55,31 +57,36 @@ def job(flags: Sequence[str], folder: Path) -> Iterator[Callable[[int], Mapping[
                     if process.poll() is not None:
                         raise RuntimeError((folder / "output").read_text()[-2000:])
             walls, cpus = zip(*(FIGURES.unpack(done.read(FIGURES.size)) for done in dones), strict=True)
-            return {"wall": 1e6 * max(walls), "main thread": 1e6 * statistics.fmean(cpus)}
+            return max(walls), statistics.fmean(cpus)
+
+        def turn(_: int) -> dict[str, float]:
+            steps = [step() for _ in range(TURN)][SETTLING:]
+            walls, cpus = map(statistics.fmean, zip(*steps, strict=True))
+            return {"wall": 1e6 * walls, "main thread": 1e6 * cpus}
 
         try:
-            yield step
+            yield turn
         finally:
             process.terminate()
 
 
-def measured(steps: int) -> dict[str, Samples]:
-    """Metric -> variant -> one figure per step, of one start of both."""
+def measured(turns: int) -> dict[str, Samples]:
+    """Metric -> variant -> one figure per turn, of one start of both."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         flags = {"on": (), "off": OFF}
         variants = {name: stack.enter_context(job(given, Path(folder) / name)) for name, given in flags.items()}
-        return interleaved(variants, steps, warmup=50)
+        return interleaved(variants, turns, warmup=5)
 
 
 def ratio(metric: str, starts: Sequence[Samples]) -> Result:
     """How much longer a step is."""
     pairs = [[*zip(start["on"], start["off"], strict=True)] for start in starts]
-    added = [statistics.median(on - off for on, off in steps) for steps in pairs]
-    ratios = [statistics.median(on / off for on, off in steps) for steps in pairs]
+    added = [statistics.median(on - off for on, off in turns) for turns in pairs]
+    ratios = [statistics.median(on / off for on, off in turns) for turns in pairs]
     return compare(
         f"step of an unchanged script, 8 buckets, {metric}: all on / all off",
-        [on for steps in pairs for on, _ in steps],
-        [off for steps in pairs for _, off in steps],
+        [on for turns in pairs for on, _ in turns],
+        [off for turns in pairs for _, off in turns],
         unit="us",
         world_size=WORLD_SIZE,
         goal=GOAL,
@@ -94,7 +101,7 @@ def ratio(metric: str, starts: Sequence[Samples]) -> Result:
 def main() -> None:
     """Measure on two ranks of this machine."""
     options = arguments("cost of lockstep run for an unchanged script").parse_args()
-    starts = [measured(200) for _ in range(3 if options.quick else 15)]
+    starts = [measured(40) for _ in range(3 if options.quick else 15)]
     results = [ratio(metric, [start[metric] for start in starts]) for metric in starts[0]]
     report("unchanged", results, record=options.record)
 

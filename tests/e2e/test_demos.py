@@ -152,7 +152,7 @@ def test_demo_shows_both_sides_and_compares_them(tmp_path: Path) -> None:
 
 
 def test_demo_ends_both_sides_that_hang_and_shows_all_that_was_said(tmp_path: Path) -> None:
-    run = Run(tmp_path, "demo", "missing_collective", "--seconds", "1")
+    run = Run(tmp_path, "demo", "missing_collective", "--seconds", "1", COLUMNS="200")
     output = run.end(0)
     assert re.search(r"^ +\d+\.\d s  Likely fix: ", output, re.MULTILINE), output
     assert "lockstep: report: " not in output  # its folder is gone

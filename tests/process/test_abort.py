@@ -108,7 +108,7 @@ def is_blocked(thread: int) -> Callable[[], bool]:
     def look() -> bool:
         frame = sys._current_frames().get(thread)
         # Python 3.11 may give a frame that is just ending, in whose memory something else is by now
-        return frame is not None and getattr(frame.f_code, "co_name", "") in _WAITING
+        return getattr(getattr(frame, "f_code", None), "co_name", "") in _WAITING
 
     return lambda: look() and look()
 

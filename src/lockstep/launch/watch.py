@@ -54,14 +54,14 @@ class Watch:
         stopped = {rank for rank, state in states.items() if state == STOPPED}
         self._stopped_s = {rank: self._stopped_s.get(rank, -passed_s) + passed_s for rank in stopped}
         too_long = tuple(sorted(rank for rank in stopped if self._stopped_s[rank] >= self._stopped_limit_s))
-        if too_long:
-            return Stuck(too_long, f"stopped (SIGSTOP) for {self._stopped_limit_s:g} s")
         heard = {beat.rank: beat for beat in beats if beat.count}
         if heard != self._heard or not heard or TRACED in states.values():
             self._silent_s = 0.0
         else:
             self._silent_s += passed_s
         self._heard = heard
+        if too_long:
+            return Stuck(too_long, f"stopped (SIGSTOP) for {self._stopped_limit_s:g} s")
         if self._silent_s < self._hang_limit_s:
             return None
         ranks, detail = _behind([beat for beat in heard.values() if beat.rank in states])

@@ -74,12 +74,15 @@ class GuardLayer(TransportLayer):
         owns_guard: bool = False,
         made: Counter[tuple[int, ...]] | None = None,
     ) -> None:
-        """is_world: as `lockstep.init` makes it. owns_guard: it is closed with this layer. made: see `over`."""
+        """is_world: of all ranks, as `lockstep.init` makes it. owns_guard: so it is, and closed with this layer.
+
+        made: see `over`.
+        """
         super().__init__(inner)
         self.guard = guard
         self.recorder = guard.recorder
         self._group = name
-        self._is_world, self._owns_guard = is_world, owns_guard
+        self._is_world, self._owns_guard = is_world or owns_guard, owns_guard
         self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
         self._known: dict[tuple[object, ...], Words] = {}
         self._of_lines: dict[tuple[object, ...], Words] = {}

@@ -123,6 +123,15 @@ def test_layout_is_noted_once_of_the_outermost_optimizer_and_hooks_end(watched: 
     assert layout["memory"]["optimizer"] == layout["memory"]["parameters"] == layout["memory"]["gradients"] == 4 * 36
 
 
+def test_optimizer_without_parameters_has_no_rate_and_trains_on(watched: Watched) -> None:
+    model, optimizer = small()
+    optimizer.param_groups.clear()
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    watched.stepped(1)
+    assert [set(one) for one in watched.values()] == [{"step", "loss"}]
+
+
 def test_optimizer_that_is_gone_hands_over(watched: Watched) -> None:
     for rate in (0.5, 0.125):
         model, _ = small()

@@ -17,7 +17,8 @@ from typing import Any, Protocol, final
 
 from lockstep.observe.call_site import site_from
 from lockstep.observe.patches import Patches
-from lockstep.observe.profile.step_clock import BACKWARD, MARKS, OPTIMIZER, OTHER, TAIL, WAITS, StepClock
+from lockstep.observe.profile.step_clock import BACKWARD, MARKS, OPTIMIZER, OTHER, TAIL, WAITS
+from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
 
 _KEPT = 256  # of one step
@@ -26,11 +27,8 @@ _SMALL = 1 << 12  # elements
 Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it; the line of its backward)
 
 
-class Phases(Protocol):
-    """Whose time it is: see `StepClock`."""
-
-    clock: StepClock
-    owner: int
+class Phases(Timed, Protocol):
+    """Whose time it is, and what of it is spent waiting."""
 
     @property
     def has_ddp(self) -> bool:

@@ -19,7 +19,7 @@ from lockstep.observe.torch_import import when_imported
 PASS = "_lockstep_pass"  # of an iterator: what its `Pass` is kept as
 
 
-class Phases(Protocol):
+class Timed(Protocol):
     """Whose time it is: see `StepClock`."""
 
     clock: StepClock
@@ -42,7 +42,7 @@ class Batches:
     """Those of one process. Nothing is done unless somebody has attached it."""
 
     def __init__(self) -> None:
-        self.phases: Phases | None = None
+        self.phases: Timed | None = None
         self._users = 0
         self._patches = Patches()
 

@@ -150,7 +150,8 @@ class TorchNotes:
         losses, BACKWARDS.losses = BACKWARDS.losses, []
         rate, optimizer = None, None if self._optimizer is None else self._optimizer()
         if optimizer is not None:
-            rate = optimizer.param_groups[0].get("lr")
+            groups = optimizer.param_groups
+            rate = groups[0].get("lr") if groups else None
             if type(rate) is not float:
                 rate = learning_rate(optimizer)
         elif self._optimizer is not None:  # another one takes its place

@@ -2,11 +2,11 @@
 
     python benchmarks/bench_algorithms.py [--ranks 2] [--over shm] [--size 64KiB] [--record]
 
-The model is `algorithms/cost.py`: alpha for a step, beta for a byte that moves, gamma for a byte that is added. They
-are fitted by least squares (of the relative error) to three things that are no collective: a message there and back
-between two ranks while the others rest, a shift round the ring with all ranks at once, and a plain addition. What sends
-one way (tree, naive) is predicted from the first; what does both at once (ring, halving, chain) from the second. To
-that comes what a collective costs before it says anything: the same call on a communicator of one rank.
+The model is `tests/algorithm_costs.py`: alpha for a step, beta for a byte that moves, gamma for a byte that is added.
+They are fitted by least squares (of the relative error) to three things that are no collective: a message there and
+back between two ranks while the others rest, a shift round the ring with all ranks at once, and a plain addition. What
+sends one way (tree, naive) is predicted from the first; what does both at once (ring, halving, chain) from the second.
+To that comes what a collective costs before it says anything: the same call on a communicator of one rank.
 
 A byte costs more in a tensor that the caches do not hold: from IN_CACHE on, beta and gamma are those measured at the
 tensor's own size, where that is slower than the line.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -37,10 +38,14 @@ import torch.distributed as dist
 from bench_comm import agreed_calls, back_to_back, bytes_of, size_name, us_per_call
 from comm_variants import over_gloo, over_shared_memory
 from harness import Rank, Result, Samples, arguments, compare, interleaved, report, run_ranks, threads_per_rank
-from lockstep.comm.algorithms import chain, cost
+from lockstep.comm.algorithms import chain
 from lockstep.comm.algorithms.choice import ALGORITHMS
 from lockstep.comm.algorithms.wire import Wire
 from lockstep.comm.communicator import Communicator
+from machine import ROOT
+
+sys.path.insert(0, str(ROOT / "tests"))
+import algorithm_costs as cost  # pyright: ignore[reportMissingImports]
 
 SIZES = ("1KiB", "4KiB", "16KiB", "64KiB", "256KiB", "1MiB", "4MiB", "16MiB")
 IN_CACHE = 1 << 20

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from comm_cases_wrong import arguments_of_other_types, wrong_arguments
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import REDUCTIONS, Reduction, Work
 from lockstep.errors import CommError, ConfigError, TransportClosed
@@ -379,41 +380,7 @@ def barriers(comm: Communicator) -> None:
     comm.barrier(async_op=True).wait()
 
 
-# ---------------------------------------------------------------------- errors before anything is sent
-
-
-def wrong_arguments(comm: Communicator) -> None:
-    W, rank = comm.world_size, comm.rank
-    one, wrong = torch.ones(1), [torch.ones(1)] * (W + 1)
-    calls: list[tuple[Callable[[], object], str]] = [
-        (lambda: comm.broadcast(one, W), f"src={W}: 'world' has ranks 0 to {W - 1}"),
-        (lambda: comm.reduce(one, -1), "dst=-1"),
-        (lambda: comm.send(one, rank), "rank itself"),
-        (lambda: comm.recv(one, W), f"src={W}"),
-        (lambda: comm.send(one, (rank + 1) % W, tag=-1), "tag=-1" if W > 1 else "rank itself"),
-        (lambda: comm.all_reduce(one, "average"), "choose one of sum, mean"),  # type: ignore[arg-type]
-        (lambda: comm.all_reduce(torch.ones(1, dtype=torch.int64), "mean"), "sum and divide"),
-        (lambda: comm.all_reduce(torch.ones(1, dtype=torch.complex64), "max"), "no meaning"),
-        (lambda: comm.all_reduce(torch.ones(2).to_sparse()), "layout"),
-        (lambda: comm.all_gather(wrong, one), "one per rank"),
-        (lambda: comm.all_gather([torch.ones(2)] * W, one), "has 2 elements"),
-        (lambda: comm.all_gather([torch.ones(1, dtype=torch.int64)] * W, one), "one dtype"),
-        (lambda: comm.all_gather_into_tensor(torch.ones(W + 1), one), "use the list form"),
-        (lambda: comm.reduce_scatter(one, wrong), "one per rank"),
-        (lambda: comm.reduce_scatter(torch.ones(2), [one] * W), "output has 2 elements"),
-        (lambda: comm.reduce_scatter_tensor(one, torch.ones(W, dtype=torch.float64)), "dtypes differ"),
-        (lambda: comm.all_to_all([one] * W, wrong), "one per rank"),
-        (lambda: comm.all_to_all([torch.ones(2)] * W, [one] * W), rf"its output_list\[{rank}\] has 2 elements"),
-        (lambda: comm.recv_op(torch.ones(2, dtype=torch.complex64).conj(), (rank + 1) % W), "not conjugated"),
-        (lambda: comm.empty(-1), "empty of -1 elements"),
-        (lambda: comm.shared(-1), "shared of -1 elements"),
-        (lambda: comm.gather(one, None if rank == 0 else [one] * W), "rank 0"),
-        (lambda: comm.scatter(one, [torch.ones(2)] * W if rank == 0 else [one] * W), "rank 0"),
-        (lambda: comm.batch_send_recv([]), "at least one"),
-    ]
-    for call, words in calls:
-        with pytest.raises(ConfigError, match=words):
-            call()
+# ---------------------------------------------------------------------- after the end
 
 
 def closed(comm: Communicator) -> None:
@@ -456,6 +423,7 @@ CASES: dict[str, Callable[[Communicator], None]] = {
         waited_for_by_many_threads,
         barriers,
         wrong_arguments,
+        arguments_of_other_types,
         closed,
     )
 }

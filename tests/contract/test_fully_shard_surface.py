@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import lockstep
 from lockstep.errors import ShardingError
 from lockstep.parallel import fsdp_module
-from lockstep.parallel.shard_group import slot_of
+from lockstep.parallel.shard_slot import slot_of
 from shard_models import GPT2_UNITS, MLP_UNITS, NESTED_UNITS, Nested, Tied, adapted, conv, gpt2, mlp
 from shard_sides import ADAMW, Side, layout, placed, scalar, seeded
 

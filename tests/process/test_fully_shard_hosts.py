@@ -23,7 +23,7 @@ from lockstep.comm.op import CommOp, Work
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CommError, ConfigError, PeerFailed, PeerLost
 from lockstep.parallel.fsdp import FullyShardedDataParallel
-from lockstep.parallel.shard_group import slot_of
+from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy, ShardingStrategy
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.waiting import wait_until

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lockstep.comm.algorithms import chain, cost, halving, naive, ring, tree
+import algorithm_costs as cost
+from algorithm_costs import Cost, Traffic
+from lockstep.comm.algorithms import chain, halving, naive, ring, tree
 from lockstep.comm.algorithms.choice import ALGORITHMS
-from lockstep.comm.algorithms.cost import Cost, Traffic
 from lockstep.comm.algorithms.wire import Wire
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Reduction, Work, describe

@@ -20,8 +20,8 @@ from lockstep.parallel.clip import clip_grad_norm_, clip_grads_with_norm_, get_t
 from lockstep.parallel.dtensors import DTensor, Replicate, Shard, mesh_of_ranks
 from lockstep.parallel.grad_pieces import in_runs, own_gradients
 from lockstep.parallel.shard_face import Face
-from lockstep.parallel.shard_group import ShardSlot
 from lockstep.parallel.shard_layout import Cut, ShardLayout
+from lockstep.parallel.shard_slot import ShardSlot
 from lockstep.testing.worlds import run_threads
 
 SHAPES = ((7, 5), (3,), (1, 4), (8, 3), (), (2, 3, 2))

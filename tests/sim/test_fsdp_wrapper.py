@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.fsdp import FullyShardedDataParallel as Fsdp
 from lockstep.parallel.fsdp1.tensors import full_tensor
-from lockstep.parallel.shard_group import slot_of
+from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.torch_fsdp import (
     BackwardPrefetch,
     CPUOffload,
@@ -266,7 +266,7 @@ def test_offloaded_parameters_train_the_same() -> None:
         ends = []
         for offload in (False, True):
             model = wrapped(comm, cpu_offload=CPUOffload(offload_params=offload))
-            assert {group.offloads for group in model._fsdp_unit.engine.groups} == {offload}
+            assert {group.pieces.offloads for group in model._fsdp_unit.engine.groups} == {offload}
             train(model, adamw(model), comm.rank)
             ends.append(dict(model.state_dict()))
         assert equal(*ends)

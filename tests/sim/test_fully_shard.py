@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch import nn
 import lockstep
 import shard_programs
 from lockstep.comm.communicator import Communicator
+from lockstep.errors import ShardingError
 from lockstep.testing.worlds import run_threads
+from shard_models import Tied
 from shard_sides import Side, difference
 
 EXACT = (
@@ -70,3 +73,29 @@ def gradients_around_a_raising_hook(comm: Communicator) -> list[Any]:
 
 def test_a_hook_that_raises_leaves_nothing_to_the_next_step() -> None:
     assert run_threads(1, gradients_around_a_raising_hook) == [["raised", [1.0, 1.0], [1.0, 1.0]]]
+
+
+def a_tied_weight_under_another_name(comm: Communicator) -> list[Any]:
+    """What is put in the place of one of two names of a parameter is not undone without a word."""
+    torch.manual_seed(0)
+    model = lockstep.fully_shard(Tied(), mesh=comm)
+    tokens = torch.arange(3)
+    model(tokens).sum().backward()
+    saved = {name: torch.full_like(value, 0.5) for name, value in model.state_dict().items()}
+    model.load_state_dict(saved, assign=True)  # another parameter under each name
+    seen: list[Any] = [model(tokens).detach().unique().numel(), model.head.weight is model.embed.weight]
+    model(tokens).sum().backward()
+    model.head.weight = nn.Parameter(torch.zeros(11, 8))
+    try:
+        model(tokens)
+    except ShardingError as error:
+        seen.append(str(error))
+    return seen
+
+
+def test_one_name_of_a_tied_weight_cannot_be_replaced_unseen() -> None:
+    for rank, (values, is_tied, refusal) in enumerate(run_threads(3, a_tied_weight_under_another_name)):
+        assert (values, is_tied) == (1, True)  # all weights equal, so are all outputs
+        assert re.match(
+            rf"rank {rank}: parameter 'embed.weight' was sharded, .* is now a Parameter with \(11, 8\)", refusal
+        )

@@ -18,7 +18,7 @@ from lockstep.parallel.dtensors import Replicate, Shard, as_dtensor, local_tenso
 from lockstep.parallel.grad_pieces import own_gradients
 from lockstep.parallel.grad_scaler import GradScaler
 from lockstep.parallel.shard_face import Face
-from lockstep.parallel.shard_group import ShardSlot
+from lockstep.parallel.shard_slot import ShardSlot
 from lockstep.testing.worlds import run_threads
 
 SCALE = 8.0

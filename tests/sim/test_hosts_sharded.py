@@ -16,7 +16,7 @@ import shard_programs
 from host_ranks import run_on_hosts
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import PeerFailed
-from lockstep.parallel.shard_group import slot_of
+from lockstep.parallel.shard_slot import slot_of
 from shard_models import MLP_UNITS, mlp
 from shard_sides import Side, difference
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lockstep.comm.algorithms import cost
-from lockstep.comm.algorithms.cost import Cost, Path, Traffic
+import algorithm_costs as cost
+from algorithm_costs import Cost, Path, Traffic
 
 ALL_REDUCE = {
     "ring": cost.ring_all_reduce,

@@ -135,6 +135,7 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         *((("--signals-to-handle", f"SIGTERM,{name}", "train.py"), f"'{name}' is no signal that can be heard")
           for name in ("SIGWHAT", "SIGKILL", "SIGSTOP", "SIG_IGN")),
         (("--monitor-interval=0", "train.py"), "--monitor-interval"),
+        (("--monitor-interval=nan", "train.py"), "--monitor-interval nan: it is a number of seconds above 0"),
         (("--logs-specs=none_such", "train.py"), "none_such"),
         (("--event-log-handler=none_such", "train.py"), "--event-log-handler none_such"),
         (("--numa-binding=node", "train.py"), "there is none here"),

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor
 
 from lockstep.comm import objects
@@ -16,24 +14,21 @@ from lockstep.comm.operands import (
     SUM_LIKE,
     check_even,
     check_list,
-    check_numel,
-    check_peer,
     check_reduction,
     check_root_list,
     dense,
     in_place,
     in_place_list,
+    peer_of,
 )
-from lockstep.comm.pulse import open_pulse
-from lockstep.comm.transport import Transport
-from lockstep.errors import ConfigError, TransportClosed
+from lockstep.comm.point_to_point import PointToPoint
+from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.comm.mesh import Mesh
-    from lockstep.comm.place import Place
 
 
-class Communicator:
+class Communicator(PointToPoint):
     """The ranks of one group, and everything they can say to each other.
 
     Every operation takes tensors of any shape, also non-contiguous and empty ones. By default it blocks until the
@@ -45,110 +40,7 @@ class Communicator:
     Raises: ConfigError before anything is sent, for arguments that cannot be right; CommError from the waiting.
     """
 
-    def __init__(self, transport: Transport, name: str = "world") -> None:
-        self.transport = transport
-        self.name = name
-        self.rank = transport.rank
-        self.world_size = transport.world_size
-        self.global_ranks = transport.global_ranks  # rank in this group -> rank in the job
-        self.device = transport.device  # where this rank's tensors are expected
-        self.timeout_s = transport.timeout_s  # limit of every operation that names no other
-        self.place: Place | None = None  # where init() found this process; None for groups made otherwise
-        self._pulse = open_pulse(os.environ)  # so that a launcher sees whether this rank gets on
-        self._collectives = 0
-        self._messages = 0
-        self._closed = False
-        self.forget: Callable[[Communicator], object] = lambda _: None  # told of the end, by whoever lists this one
-
-    # ------------------------------------------------------------------ what it is
-
-    def empty(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
-        """A tensor [numel] where this group's operations need the fewest copies, with whatever values were there.
-
-        Between ranks of one host it lies in memory that all see. A tensor like any other, also for other groups.
-        Not collective. Memory: given back with the last reference to its storage.
-        """
-        check_numel("empty", numel)
-        return self.transport.empty(numel, dtype)
-
-    def shared(self, numel: int, dtype: torch.dtype = torch.float32) -> Tensor | None:
-        """One tensor [numel] of zeros that all ranks see: what one writes, the others read after the next collective.
-
-        None, on every rank alike, where ranks cannot share memory or there is no room for it. Do not pass it to a
-        collective as what each rank has for itself: it is the same on all. Collective.
-        Memory: given back when no rank refers to its storage any more; a rank that keeps it keeps it for all.
-        Raises: CollectiveMismatch, where ranks ask for different tensors.
-        """
-        if self._closed:
-            raise TransportClosed(f"shared on a closed communicator ({self.name!r}, rank {self.rank})")
-        check_numel("shared", numel)
-        if self.world_size == 1:
-            with torch.inference_mode(False):  # like what the transports make: for use in every mode
-                return torch.zeros(numel, dtype=dtype, device=self.device)
-        return self.transport.shared(numel, dtype)
-
-    def __repr__(self) -> str:
-        place = f"rank {self.rank} of {self.world_size}"
-        return f"<Communicator {self.name!r}: {place}, {self.transport.name}, {self.device}>"
-
-    def __enter__(self) -> Communicator:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Give back what this communicator holds. Not collective; a second call does nothing."""
-        if not self._closed:
-            self._closed = True
-            self.transport.close()
-            self.forget(self)
-
-    # ------------------------------------------------------------------ messages between two ranks
-
-    def send(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
-        """Send `tensor` to rank `dst`; returns when the tensor may be changed again."""
-        work = self.transport.submit(self.send_op(tensor, dst, tag, label=label)._replace(async_op=False))
-        work.wait()
-        return work
-
-    def recv(self, tensor: Tensor, src: int | None = None, tag: int = 0, *, label: str = "") -> Work:
-        """Receive into `tensor` from rank `src`, or from any rank (`Work.source_rank()` then tells which)."""
-        work = self._receive(tensor, src, tag, label, async_op=False)
-        work.wait()
-        return work
-
-    def isend(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
-        """`send` without waiting. `tensor` must not change before `Work.wait()` has returned."""
-        return self.transport.submit(self.send_op(tensor, dst, tag, label=label))
-
-    def irecv(self, tensor: Tensor, src: int | None = None, tag: int = 0, *, label: str = "") -> Work:
-        """`recv` without waiting."""
-        return self._receive(tensor, src, tag, label, async_op=True)
-
-    def send_op(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> CommOp:
-        """A send for `batch_send_recv`."""
-        check_peer(self, "dst", dst, tag)
-        return self._message("send", inputs=(dense(tensor),), peer=dst, tag=tag, label=label)
-
-    def recv_op(self, tensor: Tensor, src: int, tag: int = 0, *, label: str = "") -> CommOp:
-        """A receive for `batch_send_recv`; `tensor` must be contiguous."""
-        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # there is no `wait` that would copy back
-            raise ConfigError("recv_op needs a contiguous tensor, not conjugated: receive into a buffer and copy it")
-        return self._recv_op(tensor, src, tag, label)[0]
-
-    def batch_send_recv(self, ops: Sequence[CommOp], *, async_op: bool = False) -> Work:
-        """Start several messages together, so that no order of them can deadlock (`send_op`, `recv_op` make them)."""
-        if not ops:
-            raise ConfigError("batch_send_recv needs at least one send_op or recv_op")
-        for op in ops:
-            if op.kind not in ("send", "recv"):
-                raise ConfigError(f"batch_send_recv takes what send_op and recv_op return, not {op.kind}")
-        parts = tuple(op._replace(async_op=async_op) for op in ops)
-        work = self.transport.submit(self._message("batch_send_recv", parts=parts, async_op=async_op))
-        if not async_op:
-            work.wait()
-        return work
+    _collectives = 0  # so many were begun
 
     # ------------------------------------------------------------------ one to all, all to one
 
@@ -156,7 +48,7 @@ class Communicator:
         self, tensor: Tensor, src: int = 0, *, algorithm: str | None = None, async_op: bool = False, label: str = ""
     ) -> Work:
         """Every rank's `tensor` becomes rank `src`'s. Same shape and dtype everywhere."""
-        check_peer(self, "src", src)
+        src = peer_of(self, "src", src)
         flat, copy_back = in_place(tensor)
         inputs = (flat,) if self.rank == src else ()
         return self._collective("broadcast", inputs, (flat,), copy_back, async_op, label, algorithm, peer=src)
@@ -172,7 +64,7 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """Rank `dst`'s `tensor` becomes the reduction over all ranks; on the others it keeps its value."""
-        check_peer(self, "dst", dst)
+        dst = peer_of(self, "dst", dst)
         check_reduction(reduce, tensor)
         if self.rank == dst:
             flat, copy_back = in_place(tensor, complex_as_real=reduce in SUM_LIKE)
@@ -190,7 +82,7 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """On rank `dst`, `gather_list[r]` becomes rank r's `tensor`; other ranks pass no list."""
-        check_peer(self, "dst", dst)
+        dst = peer_of(self, "dst", dst)
         is_root = check_root_list(self, "gather_list", gather_list, tensor, root=dst)
         outputs, copy_back = in_place_list(gather_list or ()) if is_root else ((), None)
         return self._collective("gather", (dense(tensor),), outputs, copy_back, async_op, label, peer=dst)
@@ -205,7 +97,7 @@ class Communicator:
         label: str = "",
     ) -> Work:
         """Every rank's `tensor` becomes `scatter_list[rank]` of rank `src`; other ranks pass no list."""
-        check_peer(self, "src", src)
+        src = peer_of(self, "src", src)
         check_root_list(self, "scatter_list", scatter_list, tensor, root=src)
         flat, copy_back = in_place(tensor)
         inputs = tuple(dense(t) for t in scatter_list or ())
@@ -315,7 +207,7 @@ class Communicator:
         JSON values, at most 1 MiB (so tuples come back as lists and keys as strings): the same holds for the next two.
         Raises: ConfigError where the value cannot travel, and CommError on the other ranks.
         """
-        check_peer(self, "src", src)
+        src = peer_of(self, "src", src)
         return objects.broadcast_object(self, value, src, label)
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
@@ -324,7 +216,7 @@ class Communicator:
 
     def gather_object(self, value: Any, dst: int = 0, *, label: str = "") -> list[Any] | None:
         """The ranks' `value`s, in rank order, on rank `dst`; None on the others. Blocks."""
-        check_peer(self, "dst", dst)
+        dst = peer_of(self, "dst", dst)
         return objects.gather_object(self, value, dst, label)
 
     # ------------------------------------------------------------------ smaller groups
@@ -366,38 +258,14 @@ class Communicator:
         reduce: Reduction | None = None,
         peer: int | None = None,
     ) -> Work:
-        if self._closed:
-            raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
+        self._begin(kind)
         op = CommOp(self._collectives, kind, inputs, outputs, peer, reduce, 0, label, (), async_op)
         if algorithm is not None:
             op = by_messages(self, op, algorithm)
         work = self.transport.submit(op)
-        self._pulse.beat()
         self._collectives += 1
         if copy_back is not None:
             work = ThenWork(work, copy_back)
         if not async_op:
             work.wait()
         return work
-
-    def _message(self, kind: Kind, **fields: Any) -> CommOp:
-        if self._closed:
-            raise TransportClosed(f"{kind} on a closed communicator ({self.name!r}, rank {self.rank})")
-        op = CommOp(self._messages, kind, **fields)
-        self._pulse.beat()
-        self._messages += 1
-        return op
-
-    def _recv_op(
-        self, tensor: Tensor, src: int | None, tag: int, label: str
-    ) -> tuple[CommOp, Callable[[], object] | None]:
-        check_peer(self, "src", src, tag)
-        if src is None and self.world_size == 1:
-            raise ConfigError(f"recv from any rank: {self.name!r} has one rank, so no message can come")
-        flat, copy_back = in_place(tensor)
-        return self._message("recv", outputs=(flat,), peer=src, tag=tag, label=label), copy_back
-
-    def _receive(self, tensor: Tensor, src: int | None, tag: int, label: str, async_op: bool) -> Work:
-        op, copy_back = self._recv_op(tensor, src, tag, label)
-        work = self.transport.submit(op._replace(async_op=async_op))
-        return work if copy_back is None else ThenWork(work, copy_back)

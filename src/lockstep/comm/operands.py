@@ -5,9 +5,10 @@ That is detached, contiguous, real where it is added.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from lockstep.comm.reduction import is_reducible
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
-    from lockstep.comm.communicator import Communicator
+    from lockstep.comm.rank_group import RankGroup
 
 SUM_LIKE = ("sum", "mean")
 WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.float32: torch.float64}  # to add in
@@ -25,10 +26,7 @@ WIDER = {torch.bfloat16: torch.float32, torch.float16: torch.float32, torch.floa
 
 def dense(tensor: Tensor, complex_as_real: bool = False) -> Tensor:
     """`tensor` itself where its memory holds its elements in order, else a copy that does."""
-    if not isinstance(tensor, Tensor):
-        raise ConfigError(f"a {type(tensor).__name__} cannot be sent: make it a tensor, or use the object operations")
-    if tensor.layout is not torch.strided:
-        raise ConfigError(f"a tensor of layout {tensor.layout} cannot be sent: send its values and its indices")
+    check_tensors(tensor)
     flat = tensor.detach().contiguous()
     if flat.is_conj() or flat.is_neg():  # the memory holds other numbers than the tensor says
         flat = flat.resolve_conj().resolve_neg()
@@ -76,26 +74,60 @@ def pieces(tensors: Sequence[Tensor], count: int) -> Sequence[Tensor]:
     return [tensor.view(-1) for tensor in tensors]
 
 
-def check_numel(kind: str, numel: int) -> None:
-    """Raises: ConfigError for a number of elements below 0."""
-    if numel < 0:
-        raise ConfigError(f"{kind} of {numel} elements: give their number, 0 or more")
+def check_numel(kind: str, numel: Any) -> None:
+    """Raises: ConfigError for what is no number of elements."""
+    if _whole(numel) < 0:
+        raise ConfigError(f"{kind} of {numel!r} elements: give their number, 0 or more")
 
 
-def check_peer(comm: Communicator, argument: str, rank: int | None, tag: int | None = None) -> None:
-    """tag: of a message, which goes to another rank, or comes from one or from any."""
-    if rank is not None and not 0 <= rank < comm.world_size:
-        raise ConfigError(f"{argument}={rank}: {comm.name!r} has ranks 0 to {comm.world_size - 1}")
-    if tag is not None and rank == comm.rank:
+def _whole(number: Any) -> int:
+    """As an int; -1 for what is no whole number."""
+    try:
+        return operator.index(number)
+    except TypeError:
+        return -1
+
+
+def check_tensors(*tensors: object) -> None:
+    """Raises: ConfigError for what is no tensor, or one whose elements are not in memory one after the other."""
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            what = type(tensor).__name__
+            raise ConfigError(f"only tensors are sent and filled, not {what}: make one, or use the object operations")
+        if tensor.layout is not torch.strided:
+            raise ConfigError(f"a tensor of layout {tensor.layout} cannot be sent: send its values and its indices")
+        if tensor.is_meta:
+            raise ConfigError("a tensor on the meta device has no values to send: fill it first (lockstep.materialize)")
+
+
+def peer_of(comm: RankGroup, argument: str, rank: Any) -> int:
+    """`rank`, a whole number of whatever type, as an int. Raises: ConfigError for what is no rank of `comm`."""
+    number = _whole(rank)
+    if not 0 <= number < comm.world_size:
+        raise ConfigError(f"{argument}={rank!r}: {comm.name!r} has ranks 0 to {comm.world_size - 1}")
+    return number
+
+
+def other_rank(comm: RankGroup, argument: str, rank: Any, tag: Any) -> int:
+    """`peer_of` for a message. Raises: ConfigError for this rank itself too, and for a tag that no message can have."""
+    number = peer_of(comm, argument, rank)
+    if number == comm.rank:
         raise ConfigError(f"{argument}={rank} is this rank itself: a rank cannot send to itself, copy the tensor")
-    if tag is not None and not 0 <= tag < COLLECTIVE_TAG:
-        raise ConfigError(f"tag={tag}: a tag is an int from 0 to 2**31 - 3")
+    check_tag(tag)
+    return number
+
+
+def check_tag(tag: Any) -> None:
+    """Raises: ConfigError for what is no tag of a user's message."""
+    if not isinstance(tag, int) or not 0 <= tag < COLLECTIVE_TAG:
+        raise ConfigError(f"tag={tag!r}: a tag is an int from 0 to 2**31 - 3")
 
 
 def check_list(
-    comm: Communicator, argument: str, tensors: Sequence[Tensor], own: Tensor | None = None, name: str = "tensor"
+    comm: RankGroup, argument: str, tensors: Sequence[Tensor], own: Tensor | None = None, name: str = "tensor"
 ) -> None:
     """own: what this rank's tensor of the list goes into or comes from, argument `name`."""
+    check_tensors(*tensors)
     if len(tensors) != comm.world_size:
         raise ConfigError(f"{argument} has {len(tensors)} tensors: it needs one per rank, {comm.world_size}")
     dtypes = {str(t.dtype) for t in (tensors if own is None else (*tensors, own))}
@@ -109,7 +141,7 @@ def check_list(
 
 
 def check_root_list(
-    comm: Communicator, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, root: int
+    comm: RankGroup, argument: str, tensors: Sequence[Tensor] | None, tensor: Tensor, root: int
 ) -> bool:
     """Whether this rank is the root, which alone has the list."""
     if comm.rank != root:
@@ -122,8 +154,9 @@ def check_root_list(
     return True
 
 
-def check_even(comm: Communicator, kind: str, whole: Tensor, part: Tensor, may_widen: bool = False) -> None:
+def check_even(comm: RankGroup, kind: str, whole: Tensor, part: Tensor, may_widen: bool = False) -> None:
     """`whole` is one `part` for each rank, of the same dtype; may_widen: the part may be of a wider one."""
+    check_tensors(whole, part)
     if whole.numel() != comm.world_size * part.numel():
         raise ConfigError(
             f"{kind} on rank {comm.rank}: the whole has {whole.numel()} elements, but {comm.world_size} ranks x "
@@ -138,6 +171,7 @@ def check_even(comm: Communicator, kind: str, whole: Tensor, part: Tensor, may_w
 
 def check_reduction(reduce: str, tensor: Tensor) -> None:
     """Raises: ConfigError for a reduction that does not exist, or has no meaning for this dtype."""
+    check_tensors(tensor)
     if reduce == "sum":
         return
     if reduce not in REDUCTIONS:

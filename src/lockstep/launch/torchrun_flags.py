@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
-import signal
 import sys
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import torch
-from torch.distributed.elastic.events import get_logging_handler
-from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args, determine_local_world_size, get_args_parser
+from torch.distributed.run import config_from_args, get_args_parser
 
 from lockstep.errors import ConfigError
-from lockstep.launch.doctor.asked import read_machines, refuse_crowd, refuse_meeting
+from lockstep.launch.doctor.asked import read_machines
 from lockstep.launch.guess import new_record
 from lockstep.launch.job import Launch, Supervision
 from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.launcher import LOOPBACK, SIGNALS, silence_torch
 from lockstep.launch.preload import modules_to_preload
-from lockstep.launch.processes import ForkServer, refuse_few_files
+from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
+from lockstep.launch.torchrun_checks import count_processes, refuse
 from lockstep.launch.words import Words
 from lockstep.observe.loggers import LOG, logger_names
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
@@ -49,7 +45,6 @@ _HELP = {  # where torchrun's words do not hold here
     "signals_to_handle": f"signals that ask to stop, with commas between them (default: {','.join(SIGNALS)})",
 }
 _POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("ARGUMENTS", False)}
-_OUTPUTS = r"[0-3]|\d:[0-3](,\d:[0-3])*"
 _SECONDS = (
     ("--grace-s", 60.0, "after a signal: how long workers may save before they are killed"),
     ("--failure-grace-s", 0.2, "after a worker failed: how long the others may say what they saw"),
@@ -132,7 +127,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     given = {name: value for name, value in vars(args).items() if value != made.get_default(name)}
     origins = {GUARD: _origin("guard", GUARD, given), RUN: _origin("record", RUN, given)}
     origins |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "launcher"}
-    _refuse(args)
+    refuse(args, _FROM_ZERO)
     read_window(args.profile)
     logger_names(args.log)
     args.guard = GuardSettings.of(os.environ, args.guard).mode
@@ -143,7 +138,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     if "signals_to_handle" not in given:
         args.signals_to_handle = ",".join(SIGNALS)
     silence_torch()
-    processes = _processes(args.nproc_per_node)
+    processes = count_processes(args.nproc_per_node)
     try:
         config, _, _ = config_from_args(args)
     except OSError as error:
@@ -173,81 +168,12 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     )
 
 
-def _processes(text: str) -> int:
-    """Of this machine. Raises: ConfigError for a number that cannot be, or none."""
-    flag = f"--nproc-per-node {text}"
-    try:
-        processes = determine_local_world_size(text)
-    except ValueError as error:
-        if text in ("gpu", "xpu"):
-            raise ConfigError(f"{flag}: torch sees none here. Name a number; `lockstep doctor` looks why") from error
-        raise ConfigError(f"{flag}: it takes a number of processes, a range like 2:4, auto, cpu or gpu") from error
-    if processes < 1:
-        raise ConfigError(f"{flag}: at least one process has to run")
-    refuse_crowd(flag, processes)
-    refuse_few_files(processes)
-    return processes
-
-
 def _origin(flag: str, variable: str, given: Mapping[str, object]) -> str:
     return f"--{flag}" if flag in given else "environment" if variable in os.environ else "default"
 
 
 def _record_of(args: Namespace) -> str:
     return "" if args.record == "off" else os.path.abspath(args.record or new_record(args.training_script))
-
-
-def _refuse(args: Namespace) -> None:
-    """Raises: ConfigError for what torchrun would take and cannot do well."""
-    if args.watch:
-        raise ConfigError("--watch comes first: lockstep run --watch [other flags] script.py")
-    if args.start_method != "spawn":
-        raise ConfigError(f"--start-method {args.start_method}: --start warm|fresh says how workers are started")
-    if args.numa_binding and not torch.cuda.is_available():
-        raise ConfigError(f"--numa-binding {args.numa_binding}: ranks are bound near their GPU, and there is none here")
-    if args.module and args.no_python:
-        raise ConfigError("--module names a Python module, --no-python says it is none: leave one out")
-    if os.environ.get("TORCHELASTIC_ENABLE_FILE_TIMER") == "1":
-        raise ConfigError("TORCHELASTIC_ENABLE_FILE_TIMER=1: there is no such timer here, --hang-limit-s finds hangs")
-    _refuse_meeting(args)
-    for name in map(str.strip, args.signals_to_handle.split(",")):
-        if name in ("SIGKILL", "SIGSTOP") or (name and not isinstance(getattr(signal, name, None), signal.Signals)):
-            raise ConfigError(f"--signals-to-handle {args.signals_to_handle}: {name!r} is no signal that can be heard")
-    for flag in ("redirects", "tee"):
-        if not re.fullmatch(_OUTPUTS, getattr(args, flag)):
-            raise ConfigError(f"--{flag} {getattr(args, flag)}: it takes 0, 1, 2 or 3, or ranks with theirs: 0:3,1:1")
-    try:
-        get_logging_handler(args.event_log_handler)
-    except KeyError as error:
-        raise ConfigError(f"--event-log-handler {args.event_log_handler}: torch has console and null") from error
-    if args.monitor_interval <= 0:
-        raise ConfigError(f"--monitor-interval {args.monitor_interval}: it is a number of seconds above 0")
-    for flag in _FROM_ZERO:
-        number = getattr(args, flag[2:].replace("-", "_"))
-        if number is not None and not 0 <= number < 1e9:
-            raise ConfigError(f"{flag} {number}: it is a number from 0")
-
-
-def _refuse_meeting(args: Namespace) -> None:
-    """Raises: ConfigError for machines that could never meet."""
-    machines, is_static = read_machines(args.nnodes)[1], args.rdzv_backend == "static"
-    is_alone = machines == 1 or args.standalone
-    if is_static and args.max_restarts and not is_alone:
-        raise ConfigError(
-            "--max-restarts on several machines with --rdzv-backend static: they could not agree on a restart, and "
-            "would read what dead workers wrote: use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        )
-    refuse_meeting(machines, args.node_rank if is_static and not is_alone else None, args.master_port)
-    in_a_file = not is_static and "store_type=file" in args.rdzv_conf.replace(" ", "")
-    if args.standalone or args.rdzv_backend not in ("static", "c10d") or in_a_file:
-        return
-    if not is_alone and not is_static and not args.rdzv_endpoint:
-        raise ConfigError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on every machine")
-    try:
-        port = parse_rendezvous_endpoint(args.rdzv_endpoint, 1)[1]
-    except ValueError as error:
-        raise ConfigError(f"--rdzv-endpoint {args.rdzv_endpoint}: {error}") from error
-    refuse_meeting(machines, None, None if is_alone else port)
 
 
 def _smallest(args: Namespace) -> int:

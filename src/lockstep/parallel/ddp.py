@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,13 +13,12 @@ from torch.nn import Module, Parameter
 
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.torch_names import TorchDistributedDataParallel
-from lockstep.errors import ConfigError, ModelMismatch, UnsupportedArgument
+from lockstep.errors import ModelMismatch, UnsupportedArgument
 from lockstep.observe.gradients import GradientWatch
 from lockstep.observe.model_match import describe_model
 from lockstep.parallel.buckets import MIB
-from lockstep.parallel.buffers import BufferHook, BufferSync
-from lockstep.parallel.comm_hooks import Fp16Mean, Mean, TorchHook
+from lockstep.parallel.buffers import BufferSync
+from lockstep.parallel.comm_hooks import TorchHook
 from lockstep.parallel.ddp_arguments import (
     Device,
     bucket_caps_bytes,
@@ -30,6 +28,7 @@ from lockstep.parallel.ddp_arguments import (
     sparse_params,
     warn_deprecated,
 )
+from lockstep.parallel.ddp_surface import TorchSurface
 from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.join import JoinableReplica
 from lockstep.parallel.outputs import move_tensors, output_tensors
@@ -38,7 +37,7 @@ from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
 from lockstep.parallel.stats import logging_data
 
 
-class DistributedDataParallel(Module, JoinableReplica):
+class DistributedDataParallel(TorchSurface):
     """Trains copies of `module` on every rank as one: gradients are averaged while backward runs.
 
     The arguments are those of torch's class and mean the same, with these differences:
@@ -112,7 +111,7 @@ class DistributedDataParallel(Module, JoinableReplica):
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.mixed_precision = None
-        self.static_graph = False
+        self.static_graph = static_graph
         self.require_forward_param_sync = True
         self._caps_bytes = bucket_caps_bytes(bucket_cap_mb, bucket_cap_mb_list)
         self.bucket_bytes_cap = max(self._caps_bytes)
@@ -125,8 +124,6 @@ class DistributedDataParallel(Module, JoinableReplica):
             verify_same_model(self._comm, rows)
             broadcast_coalesced(self._comm, self._synced_params() + (self.modules_buffers if sync_buffers_now else []))
         self._build_reducer()
-        if static_graph:
-            self._set_static_graph()
 
     # ------------------------------------------------------------------ construction
 
@@ -174,7 +171,8 @@ class DistributedDataParallel(Module, JoinableReplica):
         )
         self.reducer.exchange.watch = GradientWatch(os.environ.get("LOCKSTEP_GUARD", "on"))
         self._lazy_init_ran = False
-        self._comm_hooks: list[tuple[Callable[..., Any], object]] = []
+        self._comm_hooks = []
+        self._builtin_hook = None
 
     # ------------------------------------------------------------------ one step
 
@@ -254,8 +252,6 @@ class DistributedDataParallel(Module, JoinableReplica):
         finally:
             self.reducer.sync = before
 
-    # ------------------------------------------------------------------ hooks
-
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Let `hook(state, bucket) -> Future[Tensor]` reduce each bucket; it divides by the world size itself.
 
@@ -267,103 +263,5 @@ class DistributedDataParallel(Module, JoinableReplica):
         self.reducer.exchange.hook = torch_hook
         self._comm_hooks.append((hook, state))
 
-    def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
-        self._refuse_second_hook()
-        self.reducer.exchange.hook = {"ALLREDUCE": Mean, "FP16_COMPRESS": Fp16Mean}[
-            torch_names.builtin_hook_name(comm_hook_type)
-        ]()
-        self._builtin_hook = comm_hook_type
-
-    def _refuse_second_hook(self) -> None:
-        if self.reducer.exchange.plan_stays:
-            raise ConfigError("a ShardedOptimizer reduces this module's gradients: it takes no communication hook")
-        if self._comm_hooks or getattr(self, "_builtin_hook", None) is not None:
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-
-    def _register_buffer_comm_hook(
-        self, state: Any, hook: Callable[..., Any], comm_hook_location: Any = "POST_FORWARD"
-    ) -> None:
-        if not callable(hook):
-            raise AssertionError(f"hook must be callable, got {type(hook).__name__}")
-        self._buffer_sync.hook = BufferHook(hook, state, getattr(comm_hook_location, "name", comm_hook_location))
-
-    def _register_fused_optim(self, optim: type, *args: Any, optim_params: Any = None, **kwargs: Any) -> None:
-        overlapped = torch_names.as_overlapped_optimizer(optim, optim_params, *args, **kwargs)
-        try:
-            overlapped.register_ddp(self)
-        except NotImplementedError as error:
-            raise RuntimeError(f"{optim} does not support overlapped DDP.") from error
-
-    def _setup_in_backward_optimizers(self) -> None:
-        if any(hasattr(param, "_in_backward_optimizers") for param in self._module_parameters):
-            torch_names.take_over_in_backward_optimizers(self)
-
-    # ------------------------------------------------------------------ what other libraries touch
-
-    @property
-    def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return TorchDistributedDataParallel
-
-    def __dir__(self) -> list[str]:
-        return sorted(
-            {*dir(DistributedDataParallel), *self.__dict__, *self._parameters, *self._modules, *self._buffers}
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _new_ddp, (), self.__getstate__()
-
-    def __getstate__(self) -> dict[str, Any]:
-        if not torch_names.is_default_group(self.process_group):
-            raise RuntimeError(
-                "DDP Pickling/Unpickling are only supported when using DDP with the default process group. That is, "
-                "when you have called init_process_group and have not passed process_group argument to DDP constructor"
-            )
-        left_out = ("_comm", "reducer", "_frozen", "_comm_hooks", "_builtin_hook")
-        state = {name: value for name, value in self.__dict__.items() if name not in left_out}
-        return {**state, "require_backward_grad_sync": self.require_backward_grad_sync}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        sync = state.pop("require_backward_grad_sync", True)
-        super().__setstate__(state)
-        self._comm = torch_names.communicator_over()
-        self._build_reducer()
-        self.require_backward_grad_sync = sync
-
-    def _set_static_graph(self) -> None:
-        if self.static_graph:
-            warnings.warn("You've set static_graph to be True, no need to set it again.", stacklevel=2)
-        self.static_graph = True
-
-    # Kept by torch for code of the time of DataParallel; they need nothing of the wrapper but its device and `dim`.
-    scatter = TorchDistributedDataParallel.scatter
-    gather = TorchDistributedDataParallel.gather
-    to_kwargs = TorchDistributedDataParallel.to_kwargs
-    use_side_stream_for_tensor_copies = True
-    _set_params_and_buffers_to_ignore_for_model = staticmethod(
-        TorchDistributedDataParallel._set_params_and_buffers_to_ignore_for_model
-    )
-    _get_data_parallel_params = staticmethod(TorchDistributedDataParallel._get_data_parallel_params)
-
-    def _update_process_group(self, new_process_group: Any) -> None:
-        if torch_names.is_member(new_process_group):
-            self._comm = torch_names.communicator_over(new_process_group)
-            self.reducer.reset_plan(self._comm)
-
-    @property
-    def _has_rebuilt_buckets(self) -> bool:
-        return self.reducer.exchange.rebuilt
-
-    def _remove_autograd_hooks(self) -> None:
-        self.reducer.remove()
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        # Nothing to set: times are taken in every step, five clock readings each.
-        if sample_rate < 1:
-            raise ValueError("DDP runtime logging sample rate should be equal or greater than 1")
-
     def _get_ddp_logging_data(self) -> dict[str, int | str]:
         return logging_data(self, os.environ)
-
-
-def _new_ddp() -> DistributedDataParallel:
-    return DistributedDataParallel.__new__(DistributedDataParallel)

@@ -19,9 +19,10 @@ from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.shard_extension import is_extended
 from lockstep.parallel.shard_face import face_of
 from lockstep.parallel.shard_gradients import sparse_gradient
-from lockstep.parallel.shard_group import TAKEN, Member, Owner, ShardGroup, slot_of
+from lockstep.parallel.shard_group import TAKEN, Member, Owner, ShardGroup
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
 from lockstep.parallel.shard_policies import understand_offload, understand_policy
+from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.shard_unit import ShardUnit, register_unit, unit_of
 from lockstep.parallel.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,9 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import local_of
-
-if TYPE_CHECKING:
-    from lockstep.parallel.shard_group import ShardSlot
+from lockstep.parallel.shard_slot import slot_of
 
 Lines = tuple[Communicator, ...]  # along each of them the pieces of a gradient differ; (): every rank has all of it
 HeldGradients = dict[Lines, list[Tensor]]
@@ -122,7 +120,7 @@ class _Lines:
         placements = getattr(tensor, "placements", None)  # importing DTensor to ask for it takes most of a second
         if placements is None:
             return ()
-        slot = _slot_of(tensor)
+        slot = slot_of(tensor)
         if slot is not None:
             spread = slot.group.faces[slot.index].spread
             beside = () if spread is None else self._over(spread.mesh, spread.placements)
@@ -140,12 +138,6 @@ class _Lines:
         """`comms` without those of one rank, each as the first communicator that was met with the same ranks."""
         several = (comm for comm in comms if comm.world_size > 1)
         return tuple(dict.fromkeys(self._by_ranks.setdefault(comm.global_ranks, comm) for comm in several))
-
-
-def _slot_of(tensor: Tensor) -> ShardSlot | None:
-    from lockstep.parallel.shard_group import slot_of  # not at the top: it imports DTensor
-
-    return slot_of(tensor)
 
 
 def _comm_over(process_group: Any) -> Communicator:

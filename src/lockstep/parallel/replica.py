@@ -40,20 +40,21 @@ def verify_same_model(comm: Communicator, rows: Sequence[Sequence[object]]) -> N
 
 
 def broadcast_coalesced(comm: Communicator, tensors: Sequence[Tensor], src: int = 0, label: str = "ddp.init") -> None:
-    """Every rank's `tensors` become rank `src`'s, in chunks of equal dtype.
+    """Every rank's `tensors` become rank `src`'s: all of one dtype together, wherever they stand, in chunks.
 
     Memory: one chunk, at most 250 MiB or the largest tensor.
     """
-    chunk: list[Tensor] = []
+    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in tensors:
-        if chunk and (
-            (tensor.dtype, tensor.device) != (chunk[0].dtype, chunk[0].device)
-            or sum(t.nbytes for t in chunk) + tensor.nbytes > BROADCAST_CHUNK_BYTES
-        ):
-            _broadcast_chunk(comm, chunk, src, label)
-            chunk = []
-        chunk.append(tensor)
-    if chunk:
+        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for members in alike.values():
+        chunk, nbytes = [], 0
+        for tensor in members:
+            if chunk and nbytes + tensor.nbytes > BROADCAST_CHUNK_BYTES:
+                _broadcast_chunk(comm, chunk, src, label)
+                chunk, nbytes = [], 0
+            chunk.append(tensor)
+            nbytes += tensor.nbytes
         _broadcast_chunk(comm, chunk, src, label)
 
 

@@ -12,9 +12,10 @@ from lockstep.comm import torch_names
 from lockstep.errors import CommError, ShardingError
 from lockstep.parallel.backward import step_is_lost, when_autograd_ends
 from lockstep.parallel.shard_gradients import ShardGradients
-from lockstep.parallel.shard_group import ShardGroup, ShardState, slot_of
+from lockstep.parallel.shard_group import ShardGroup, ShardState
 from lockstep.parallel.shard_pass import Outcome, PassKind, ShardOp, ShardPass
 from lockstep.parallel.shard_reductions import Losses, ShardReductions
+from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.shard_unit import ShardUnit, unit_of
 from lockstep.parallel.shard_wholes import ShardWholes
 

@@ -72,7 +72,7 @@ class Flight:
         if settings.comm_hook is not None:
             return self.out
         factor = settings.divide_factor or active_ranks or group.mesh.whole.world_size
-        out = self.out.to(wide(self.out.dtype, group.kept_dtype))
+        out = self.out.to(wide(self.out.dtype, group.pieces.dtype))
         if factor != 1.0:
             out.div_(factor)
         if settings.all_reduce_hook is not None:

@@ -42,8 +42,10 @@ class ShardGradients:
 
     def _forget(self) -> None:
         self._arrived: set[int] = set()
+        self._awaited = 0  # how many have to arrive; counted when the first does
         self._buffer: Tensor | None = None  # the pool's, while gradients arrive
         self._waiting: set[int] = set()  # parameters whose gradients have come and are not in it yet
+        self._waiting_numel = 0
         self._laid: set[int] = set()  # parameters whose gradients are in it
         self._held: dict[int, Tensor] = {}
         self._partial: Tensor | None = None
@@ -65,6 +67,8 @@ class ShardGradients:
         Raises: ShardingError for a sparse gradient.
         """
         whole = self.group.wholes[index]
+        if not self._arrived:
+            self._awaited = sum(param.requires_grad for param in self.group.params)
         self._arrived.add(index)
         if whole.grad is not None and whole.grad.layout is not torch.strided:
             raise ShardingError(f"rank {self.group.mesh.whole.rank}: {sparse_gradient(self.group.fqns[index])}")
@@ -73,10 +77,12 @@ class ShardGradients:
         if whole.grad is not None:
             whole.grad = self.group.faces[index].settled(whole.grad)  # now, which all ranks do in the same order
             if self.settings.sync:
+                if index not in self._waiting:
+                    self._waiting_numel += local_tensor(whole.grad).numel()
                 self._waiting.add(index)
             else:
                 self._hold(index)
-        return len(self._arrived) == sum(param.requires_grad for param in self.group.params)
+        return len(self._arrived) == self._awaited
 
     def _hold(self, index: int) -> None:
         whole, before = self.group.wholes[index], self._held.get(index)
@@ -94,6 +100,7 @@ class ShardGradients:
                 if grad is not None:
                     self._lay(index, local_tensor(grad), pool)
         self._waiting.clear()
+        self._waiting_numel = 0
 
     @property
     def is_due(self) -> bool:
@@ -178,7 +185,7 @@ class ShardGradients:
     def _target(self) -> Tensor:
         """Where the sum goes."""
         group = self.group
-        dtype = self.dtype if group.comm.world_size == 1 else wide(self.dtype, group.kept_dtype)
+        dtype = self.dtype if group.comm.world_size == 1 else wide(self.dtype, group.pieces.dtype)
         replicas = group.replicate_comm
         if replicas is not None and replicas.device == group.device:
             return replicas.empty(group.layout.shard_numel, dtype)
@@ -187,8 +194,8 @@ class ShardGradients:
     @property
     def many_wait(self) -> bool:
         """Whether what waits for a buffer is so much that memory counts more than time, on a CPU at least."""
-        numel = sum(local_tensor(self.group.wholes[index]).numel() for index in self._waiting)
-        return numel * _WAITING_PARTS > self.group.layout.whole_numel and self.group.device.type == "cpu"
+        is_much = self._waiting_numel * _WAITING_PARTS > self.group.layout.whole_numel
+        return is_much and self.group.device.type == "cpu"
 
     def take(self, flight: Flight) -> None:
         """Add the result of a reduction that has ended to this rank's gradients. Nothing is said to the others."""
@@ -201,7 +208,7 @@ class ShardGradients:
     def _add(self, out: Tensor) -> None:
         """Add `out` [S] to the `.grad` of earlier backwards; keep it for parameters that have none yet."""
         group = self.group
-        out = out.to(group.home, group.kept_dtype)  # the optimizer's
+        out = out.to(group.pieces.home, group.pieces.dtype)  # the optimizer's
         kept = {index: param.grad for index, param in enumerate(group.params) if param.grad is not None}
         if kept:
             pieces = [self._piece(out, index) for index in kept]

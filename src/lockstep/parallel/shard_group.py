@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
 import torch
-from torch import Tensor
 from torch.nn import Module, Parameter
 
 from lockstep.comm.op import DONE, Work
 from lockstep.errors import ShardingError
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.kept_part import KeptPart
-from lockstep.parallel.shard_extension import Extended, Surroundings, cut_extended, is_extended
+from lockstep.parallel.shard_extension import Extended, Surroundings
 from lockstep.parallel.shard_face import Face
 from lockstep.parallel.shard_layout import Cut, ShardLayout
 from lockstep.parallel.shard_mesh import ShardMesh, grid_of
+from lockstep.parallel.shard_pieces import ShardPieces
+from lockstep.parallel.shard_slot import ShardSlot, put_into, slot_of
 from lockstep.parallel.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from lockstep.parallel.unsharded import Gathered, Resident, Unsharded, pieces_of
+from lockstep.parallel.unsharded import Gathered, Resident, Unsharded
 
 # Life of the tensors here, for n elements over W ranks, S = n / W and padding:
-#   pieces[i]         the truth: what the optimizer changes and checkpoints hold. Lives as long as the group, one after
-#                     the other in `flat` [S]; where ranks share memory, each in its place in the whole that all see.
-#   params[i]         `pieces[i]` as a DTensor: the module's parameter between uses.
+#   pieces            live as long as the group, one after the other in a flat tensor [S]; where ranks share memory,
+#                     each in its place in the whole that all see.
+#   params[i]         piece i as a DTensor: the module's parameter between uses.
 #   wholes[i]         alias of the unsharded flat buffer: the module's parameter in forward and backward, and the leaf
 #                     of autograd's graph. Its .grad lives until it is copied into a reduction.
 
@@ -58,32 +58,6 @@ class Member(NamedTuple):
     face: Face
 
 
-@dataclass(frozen=True)
-class ShardSlot:
-    """Where a sharded parameter belongs."""
-
-    group: ShardGroup
-    index: int
-
-    @property
-    def fqn(self) -> str:
-        """The parameter's dotted name."""
-        return self.group.fqns[self.index]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _no_slot, ()  # a copy of a parameter is not in the group, and must not bring it along
-
-
-def _no_slot() -> None:
-    return None
-
-
-def slot_of(param: Tensor) -> ShardSlot | None:
-    """Where `param` belongs if fully_shard made it; None for any other tensor."""
-    slot = getattr(param, "_lockstep_slot", None)
-    return slot if slot is not None and slot.group.params[slot.index] is param else None
-
-
 @final
 class ShardGroup:
     """A small state machine over the parameters that are gathered together.
@@ -94,7 +68,6 @@ class ShardGroup:
     def __init__(
         self, members: Sequence[Member], mesh: ShardMesh, policy: MixedPrecisionPolicy, offload: CPUOffloadPolicy | None
     ) -> None:
-        first = members[0].param
         self.mesh = mesh
         self.comm = mesh.shard
         self.replicate_comm = mesh.replicate
@@ -103,20 +76,13 @@ class ShardGroup:
         self.faces = [member.face for member in members]
         self.layout = ShardLayout([Cut(m.face.shape, m.dim) for m in members], self.comm.world_size)
         self.policy = policy
-        self.compute_dtype = policy.param_dtype if first.dtype.is_floating_point else None
+        self.compute_dtype = policy.param_dtype if members[0].param.is_floating_point() else None
         self.device = mesh.device
-        self.offloads = offload is not None
-        self.pins = offload is not None and offload.pin_memory
         self.state = ShardState.SHARDED
         self.unsharded: Unsharded | None = None
         self._shows_part = False  # the modules have what `kept_part` shows
-        self.kept_dtype = first.dtype
-        self.home = (
-            torch.device("meta") if first.is_meta else torch.device("cpu") if offload is not None else self.device
-        )
-        self.is_extended = is_extended(first, members[0].fqn)
-        self.flat: Tensor | None = None
-        self.pieces = self._cut_out([member.param for member in members])
+        whole = [member.param for member in members]
+        self.pieces = ShardPieces(whole, self.layout, self.comm, self.device, offload, self.fqns[0])
         self.params = [self._sharded(index, member.param) for index, member in enumerate(members)]
         self.wholes: list[Parameter] = []
         self._whole_versions: list[int] = []
@@ -135,7 +101,7 @@ class ShardGroup:
     @property
     def dtype(self) -> torch.dtype:
         """What modules compute with."""
-        return self.compute_dtype or self.kept_dtype
+        return self.compute_dtype or self.pieces.dtype
 
     # ------------------------------------------------------------------ unshard and reshard
 
@@ -146,7 +112,7 @@ class ShardGroup:
         """
         if self.unsharded is not None:
             return
-        if self.home.type == "meta":
+        if self.pieces.home.type == "meta":
             raise ShardingError(
                 f"parameter {self.fqns[0]!r} is on the meta device: fill the model first, with lockstep.materialize("
                 "model) or lockstep.load_safetensors(model, path)"
@@ -159,31 +125,26 @@ class ShardGroup:
             ]
 
     def _find_place(self, sharing: bool, parts: int | None) -> Unsharded:
-        layout, comm = self.layout, self.comm
-        if self.is_extended:
-            return Extended(self.pieces[0], comm, self._surroundings(), self.label)
-        assert self.flat is not None, "pieces are in one flat tensor until they find a place in a whole"
-        is_same = (self.dtype, self.device) == (self.kept_dtype, self.home)
+        layout, comm, pieces = self.layout, self.comm, self.pieces
+        if pieces.is_extended:
+            return Extended(pieces.tensors[0], comm, self._surroundings(), self.label)
+        assert pieces.flat is not None, "pieces are in one flat tensor until they find a place in a whole"
+        is_same = (self.dtype, self.device) == (pieces.dtype, pieces.home)
         if comm.world_size == 1 and is_same:
-            return Resident(layout, self.flat, comm.rank, is_copy=False)
+            return Resident(layout, pieces.flat, comm.rank, is_copy=False)
         if sharing and comm.world_size > 1 and self.device.type == "cpu" and layout.whole_numel:
             whole = comm.shared(layout.whole_numel, self.dtype)
             if whole is not None:
                 is_copy = not is_same or any(cut.dim for cut in layout.cuts)
                 resident = Resident(layout, whole, comm.rank, is_copy)
                 if not is_copy:
-                    resident.write(self.pieces)
-                    self._move(resident.mine)
+                    resident.write(pieces.tensors)
+                    pieces.move(resident.mine)
+                    for param, piece in zip(self.params, pieces.tensors, strict=True):
+                        param._local_tensor = piece  # pyright: ignore[reportAttributeAccessIssue]
                 return resident
         gathered = Gathered(layout, self.dtype, self.device, comm, self.label)
         return gathered if parts is None else KeptPart(gathered, layout, grid_of(comm, parts), self.label)
-
-    def _move(self, pieces: list[Tensor]) -> None:
-        """From now on the truth is in `pieces`."""
-        self.flat = None
-        self.pieces = pieces
-        for param, piece in zip(self.params, pieces, strict=True):
-            param._local_tensor = piece  # pyright: ignore[reportAttributeAccessIssue]
 
     def _surroundings(self) -> Surroundings:
         whole = torch.empty(self.layout.cuts[0].shape, device="meta")
@@ -195,7 +156,7 @@ class ShardGroup:
         if self.is_copied:
             assert isinstance(self.unsharded, Resident)
             with torch.no_grad():
-                self.unsharded.write(self.pieces)
+                self.unsharded.write(self.pieces.tensors)
 
     @property
     def is_shared(self) -> bool:
@@ -221,7 +182,8 @@ class ShardGroup:
         """
         assert self.unsharded is not None, "placed before the first use"
         with torch.no_grad():
-            flat = None if self.flat is None else self.flat.to(self.device, non_blocking=True)
+            flat = self.pieces.flat
+            flat = None if flat is None else flat.to(self.device, non_blocking=True)
             if self.state is not ShardState.SHARDED:
                 return self.unsharded.contribute(flat)
             self.unsharded.launch(flat)
@@ -283,54 +245,37 @@ class ShardGroup:
         """
         if self.state is ShardState.UNSHARDED:
             return
-        for index, owners in enumerate(self.owners):
-            found = owners[0].module._parameters.get(owners[0].name)
-            if found is None or found is not self.params[index] or slot_of(found) is None or not self._is_ours(index):
+        for index, param in enumerate(self.params):
+            is_ours = self._found(index) is param and slot_of(param) is not None
+            if not is_ours or not self.pieces.are_at(index, local_tensor(param)):
                 self.adopt()
                 return
 
-    def _is_ours(self, index: int) -> bool:
-        local, piece = local_tensor(self.params[index]), self.pieces[index]
-        if self.is_extended:
-            return local is piece
-        return local.dtype == piece.dtype and (local.data_ptr() == piece.data_ptr() or not local.numel())
+    def _found(self, index: int) -> Parameter | None:
+        """What the modules have for a parameter; where only one of several that share it has another, that one."""
+        param = self.params[index]
+        held = (module._parameters.get(name) for module, name in self.owners[index])
+        return next((found for found in held if found is not param), param)
 
     def check_loaded(self, module: Module) -> None:
         """Raises: ShardingError where a state dict put a parameter of another dtype into `module`; it is out again."""
         for fqn, owners, param in zip(self.fqns, self.owners, self.params, strict=True):
             for owner in owners:
                 loaded = module._parameters.get(owner.name) if owner.module is module else None
-                if loaded is not None and loaded is not param and loaded.dtype != self.kept_dtype:
+                if loaded is not None and loaded is not param and loaded.dtype != self.pieces.dtype:
                     module._parameters[owner.name] = param
                     raise ShardingError(
                         f"rank {self.mesh.whole.rank}: the state dict has {fqn!r} in {loaded.dtype}, the sharded model "
-                        f"in {self.kept_dtype}: convert the one that is wrong, or load without assign=True"
+                        f"in {self.pieces.dtype}: convert the one that is wrong, or load without assign=True"
                     )
 
     def adopt(self) -> None:
         """Let the pieces have the values, dtype and device of the parameters the modules have now."""
-        current = [owners[0].module._parameters.get(owners[0].name) for owners in self.owners]
+        current = [self._found(index) for index in range(len(self.params))]
         for index, param in enumerate(current):
             self._check_adoptable(index, param)
-        locals_ = [local_tensor(param) for param in current if param is not None]
-        if self.is_extended:
-            self.pieces = locals_
+        if self.pieces.take([local_tensor(param) for param in current if param is not None], self.label):
             self.unsharded = None
-        elif {(t.dtype, t.device) for t in locals_} != {(self.kept_dtype, self.home)}:
-            kinds = {(t.dtype, t.device.type) for t in locals_}
-            if len(kinds) > 1:
-                raise ShardingError(
-                    f"the parameters of one group have become different, {sorted(map(str, kinds))} ({self.label}): "
-                    "convert all of them"
-                )
-            self.kept_dtype = locals_[0].dtype
-            self.home = torch.device("cpu") if self.offloads else locals_[0].device
-            self.pieces = self._make_pieces()
-            self.unsharded = None
-        with torch.no_grad():
-            for piece, local in zip(self.pieces, locals_, strict=True):
-                if piece.data_ptr() != local.data_ptr():
-                    piece.copy_(local)
         self.params = [self._put_into(index, param) for index, param in enumerate(current)]
         self._register(self.params)
 
@@ -346,31 +291,14 @@ class ShardGroup:
 
     # ------------------------------------------------------------------ making
 
-    def _cut_out(self, params: Sequence[Parameter]) -> list[Tensor]:
-        """This rank's pieces of whole parameters."""
-        if self.is_extended:
-            return [cut_extended(params[0], self.fqns[0], self.layout.cuts[0].dim, self.comm)]
-        pieces = self._make_pieces()
-        if self.home.type != "meta":
-            for index, (piece, param) in enumerate(zip(pieces, params, strict=True)):
-                first, rows = self.layout.rows(index, self.comm.rank)
-                piece.copy_(local_tensor(param).detach().narrow(self.layout.cuts[index].dim, first, rows))
-        return pieces
-
-    def _make_pieces(self) -> list[Tensor]:
-        """Pieces in a flat tensor [S] of their own; padding is zeros."""
-        flat = torch.zeros(self.layout.shard_numel, dtype=self.kept_dtype, device=self.home)
-        self.flat = flat.pin_memory() if self.pins and self.home.type == "cpu" and torch.cuda.is_available() else flat
-        return pieces_of(self.flat, self.layout, self.comm.rank)
-
     def _sharded(self, index: int, param: Parameter) -> Parameter:
         """What stands in the place of `param` between uses, with the attributes that users have given it."""
-        sharded = Parameter(self.faces[index].piece(self.pieces[index]), requires_grad=param.requires_grad)
+        sharded = Parameter(self.faces[index].piece(self.pieces.tensors[index]), requires_grad=param.requires_grad)
         vars(sharded).update({key: value for key, value in vars(param).items() if key not in vars(sharded)})
         return self._put_into(index, sharded)
 
     def _put_into(self, index: int, param: Any) -> Parameter:
         """`param`, a DTensor, with our piece; it stays the same object, for its optimizer's sake."""
-        param._local_tensor = self.pieces[index]
-        param._lockstep_slot = ShardSlot(self, index)
+        param._local_tensor = self.pieces.tensors[index]
+        put_into(ShardSlot(self, index), param)
         return param

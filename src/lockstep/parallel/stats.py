@@ -79,8 +79,7 @@ def logging_data(ddp: DistributedDataParallel, environ: Mapping[str, str]) -> di
     exchange, comm = ddp.reducer.exchange, ddp.reducer.comm
     nbytes = [param.nbytes for param in exchange.params]
     sizes = ", ".join(str(sum(nbytes[i] for i in members)) for members in exchange.plan)
-    builtin = getattr(ddp, "_builtin_hook", None)
-    hook = "" if builtin is None else str(builtin)
+    hook = "" if ddp._builtin_hook is None else str(ddp._builtin_hook)
     if ddp._comm_hooks:
         hook = getattr(ddp._comm_hooks[0][0], "__qualname__", repr(ddp._comm_hooks[0][0]))
     return {

@@ -20,8 +20,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep.comm.tensor_parts import AnyTensor, is_dtensor, local_of
-from lockstep.errors import CheckpointMismatch, ConfigError
+from lockstep.errors import CheckpointMismatch
 from lockstep.parallel.dtensors import DTensor, Replicate, as_dtensor
+from lockstep.parallel.fsdp1.optim_state import named
 from lockstep.parallel.fsdp1.state import reshard_all, state_dict_type
 from lockstep.parallel.fsdp1.tensors import piece_of, sharded_like
 from lockstep.parallel.fsdp1.unit import units_in
@@ -145,15 +146,8 @@ class OptimizerState:
         """The optimizer's parameters by name, in its order."""
         module = unwrapped(self._model)
         reshard_all(module)
-        names = {id(param): plain_name(name) for name, param in module.named_parameters()}
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
-        unknown = [tuple(param.shape) for param in params if id(param) not in names]
-        if unknown:
-            raise ConfigError(
-                f"the optimizer has {len(unknown)} parameter(s) that are not in the model, of shapes {unknown[:3]}: "
-                "make it from the parameters of the model that parallelize, fully_shard, ... returned"
-            )
-        return {names[id(param)]: param for param in params}
+        return named(params, {plain_name(name): param for name, param in module.named_parameters()})
 
     def state_dict(self) -> State:
         """Everything by name. Collective where only the optimizer is cut: a few bytes travel. Memory: no copy."""

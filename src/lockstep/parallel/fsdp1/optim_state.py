@@ -9,7 +9,7 @@ These are what torch's FullyShardedDataParallel gives and takes, so a file of on
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from torch import Tensor
@@ -140,14 +140,20 @@ def _params(model: Module, optim: Optimizer | None, optim_input: OptimInput = No
     reshard_all(model)
     given = (model.parameters() if optim_input is None else optim_input) if optim is None else optim.param_groups
     params = [param for each in given for param in (each["params"] if isinstance(each, dict) else [each])]
-    names = {param: clean_name(name) for name, param in model.named_parameters()}
-    unknown = [tuple(param.shape) for param in params if param not in names]
+    return named(params, {clean_name(name): param for name, param in model.named_parameters()})
+
+
+def named(params: Sequence[Tensor], of_model: Mapping[str, Tensor]) -> dict[str, Any]:
+    """An optimizer's `params` by their names in the model. Raises: ConfigError for one that is not there."""
+    names = {id(param): name for name, param in of_model.items()}
+    unknown = [tuple(param.shape) for param in params if id(param) not in names]
     if unknown:
         raise ConfigError(
-            f"the optimizer has {len(unknown)} parameter(s) that are not in the model, of shapes {unknown[:3]}: "
-            "make it from the parameters of the wrapped model, and outside of summon_full_params"
+            f"the optimizer has {len(unknown)} parameter(s) that are not in the model, of shapes {unknown[:3]}: make "
+            "it from the parameters of the model that parallelize, fully_shard, ... returned, outside of "
+            "summon_full_params"
         )
-    return {names[param]: param for param in params}
+    return {names[id(param)]: param for param in params}
 
 
 def _renamed(groups: list[StateDict], new: Mapping[Any, Any]) -> list[StateDict]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from lockstep.comm.tensor_parts import part_of
 from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor, as_dtensor, local_tensor
-from lockstep.parallel.shard_group import ShardSlot, slot_of
+from lockstep.parallel.shard_slot import ShardSlot, slot_of
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

@@ -1,4 +1,6 @@
-"""What each algorithm costs, in closed form: the messages and bytes of every rank, and the time of all.
+"""What each collective of `comm/algorithms/` costs, in closed form: every rank's messages and bytes, the time of all.
+
+The tests hold the algorithms to it, `bench_algorithms` measures them against it.
 
 The model is alpha, beta, gamma: a step takes alpha seconds, and beta for each byte that a rank moves in it, in both
 directions at once; a reduction takes gamma for each byte of its result.

@@ -11,22 +11,28 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from lockstep.checkpoint.checkpointer import Checkpointer
+from lockstep.checkpoint.foreign.export import export_checkpoint
 from lockstep.checkpoint.generation import names_in
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.data.coverage import whole_tally
 from lockstep.data.sample_log import sample_ids, samples_by_epoch
+from lockstep.data.tokenizer import ByteTokenizer
+from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import rank_of
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 from lockstep.train import loop
 from lockstep.train.config import CheckpointConfig, DataConfig, ModelConfig, OptimConfig, RunConfig, TrainConfig
 from lockstep.train.console import Console
+from lockstep.train.evaluate import parameter_digest
 from lockstep.train.loop import TrainResult, prepare, train
 from lockstep.train.metrics import StepLog
+from lockstep.train.model import build_model
 from lockstep.train.run_dir import Launch
 from sharded_tensors import Alive
 
@@ -288,8 +294,13 @@ def cut(run: RunConfig, sharding: str, **fields: Any) -> RunConfig:
     return replace(run, **fields)
 
 
+LLAMA = {"family": "llama32", "layers": 2, "heads": 4, "kv_heads": 2, "mlp_width": 64}
+
+
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients", "full", "hybrid"])
-def test_every_sharding_ends_with_the_same_weights(run: RunConfig, sharding: str) -> None:
+@pytest.mark.parametrize("model", [{}, LLAMA], ids=["gpt2", "llama32"])
+def test_every_sharding_ends_with_the_same_weights(run: RunConfig, model: dict[str, Any], sharding: str) -> None:
+    run = with_option(run, "model", **model)
     whole = go(cut(run, "none", out=run.out / "whole"), 2)[0]
     results = go(cut(run, sharding), 2)
     assert len(set(results)) == 1
@@ -340,6 +351,29 @@ def test_run_goes_on_with_another_sharding_on_other_ranks(run: RunConfig) -> Non
     assert stopped.step == 5
     resumed = go(cut(run, "full", out=run.out / "other"), 1, resume=str(stopped.checkpoint))[0]
     assert resumed.val_loss == pytest.approx(whole.val_loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("sharding", ["none", "full"])
+@pytest.mark.parametrize("model", [{"dropout": 0.1}, LLAMA], ids=["gpt2", "llama32"])
+def test_transformers_builds_the_model_from_an_export_alone(
+    run: RunConfig, model: dict[str, Any], sharding: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0)  # transformers' bar: a thread of its own
+    run = with_option(with_option(run, "model", width=16, **model), "train", sharding=sharding)
+    result = go(run, 3)[0]
+    with open_checkpoint(result.checkpoint) as reader:
+        exported = export_checkpoint(reader, tmp_path / "exported")
+    assert exported.files == ["model.safetensors", "config.json"]
+    theirs, report = AutoModelForCausalLM.from_pretrained(exported.path, output_loading_info=True)
+    assert not any(report.values()), report
+    assert parameter_digest(theirs) == result.digest  # every bit of parameters and buffers, by name
+    ours: Any = materialize(build_model(run.model, ByteTokenizer()), seed=0).eval()
+    trained = {name.removeprefix("model/"): tensor for name, tensor in weights(result.checkpoint).items()}
+    ours.load_state_dict({**trained, "lm_head.weight": ours.get_input_embeddings().weight}, strict=True)
+    tokens = torch.arange(8).view(1, 8)
+    assert torch.equal(theirs(input_ids=tokens).logits, ours(input_ids=tokens).logits)
+    written = theirs.generate(tokens[:, :3], max_new_tokens=4, do_sample=False)  # with a cache of keys and values
+    assert torch.equal(written, ours.generate(tokens[:, :3], max_new_tokens=4, do_sample=False))
 
 
 def test_only_the_newest_checkpoints_are_kept(run: RunConfig) -> None:

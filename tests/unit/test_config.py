@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.recipes import gpt2
+from lockstep.recipes import gpt2, llama32
 from lockstep.train.config import (
+    ModelConfig,
     RunConfig,
     TrainConfig,
     changes_on_resume,
@@ -31,7 +32,7 @@ def with_option(name: str, value: Any) -> RunConfig:
     return replace(config, **{section: replace(getattr(config, section), **{field: value})})
 
 
-@pytest.mark.parametrize("recipe", [gpt2.tiny, gpt2.gpt2_124m])
+@pytest.mark.parametrize("recipe", [gpt2.tiny, gpt2.gpt2_124m, llama32.tiny, llama32.llama32_1b])
 @pytest.mark.parametrize("world_size", [1, 2, 4, 8])
 def test_recipes_can_be_trained(recipe: Any, world_size: int) -> None:
     check(recipe(), world_size)
@@ -42,6 +43,10 @@ def test_recipes_can_be_trained(recipe: Any, world_size: int) -> None:
     [
         ("model.layers", 0, "at least 1"),
         ("model.heads", 3, "does not divide --model.width 64"),
+        ("model.kv_heads", 0, "at least 1"),
+        ("model.kv_heads", 1, "GPT-2 has as many as --model.heads 2"),
+        ("model.kv_heads", 4, "--model.kv_heads 4 does not divide --model.heads 2"),
+        ("model.mlp_width", 0, "at least 1"),
         ("model.dropout", 1.0, "below 1"),
         ("model.dropout", -0.1, "below 1"),
         ("data.val_fraction", 0.0, "nothing to validate"),
@@ -63,6 +68,15 @@ def test_impossible_value_is_refused_by_name(name: str, value: Any, words: str) 
         check(with_option(name, value), 2)
     assert words in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_heads_of_llama_are_shared_evenly_and_have_pairs() -> None:
+    model = ModelConfig("llama32", heads=4, kv_heads=2, width=24)
+    check(replace(RunConfig(), model=model), 1)
+    with pytest.raises(ConfigError, match=r"--model\.kv_heads 3 does not divide --model\.heads 4"):
+        check(replace(RunConfig(), model=replace(model, kv_heads=3)), 1)
+    with pytest.raises(ConfigError, match=r"--model\.heads 4 gives each 5 of --model\.width: .* an even number"):
+        check(replace(RunConfig(), model=replace(model, width=20)), 1)
 
 
 @given(batch=st.integers(1, 200), microbatch=st.none() | st.integers(1, 50), world_size=st.integers(1, 16))

@@ -137,6 +137,19 @@ def test_names_of_nested_tensors_and_what_is_left_out(tmp_path: Path) -> None:
     assert done.tensors == 1
 
 
+def test_config_of_the_model_is_exported_with_it_unless_another_is_named(tmp_path: Path) -> None:
+    text = '{"model_type": "gpt2"}\n'
+    folder = saved(tmp_path / "c", {"model": {"w": torch.ones(2)}, "other": {"w": torch.ones(3)}, "model_config": text})
+    (tmp_path / "named.json").write_text('{"model_type": "llama"}')
+    assert export(folder, tmp_path / "own").files == ["model.safetensors", "config.json"]
+    assert (tmp_path / "own" / "config.json").read_text() == text
+    export(folder, tmp_path / "named", config=tmp_path / "named.json")
+    assert (tmp_path / "named" / "config.json").read_text() == '{"model_type": "llama"}'
+    assert export(folder, tmp_path / "other", key="other").files == ["model.safetensors"]
+    nested = saved(tmp_path / "n", {"model": {"w": torch.ones(2)}, "model_config": {"model_type": "gpt2"}})
+    assert export(nested, tmp_path / "nested").files == ["model.safetensors"]  # it is no text of a file
+
+
 def test_torch_reads_what_is_exported_for_it(tmp_path: Path) -> None:
     whole = state()
     folder = saved(tmp_path / "c", whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -221,17 +222,30 @@ def test_a_number_on_a_device_is_given_on_once_it_is_there(runs: Runs, tmp_path:
     assert runs["wandb"][0].logged == [(1, {"lr": 0.1, "loss": 0.25})]
 
 
-@pytest.mark.parametrize(("end", "code"), [("", None), ("raise ValueError('no')\n", 1)])
+_FOLLOWED = "while not loggers._logged.empty(): pass\n"
+_BEGUN = "while not loggers._busy: pass\nwhile 'wandb' not in __import__('sys').modules: pass\n"
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (_FOLLOWED, None),
+        (_FOLLOWED + "raise ValueError('no')\n", 1),
+        ("", None),
+        (_BEGUN + "raise SystemExit(3)\n", None),
+    ],
+)
 def test_logging_is_ended_before_what_the_libraries_do_at_the_end_of_the_process(
     tmp_path: Path, end: str, code: int | None
 ) -> None:
     (tmp_path / "wandb.py").write_text(
-        "import atexit\n"
+        "import atexit, time\n"
         "class Run:\n"
         "    def log(self, values, step): print('logged', step)\n"
         "    def finish(self, exit_code): print('finished', exit_code)\n"
         "def init(**about):\n"
         "    atexit.register(print, 'connection lost')\n"
+        "    time.sleep(0.5)\n"  # the program may be at its end meanwhile
         "    return Run()\n"
     )
     program = (
@@ -239,13 +253,24 @@ def test_logging_is_ended_before_what_the_libraries_do_at_the_end_of_the_process
         "from lockstep.observe.loggers import open_loggers\n"
         f"loggers = open_loggers(('wandb',), Path({str(tmp_path)!r}), {{}})\n"
         "loggers.log(7, {'loss': 1.0})\n"
-        "while not loggers._logged.empty(): pass\n"
     )
     environ = {**os.environ, "PYTHONPATH": str(tmp_path), "WANDB_MODE": ""}
     ran = subprocess.run([sys.executable, "-c", program + end], env=environ, capture_output=True, text=True, timeout=60)
 
     assert ran.stdout == f"logged 7\nfinished {code}\nconnection lost\n"
     assert "lockstep:" not in ran.stderr
+
+
+def test_a_forked_process_does_not_end_the_logging_of_its_parent(runs: Runs, tmp_path: Path) -> None:
+    loggers = open_loggers(("wandb",), tmp_path, CONFIG)
+    loggers.log(1, {"loss": 0.5})
+    worker = multiprocessing.get_context("fork").Process(target=int)  # its end calls what is registered with threading
+    worker.start()
+    worker.join(30)
+    assert worker.exitcode == 0
+    loggers.log(2, {"loss": 0.25})
+    loggers.close()
+    assert runs["wandb"][0].logged == [(1, {"loss": 0.5}), (2, {"loss": 0.25})]
 
 
 def test_nobody_is_asked_for_a_key_on_the_terminal_of_the_program(

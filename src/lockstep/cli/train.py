@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -42,10 +43,15 @@ from lockstep.launch.worker import (
     report_failure,
 )
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
-from lockstep.recipes import gpt2
+from lockstep.recipes import gpt2, llama32
 from lockstep.train.config import RunConfig, check, flatten
 
-RECIPES: dict[str, Callable[[], RunConfig]] = {"gpt2-tiny": gpt2.tiny, "gpt2-124m": gpt2.gpt2_124m}
+RECIPES: dict[str, Callable[[], RunConfig]] = {
+    "gpt2-tiny": gpt2.tiny,
+    "gpt2-124m": gpt2.gpt2_124m,
+    "llama32-tiny": llama32.tiny,
+    "llama32-1b": llama32.llama32_1b,
+}
 _USER_ERROR = 2
 
 
@@ -85,6 +91,9 @@ def train(words: Sequence[str]) -> int:
         rest = [word for word in words if word != "--watch"]
         return watched(["train", *rest], parse_train(rest).run.out)
     command = parse_train(words)
+    for name, value in flatten(command.run):
+        if re.search("[\ud800-\udfff]", str(value)):
+            raise ConfigError(f"--{name} {value}: it is no UTF-8, as a checkpoint keeps it: rename it")
     read_window(command.profile)
     place = find_place(os.environ)
     smallest, largest = read_range(command.processes)
@@ -100,9 +109,7 @@ def train(words: Sequence[str]) -> int:
         raise ConfigError(f"--restarts {command.restarts} --grace_s {command.grace_s}: neither can be below 0")
     processes = choose_processes(command.run, smallest, largest)
     is_alone = processes == 1 and not command.restarts
-    with _held(command.run.out):
-        print(f"lockstep: training in {command.run.out}", flush=True)  # before torch is loaded, which takes seconds
-        code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
+    code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
     from lockstep.cli.report import tell_record
 
     tell_record({RUN: str(command.run.out / "profile"), PROFILE: command.profile}, is_quiet=code != 0)
@@ -155,6 +162,7 @@ def _held(out: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(f"another run trains in {out}: let it end, or choose another --out") from error
+        print(f"lockstep: training in {out}", flush=True)  # before torch is loaded, which takes seconds
         yield
 
 
@@ -174,9 +182,10 @@ def _fits(run: RunConfig, processes: int) -> bool:
 def _alone(command: TrainCommand, words: Sequence[str], place: Place) -> int:
     """Train in this process, which says in the record how that ended, as a launcher would."""
     log = _log(command, words)
-    log.begin()
-    code = run_rank(command, place)
-    log.over(code)
+    with _held(command.run.out):
+        log.begin()
+        code = run_rank(command, place)
+        log.over(code)
     return code
 
 
@@ -185,9 +194,11 @@ def _log(command: TrainCommand, words: Sequence[str]) -> LaunchLog:
 
 
 def _launch(command: TrainCommand, words: Sequence[str], processes: int, smallest: int) -> int:
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything is loaded: nothing here is downloaded
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    with leaving_at_once() as settle, loading_ahead(_MODULES) as server:
+    with leaving_at_once() as (settle, stack):
+        stack.enter_context(_held(command.run.out))
+        os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything is loaded: nothing here is downloaded
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+        server = stack.enter_context(loading_ahead(_MODULES))
         from lockstep.launch.job import Launch, Supervision
         from lockstep.launch.launcher import launch, local_config
 
@@ -200,11 +211,9 @@ def _launch(command: TrainCommand, words: Sequence[str], processes: int, smalles
             newest=partial(newest_step, command),
             log=_log(command, words),
         )
-        program = Program("module", "lockstep", ("train", *words))
-        with private_folder() as folder:
-            config = local_config(processes, folder)
-            job = Launch(program, config, supervision, folder, modules=_MODULES, server=server)
-            return launch(job, settle)
+        program, folder = Program("module", "lockstep", ("train", *words)), stack.enter_context(private_folder())
+        job = Launch(program, local_config(processes, folder), supervision, folder, modules=_MODULES, server=server)
+        return launch(job, settle)
 
 
 def newest_step(command: TrainCommand) -> int | None:

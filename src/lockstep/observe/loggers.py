@@ -6,7 +6,6 @@ local files.
 
 from __future__ import annotations
 
-import atexit
 import importlib
 import importlib.util
 import json
@@ -71,6 +70,9 @@ class Loggers:
         self._thread = threading.Thread(target=self._follow, args=(beginnings,), name="lockstep-log", daemon=True)
         if beginnings:
             self._thread.start()
+            # What these libraries register with atexit ends what is logged, and may do so while the next one begins.
+            # Python calls this before all of that, as it does for concurrent.futures.
+            vars(threading)["_register_atexit"](self.close)
 
     def log(self, step: int, values: Mapping[str, float], later: Later | None = None) -> None:
         """Give numbers of a step to each, and those of `later` once they are known."""
@@ -79,7 +81,7 @@ class Loggers:
 
     def close(self) -> None:
         """Write what is left, as far as that can be done in seconds. A second call does nothing."""
-        if self._is_closed:
+        if self._is_closed or not self._thread.is_alive():  # a process that was forked has no such thread
             return
         self._is_closed = True
         self._has_failed = sys.exc_info()[0] is not None or hasattr(sys, "last_type")
@@ -91,8 +93,7 @@ class Loggers:
     def _follow(self, beginnings: Mapping[str, Callable[[], Logger]]) -> None:
         loggers: dict[str, Logger] = {}
         for name, begin in beginnings.items():
-            self._try(name, f"nothing is logged to {name}", partial(_begin, loggers, name, begin))
-        atexit.register(self.close)  # before what these libraries do then, for they end what is logged
+            self._try(name, f"nothing is logged to {name}", lambda n=name, b=begin: loggers.update({n: b()}))
         while (logged := self._logged.get()) is not None:
             step, values, later = logged
             while (more := {} if later is None else later()) is None:
@@ -114,10 +115,6 @@ class Loggers:
             sys.stderr.write(f"lockstep: {failed}: {type(error).__name__}: {error}\n")
             return False
         return True
-
-
-def _begin(loggers: dict[str, Logger], name: str, begin: Callable[[], Logger]) -> None:
-    loggers[name] = begin()
 
 
 def open_loggers(names: Sequence[str], folder: Path, config: Mapping[str, Any], step: int = 0) -> Loggers:

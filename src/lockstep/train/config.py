@@ -20,14 +20,18 @@ from lockstep.observe.loggers import logger_names
 class ModelConfig:
     """The transformer, randomly initialised."""
 
-    family: Literal["gpt2"] = "gpt2"
+    family: Literal["gpt2", "llama32"] = "gpt2"
     """Architecture."""
     layers: int = 2
     """Transformer blocks."""
     heads: int = 2
     """Attention heads; they divide the width."""
+    kv_heads: int | None = None
+    """Heads of keys and values, of which each serves as many others; they divide the heads. None: as many as these."""
     width: int = 64
     """Size of the residual stream."""
+    mlp_width: int | None = None
+    """Size within a block's MLP; None is 4 times the width."""
     context: int = 64
     """Tokens the model looks back on."""
     dropout: float = 0.0
@@ -122,7 +126,9 @@ _AT_LEAST = {
     "seed": 0,
     "model.layers": 1,
     "model.heads": 1,
+    "model.kv_heads": 1,
     "model.width": 1,
+    "model.mlp_width": 1,
     "model.context": 1,
     "data.vocab_size": 257,
     "train.steps": 1,
@@ -157,12 +163,22 @@ def check(config: RunConfig, world_size: int) -> None:
             raise ConfigError(f"--{name} {value} must be at least 0 and below 1")
     if config.data.val_fraction == 0:
         raise ConfigError("--data.val_fraction 0.0 leaves nothing to validate on: 0.02 is usual")
-    if config.model.width % config.model.heads:
-        raise ConfigError(f"--model.heads {config.model.heads} does not divide --model.width {config.model.width}")
+    _check_heads(config.model)
     if config.data.path is not None and not config.data.path.exists():
         raise ConfigError(f"--data.path {config.data.path} does not exist")
     logger_names(config.log)
     microbatches_per_rank(config.train, world_size)
+
+
+def _check_heads(model: ModelConfig) -> None:
+    kv_heads, size = model.kv_heads or model.heads, model.width // model.heads
+    for name, parts, cut in (("heads", model.heads, "width"), ("kv_heads", kv_heads, "heads")):
+        if getattr(model, cut) % parts:
+            raise ConfigError(f"--model.{name} {parts} does not divide --model.{cut} {getattr(model, cut)}")
+    if model.family == "gpt2" and kv_heads != model.heads:
+        raise ConfigError(f"--model.kv_heads {kv_heads}: GPT-2 has as many as --model.heads {model.heads}")
+    if model.family == "llama32" and size % 2:
+        raise ConfigError(f"--model.heads {model.heads} gives each {size} of --model.width: Llama needs an even number")
 
 
 def microbatches_per_rank(train: TrainConfig, world_size: int) -> int:

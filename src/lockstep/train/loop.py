@@ -22,6 +22,7 @@ from lockstep.train.console import Console
 from lockstep.train.evaluate import evaluate, prove_equal
 from lockstep.train.job import Job, TrainResult, prepare
 from lockstep.train.metrics import Meter, StepMetrics
+from lockstep.train.model import config_text
 from lockstep.train.optim import learning_rate
 from lockstep.train.run_dir import Launch
 from lockstep.train.step import accumulate_gradient, agree, clip_gradient
@@ -165,13 +166,11 @@ def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> Non
         "tokens": tokens_done,
         "world_size": job.comm.world_size,
         "config": to_json(job.run),
+        "model_config": config_text(job.model),
     }
     if job.logs:
         job.logs.sync()  # whoever goes on from this checkpoint finds the lines of all its steps
-    if wait:
-        job.checkpointer.save(step, state)
-    else:
-        job.checkpointer.save_async(step, state)
+    (job.checkpointer.save if wait else job.checkpointer.save_async)(step, state)
 
 
 def validate(job: Job, step: int) -> float:

@@ -45,9 +45,10 @@ def export_checkpoint(
 ) -> Exported:
     """Write what checkpoint `reader` has under the path `key` ("" for all of it) to `out`, which is new or empty.
 
-    "hf": a folder, in files of at most `shard_bytes`, with a copy of `config` as its config.json; "safetensors": one
-    file; both have tensors only, tied ones once, under the first of their names. "torch": a file that
-    `torch.load(weights_only=True)` reads, with all values. `out` is there as a whole or not at all.
+    "hf": a folder, in files of at most `shard_bytes`, with a config.json: a copy of `config`, or for a model the text
+    that the state has as "model_config"; "safetensors": one file; both have tensors only, tied ones once, under the
+    first of their names. "torch": a file that `torch.load(weights_only=True)` reads, with all values. `out` is there
+    as a whole or not at all.
     Memory: one tensor; for "torch" all of them.
     Raises: CheckpointDamaged before anything is written; CheckpointError where there is nothing under `key`, or `out`
     is in use.
@@ -71,9 +72,10 @@ def export_checkpoint(
             write_safetensors(unfinished, tensors, read)
             return Exported(out, [out.name], len(tensors), left_out)
         files = write_huggingface_folder(unfinished, tensors, read, shard_bytes)
-        if config is not None:
+        about = _json_of(config) if config is not None else _known_config(reader, prefix)
+        if about:
             with new_file(unfinished / "config.json") as file:
-                file.write(_json_of(config))
+                file.write(about)
             files.append("config.json")
         return Exported(out, files, len(tensors), left_out)
 
@@ -132,6 +134,11 @@ def _nothing(reader: CheckpointReader, prefix: str) -> CheckpointError:
     deeper = sorted({path[: path.index(f"/{prefix}/")] for path in paths if prefix and f"/{prefix}/" in path})
     hint = f"; there is one at --key {deeper[0]}/{prefix}" if deeper else ""
     return CheckpointError(f"{reader.folder} has nothing to write under {prefix!r}: its keys are {first}{hint}")
+
+
+def _known_config(reader: CheckpointReader, prefix: str) -> bytes:
+    known = reader.manifest.values.get("model_config")
+    return known.encode() if isinstance(known, str) and prefix.endswith("model") else b""
 
 
 def _json_of(path: Path) -> bytes:

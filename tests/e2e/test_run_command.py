@@ -333,6 +333,52 @@ def test_interrupt_that_comes_to_the_watcher_alone_stops_the_run(start: Callable
     assert "stopped" in watcher.said()[-1], "the end of what was printed is shown all the same"
 
 
+_SAVES_SLOWLY = """
+import os, signal, sys, time
+from lockstep.comm.pulse import open_pulse
+
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+pulse = open_pulse(os.environ)
+
+def save(number, frame):
+    if "before" in sys.argv:
+        pulse.committed(5)
+    print("rank", os.environ["RANK"], "is in between", flush=True)
+    time.sleep(600)
+
+signal.signal(signal.SIGINT, save)
+while True:
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.parametrize(
+    ("saved", "words", "said"),
+    [
+        ("before", (), "the processes were ended at once; the newest checkpoint is that of step 5"),
+        ("never", (), "the processes were ended at once; what they had not saved is lost"),
+        (
+            "never",
+            ("--grace-s=1",),
+            "the processes were ended when their time was over; what they had not saved is lost",
+        ),
+    ],
+)
+def test_what_is_said_of_ranks_that_were_killed_while_they_stopped_is_true(
+    tmp_path: Path, saved: str, words: tuple[str, ...], said: str
+) -> None:
+    (tmp_path / "saves_slowly.py").write_text(_SAVES_SLOWLY)
+    with contextlib.closing(Run(tmp_path, "run", "--record=off", *_TWO, *words, "saves_slowly.py", saved)) as run:
+        wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
+        run.signal(signal.SIGINT)
+        for rank in (0, 1):
+            run.await_text(f"rank {rank} is in between")
+        if not words:
+            run.signal(signal.SIGINT)
+        run.end(130)
+        assert run.said() == ["stopping; once more ends all processes at once", said]
+
+
 def test_second_signal_kills_at_once_with_all_that_workers_started(start: Callable[..., Run]) -> None:
     run = start(*_TWO, "--grace-s=600", "waits.py", "stay")
     wait_for(lambda: len(run.pids()) == 2, "both came up", run.text)
@@ -340,6 +386,7 @@ def test_second_signal_kills_at_once_with_all_that_workers_started(start: Callab
     run.await_text("rank 1 heard 15")
     run.process.send_signal(signal.SIGINT)
     run.end(130)
+    assert run.said()[-1] == "the processes were ended at once; what they had not saved is lost"
     wait_for(lambda: not any(map(is_alive, offspring_in(run))), "their children were gone", run.text)
     assert len(offspring_in(run)) == 2
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hostile_checkpoints import CASES, DATA, HEADER, body
-from lockstep.checkpoint.manifest import from_text, to_text
+from lockstep.checkpoint.manifest import FORMAT, from_text, to_text
 from lockstep.checkpoint.tensor_file import read_header
-from lockstep.errors import CheckpointDamaged
+from lockstep.errors import CheckpointDamaged, CheckpointError
 from small_checkpoints import raw_file, raw_manifest
 
 PROGRAM = Path(__file__).resolve().parents[1] / "hostile_loads.py"
@@ -124,6 +124,22 @@ def test_a_manifest_is_refused_or_is_the_one_text_of_what_it_says(found: Any) ->
     except CheckpointDamaged:
         return
     assert to_text(manifest) == text
+
+
+@pytest.mark.parametrize("version", [1, 3, 9999])
+def test_a_manifest_of_another_version_is_not_called_damaged_if_it_is_whole(version: int) -> None:
+    named = f"lockstep-checkpoint-{version}"
+    whole = raw_manifest({**RICH, "more": 0}).decode().replace(FORMAT, named, 1)
+    with pytest.raises(
+        CheckpointError, match=rf"^here is of the format {named}, .* reads {FORMAT}: go on with"
+    ) as other:
+        from_text(whole, "here")
+    assert not isinstance(other.value, CheckpointDamaged)
+    ours = raw_manifest(RICH).decode()
+    assert to_text(from_text(ours, "here")) == ours
+    for text in (ours.replace(FORMAT, named, 1), whole.replace('"more":0', '"more":1', 1), whole[:-2]):
+        with pytest.raises(CheckpointDamaged, match=r"^here is damaged: "):
+            from_text(text, "here")
 
 
 @settings(max_examples=400)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from lockstep import cli
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.cli.checkpoint_listing import size_text
+from lockstep.errors import CheckpointError
 
 COMMANDS = ("ls", "verify", "show", "export", "import")
 
@@ -100,6 +102,28 @@ def test_ls_tells_damaged_and_unfinished_ones(run: Path, capsys: pytest.CaptureF
     assert all("damaged: " in line for line in said.lines[1:3])
     flip(folder_of(run, 100) / "manifest.json", 200)
     assert "manifest.json" in Said(capsys, "ls", run).lines[1]
+
+
+def test_another_version_is_no_damage_and_is_not_passed_over(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder_of(run, 100) / "manifest.json"
+    body = json.dumps({**json.loads(path.read_text())["manifest"], "more": 0}, separators=(",", ":"))
+    digest = hashlib.sha256(body.encode()).hexdigest()
+    path.write_text(f'{{"format":"lockstep-checkpoint-3","sha256":"{digest}","manifest":{body}}}\n')
+    named = "is of the format lockstep-checkpoint-3, this version of lockstep reads lockstep-checkpoint-2: go on with"
+    for command, first in (("ls", 1), ("verify", 0)):
+        said = Said(capsys, command, run)
+        assert said.code == 1
+        assert named in said.lines[first]
+        assert "unreadable: " in said.lines[first]
+        assert "damaged" not in said.out
+        assert len(said.lines) == first + 2
+    assert named in Said(capsys, "show", run).err
+    with Checkpointer(run / "checkpoints", keep=None) as checkpointer:
+        with pytest.raises(CheckpointError, match=named):
+            checkpointer.load()
+        found = checkpointer.load(step=50)
+        assert found is not None
+        assert found.step == 50
 
 
 # ------------------------------------------------------------------ verify

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from lockstep.launch.doctor import examination, machine, probes
 from lockstep.launch.doctor.asked import Asked, read_asked
 from lockstep.launch.doctor.check import Check, has_failed, size, summary
 from lockstep.launch.doctor.machine import Interface, Limits, Memory, Port
-from lockstep.launch.doctor.variables import check_variables, meant_by
+from lockstep.launch.doctor.variables import KNOWN, check_variables, meant_by
 
 INF = float("inf")
 GIB = 2**30
@@ -141,6 +142,7 @@ def test_flags_that_cannot_be(words: list[str], environ: Mapping[str, str], expe
         ("OMP_NUM_THREAD", "OMP_NUM_THREADS"),
         ("TORCH_DISTRIBUTED_DEBUGS", "TORCH_DISTRIBUTED_DEBUG"),
         ("LOCKSTEP_GAURD", "LOCKSTEP_GUARD"),
+        ("LOCKSTEP_REPLICAS_EVERY", "LOCKSTEP_REPLICA_EVERY"),
     ],
 )
 def test_misspelt_variable(name: str, meant: str) -> None:
@@ -148,6 +150,17 @@ def test_misspelt_variable(name: str, meant: str) -> None:
     (check,) = check_variables({name: "7"}, ALONE, cores=64)
     assert check.status == "warn"
     assert f"export {meant}=7" in check.fix
+
+
+def test_every_variable_that_settings_name_is_known_with_all_its_misspellings() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text()
+    documented = re.findall(r"^\| `(LOCKSTEP_[A-Z_]+)` \| .+ \|$", page[: page.index("## How strict")], re.MULTILINE)
+    assert len(documented) > 5
+    assert sorted(documented) == sorted(name for name in KNOWN if name.startswith("LOCKSTEP_"))
+    for name in documented:
+        assert meant_by(name) == ""
+        for wrong in (name.lower(), name.replace("_", ""), name + "S", name[:-1], name[:-2] + name[:-3:-1]):
+            assert meant_by(wrong) == name, wrong
 
 
 @pytest.mark.parametrize(

@@ -298,7 +298,7 @@ sys.exit(lockstep.REQUEUE)
     [
         ("with leaving_at_once(): os.kill(os.getpid(), {0}); time.sleep(60)", INTERRUPTED),
         ("with leaving_at_once(): pass\nos.kill(os.getpid(), {0}); sys.exit(3)", 3),
-        ("with leaving_at_once() as settle: settle(); os.kill(os.getpid(), {0})\nsys.exit(5)", 5),
+        ("with leaving_at_once() as (settle, _): settle(); os.kill(os.getpid(), {0})\nsys.exit(5)", 5),
         ("try:\n    with leaving_at_once(): 1 / 0\nfinally: os.kill(os.getpid(), {0})", -signal.SIGTERM),
         ("signal.signal({0}, signal.SIG_IGN)\nwith leaving_at_once(): os.kill(os.getpid(), {0})\nsys.exit(4)", 4),
     ],

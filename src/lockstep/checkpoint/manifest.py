@@ -38,6 +38,9 @@ ENTRIES_MAX = 1_000_000  # tensors, aliases, values, kinds and files together
 _HEAD = f'{{"format":"{FORMAT}","sha256":"'
 _BODY = '","manifest":'
 _TAIL = "}\n"
+_BEGINNING = re.compile(
+    r'\{"format":"(lockstep-[a-z]+-[0-9]{1,4})","sha256":"([0-9a-f]{64})","manifest":'
+)  # of any format
 _FILE_NAME = re.compile(r"rank-([0-9]{5})\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CRC32S = re.compile(r"(?:[0-9a-f]{8})*")
@@ -92,22 +95,30 @@ def to_text(manifest: Manifest) -> str:
 def from_text(text: str, source: str | Path) -> Manifest:
     """The manifest that `text`, of the file `source`, is. Memory: at most about 20 times the text.
 
-    Raises: CheckpointDamaged for anything that `to_text` has not written.
+    Raises: CheckpointDamaged for what `to_text` has not written; CheckpointError for a whole one of another version.
     """
-    start = len(_HEAD) + 64 + len(_BODY)
+    found, other = _BEGINNING.match(text), ""
     try:
-        if not text.startswith(_HEAD):
+        if found is None:
             raise ValueError(f"it is not the manifest of a checkpoint in the format {FORMAT}")
-        if len(text) > BYTES_MAX or not text.endswith(_TAIL) or text[start - len(_BODY) : start] != _BODY:
+        if len(text) > BYTES_MAX or not text.endswith(_TAIL):
             raise ValueError("it was cut off, or is damaged")
-        body = text[start : -len(_TAIL)]
-        if hashlib.sha256(body.encode()).hexdigest() != text[len(_HEAD) : len(_HEAD) + 64]:
+        body = text[found.end() : -len(_TAIL)]
+        if hashlib.sha256(body.encode()).hexdigest() != found[2]:
             raise ValueError("its digest does not fit what it says")
+        other = "" if found[1] == FORMAT else found[1]
         manifest = _parsed(parse_json(body))
         if _body(manifest) != body:
             raise ValueError("it is not written as this library writes it")
         _check(manifest)
+        if other:
+            other = ""
+            raise ValueError(f"it is of the format {FORMAT}, and says {found[1]}")
     except (ValueError, TypeError, struct.error) as error:  # TypeError: a list where a key is expected
+        if other:
+            what = f"{source} is of the format {other}, this version of lockstep reads {FORMAT}"
+            hint = "go on with the version that has written it, or move its folder away"
+            raise CheckpointError(f"{what}: {hint}") from error
         raise CheckpointDamaged(f"{source} is damaged: {error}") from error
     return manifest
 

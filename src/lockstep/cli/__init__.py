@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from importlib import import_module
 
 import lockstep
-from lockstep.errors import ConfigError
-from lockstep.launch.words import nearest
+from lockstep.errors import ConfigError, LaunchError
+from lockstep.launch.words import current_folder, nearest
 
 _PARENT_PID = "LOCKSTEP_PARENT_PID"  # of who has started this command for itself, and takes it along when it ends
 _COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
@@ -43,17 +43,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; return its exit code.
 
     0 done, 1 failed, 2 asked for the impossible, 75 stopped after committing a checkpoint, so start it again to go on,
-    130 stopped before anything could be committed.
+    130 stopped before anything could be committed, or at once, by a second signal.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    _open_standard_streams()
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors in ("strict", "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no run ends for a letter that Latin 1 lacks
-    if words and words[0] == "--version":
-        print(f"lockstep {lockstep.__version__}")
-        return 0
-    if not words or words[0] in ("-h", "--help"):
-        print(HELP)
-        return 0
+    if os.environ.get("COLUMNS", "") in ("1", "2", "3", "4", "5", "6", "7"):
+        os.environ["COLUMNS"] = "8"  # in fewer, tyro's help has no end
     if _PARENT_PID in os.environ:
         from lockstep.launch.worker import hear_of_end
 
@@ -62,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = _command(words[0], words[1:])
         sys.stdout.flush()
         return code
-    except ConfigError as error:
+    except (ConfigError, LaunchError) as error:
         if words[0] != "train" or os.environ.get("RANK", "0") == "0":  # its ranks all read them: one answer is enough
             print(f"lockstep: {error}", file=sys.stderr)
         return _USER_ERROR
@@ -78,12 +75,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"lockstep: {error.filename or words[0]}: {error.strerror or error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
+        print("lockstep: stopped", file=sys.stderr)
         return _INTERRUPTED
 
 
 def ends_with_me() -> dict[str, str]:
     """Variables for a `lockstep` command that this process starts: however this one ends, that one is asked to stop."""
     return {_PARENT_PID: str(os.getpid())}
+
+
+def _open_standard_streams() -> None:
+    """Those that are closed lead nowhere: else a file or a socket of ours takes their number, and is written to."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:  # each time the lowest number that is free is taken: this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
 def _has_lost_its_reader(descriptor: int) -> bool:
@@ -93,8 +102,12 @@ def _has_lost_its_reader(descriptor: int) -> bool:
 
 
 def _command(name: str, words: Sequence[str]) -> int:
+    if name in ("-h", "--help", "--version"):
+        print(f"lockstep {lockstep.__version__}" if name == "--version" else HELP)
+        return 0
     if name not in _COMMANDS:
         near = nearest(name, ("--help", "--version") if name.startswith("-") else _COMMANDS)
         raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
+    current_folder()
     command = getattr(import_module(f"lockstep.cli.{name}"), name)
     return command(words)

@@ -50,9 +50,9 @@ def checkpoint(words: Sequence[str]) -> int:
     declare(parser)
     try:
         return act(parser.read(words[1:]))
-    except (ConfigError, BrokenPipeError):  # as for all commands
+    except ConfigError:  # as for all commands
         raise
-    except (LockstepError, OSError) as error:
+    except LockstepError as error:
         print(f"lockstep: {error}", file=sys.stderr)
         return _USER_ERROR if isinstance(error, CheckpointMissing) else 1
 

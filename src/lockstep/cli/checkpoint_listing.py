@@ -36,7 +36,7 @@ class Line:
     bytes: int
     ranks: int | None  # None where the manifest cannot be read
     generation: int
-    state: str  # complete (not verified), good, damaged or unfinished
+    state: str  # complete (not verified), good, damaged, unreadable or unfinished
     path: str
     why: str = ""
 
@@ -83,7 +83,7 @@ def _unfinished_in(directory: Path) -> list[Path]:
 
 
 def list_checkpoints(directory: Path, *, verify: bool, as_json: bool) -> int:
-    """Print one line for each; 1 where one is damaged."""
+    """Print one line for each; 1 where one cannot be used."""
     try:
         found = checkpoints_of(directory)
     except CheckpointMissing:
@@ -107,7 +107,7 @@ def list_checkpoints(directory: Path, *, verify: bool, as_json: bool) -> int:
             for line in lines
         ]
         print_table(("step", "written", "size", "ranks", "generation", "state"), rows)
-    return 1 if any(line.state == "damaged" for line in lines) else 0
+    return 1 if any(line.state in ("damaged", "unreadable") for line in lines) else 0
 
 
 def _line(path: Path, verify: bool) -> Line | None:
@@ -122,8 +122,12 @@ def _line(path: Path, verify: bool) -> Line | None:
     except CheckpointMissing:
         return None
     except CheckpointError as error:
-        state, why = "damaged", str(error)
+        state, why = _how(error), str(error)
     return _described(path, state, ranks, why)
+
+
+def _how(error: CheckpointError) -> str:
+    return "damaged" if isinstance(error, CheckpointDamaged) else "unreadable"  # no rights, another format
 
 
 def _check_sizes(reader: CheckpointReader) -> None:
@@ -154,7 +158,7 @@ def verify_checkpoints(directory: Path, step: int | None) -> int:
     for path in found:
         try:
             with open_checkpoint(path) as reader:
-                faults = _faults(reader)
+                faults, how = _faults(reader), "damaged"
                 size = sum(record.bytes for record in reader.manifest.files.values())
                 good = f"good, {len(reader.manifest.tensors)} tensors, {size_text(size)}"
         except CheckpointMissing:
@@ -162,9 +166,9 @@ def verify_checkpoints(directory: Path, step: int | None) -> int:
                 raise
             continue  # its run has deleted it since it was listed
         except CheckpointError as error:
-            faults, good = [str(error)], ""
+            faults, good, how = [str(error)], "", _how(error)
         damaged += bool(faults)
-        print(f"{path}: {good}" if not faults else f"{path}: damaged: {'; '.join(faults)}", flush=True)
+        print(f"{path}: {good}" if not faults else f"{path}: {how}: {'; '.join(faults)}", flush=True)
     return 1 if damaged else 0
 
 

@@ -67,9 +67,9 @@ def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
     rates += [f"{share.tokens_per_s:,.0f} tokens/s"] if share.tokens_per_s else []
     samples = sum(each.samples_per_s for each in verdict.shares)
     rates += [f"{samples:,.0f} samples/s"] if samples else []
-    rates += (
-        [f"MFU {verdict.mfu:.1%} ({how})"] if verdict.mfu is not None else ["no MFU: nothing is counted"] * bool(how)
-    )
+    missing = "--peak-tflops" if verdict.flops_per_s else "--flops-per-token, of a script per sample"
+    unknown = f"give {missing}" if samples or share.tokens_per_s else "nobody counts samples"
+    rates += [f"no MFU: {unknown}" if verdict.mfu is None else f"MFU {verdict.mfu:.1%} ({how})"]
     ranks = f"{len(run.ranks)} of {run.world_size} ranks"
     yield f"run      {shown(run.folder)}: {ranks}, {share.steps} steps, {', '.join(rates)}"
     overlap = "" if verdict.overlap is None else f", {verdict.overlap:.0%} of communication is hidden"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from argparse import ArgumentParser
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
 from lockstep.errors import ConfigError
@@ -23,7 +22,7 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("run what? `lockstep run -n 2 train.py`; `lockstep run --help` lists the flags")
     if words[:1] == ["--watch"]:
         return _watched(words[1:])
-    with leaving_at_once() as settle, ExitStack() as stack:
+    with leaving_at_once() as (settle, stack):
         program, server = guess_program(words), None
         if program is not None:
             modules = modules_to_preload(program, Path.cwd())

@@ -150,9 +150,12 @@ class Agent(SimpleElasticAgent):
             first = first_failure(ended)
             assert first is not None
             _tell_launcher_above(attempt.workers.error_files, first, attempt.ranks)
-        elif failures and not any(e.exit_code == REQUEUE for e in ended):
-            how = "the processes were ended before they could save" if any(e.was_ended for e in ended) else "stopped"
-            say(how if newest in (None, NONE) else f"{how}; the newest checkpoint is that of step {newest}")
+        elif failures and (any(e.was_ended for e in ended) or not any(e.exit_code == REQUEUE for e in ended)):
+            how, lost = "stopped", ""
+            if any(e.was_ended for e in ended):  # they may have saved before, without a word to us
+                when = "at once" if self._signals.count > 1 else "when their time was over"
+                how, lost = f"the processes were ended {when}", "; what they had not saved is lost"
+            say(how + (lost if newest in (None, NONE) else f"; the newest checkpoint is that of step {newest}"))
         state = WorkerState.FAILED if failures else WorkerState.SUCCEEDED
         self._worker_group.state = state
         well = [rank for rank in attempt.ranks.values() if rank not in failures]

@@ -29,6 +29,7 @@ from lockstep.launch.preload import WITH_TORCH, is_installed
 from lockstep.launch.program import DEBUG, Program, read_program, run_program
 from lockstep.launch.worker import die_with_launcher
 
+_REBORN = ("jemalloc_bg_thd",)  # of pyarrow's allocator, which knows of forks: each process starts its own again
 _HEADER = struct.Struct("!I")
 
 
@@ -101,7 +102,8 @@ def why_not_fork() -> str:
     if pid == 0:
         os._exit(0)
     os.waitpid(pid, 0)
-    threads = [_name_of(task) for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    others = [_name_of(task) for task in Path("/proc/self/task").iterdir() if task.name != str(os.getpid())]
+    threads = [name for name in others if name not in _REBORN]
     if threads:
         return f"an import has started {len(threads)} thread(s) ({', '.join(threads)})"
     torch = sys.modules.get("torch")

@@ -31,7 +31,7 @@ from lockstep.launch.loopback import LoopbackRendezvous
 from lockstep.launch.meeting import Machine, Meeting, find_channel
 from lockstep.launch.processes import adopting_orphans, refuse_few_files
 from lockstep.launch.starter import Starter
-from lockstep.launch.stop_signals import StoppedEarly, StopSignals
+from lockstep.launch.stop_signals import STARTING, StoppedEarly, StopSignals
 from lockstep.launch.words import say
 from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
 
@@ -113,7 +113,7 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         result = agent.run()
         return agent.exit_code if result is not None else 0  # None: this machine was one too many
     except StoppedEarly:
-        say("stopped while the processes were starting")
+        say(STARTING)
         if agent is not None:
             agent.leave_early()
         newest = job.supervision.newest() if agent is None else agent.newest

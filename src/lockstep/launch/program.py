@@ -25,7 +25,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, sees_another
 from lockstep.observe.process_guard import STORE, begin
 from lockstep.observe.profile.session import follow_program
-from lockstep.observe.torch_start import meet_machines
+from lockstep.observe.torch_start import Worlds, meet_machines
 from lockstep.observe.torch_training import attach_training
 from lockstep.observe.torch_watch import attach
 
@@ -97,6 +97,7 @@ def run_program(program: Program) -> None:
             # `python -u` writes a line and its end apart, so that the lines of ranks mix; this way each is one write
             stream.reconfigure(line_buffering=True, write_through=False)
     guard = None
+    Worlds().attach()
     try:
         guard = begin(os.environ)
     except OSError as error:  # no room for its record: the program goes on without

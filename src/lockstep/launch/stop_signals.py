@@ -7,7 +7,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from types import FrameType
 from typing import TypeVar, final
 
@@ -17,19 +17,24 @@ from lockstep.launch.worker import INTERRUPTED, stop_signals
 
 T = TypeVar("T")
 
+STARTING = "stopped while the processes were starting"
 _LOOK_S = 0.1  # while something goes on aside
 
 
 @contextmanager
-def leaving_at_once() -> Iterator[Callable[[], None]]:
-    """Within, a signal that asks to stop ends this process without a word: imports meet C++, and no exception is safe.
+def leaving_at_once() -> Iterator[tuple[Callable[[], None], ExitStack]]:
+    """Within, a signal that asks to stop ends this process with a sentence: imports meet C++, and no exception is safe.
 
-    Yields what is called when the exit code is known: from then on such signals change nothing, nor do they after it.
+    Yields what is called when the exit code is known: from then on such signals change nothing, nor do they after it;
+    and a stack for what has to be put away, also by such an end.
     """
-    is_settled = False
+    is_settled, stack = False, ExitStack()
 
     def leave(number: int, frame: FrameType | None) -> None:
         if not is_settled:
+            with suppress(OSError):  # a terminal that was closed
+                os.write(2, f"lockstep: {STARTING}\n".encode())
+            stack.close()
             os._exit(INTERRUPTED)
 
     def settle() -> None:
@@ -41,7 +46,8 @@ def leaving_at_once() -> Iterator[Callable[[], None]]:
     for number in before:
         signal.signal(number, leave)
     try:
-        yield settle
+        with stack:
+            yield settle, stack
     except BaseException:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -70,10 +76,8 @@ class StopSignals:
         for end in (self._reading, self._writing):
             end.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        self._before = {number: signal.signal(number, self._on_signal) for number in self._numbers}
-        self._before[signal.SIGCHLD] = signal.signal(
-            signal.SIGCHLD, self._on_child
-        )  # never SIG_IGN: ends would be lost
+        handlers = {**dict.fromkeys(self._numbers, self._on_signal), signal.SIGCHLD: self._on_child}  # or ends are lost
+        self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def __exit__(self, *error: object) -> None:

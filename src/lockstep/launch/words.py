@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import NoReturn, final
 
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, LaunchError
 
 _FLAG = r"argument (?:-\w/)?(\S+?)(?:/\S+)?"
 _WRONG = {  # argparse's sentences, and ours
@@ -24,8 +24,6 @@ _WRONG = {  # argparse's sentences, and ours
 
 def tell(text: str) -> None:
     """Write to standard error; without a word where nobody reads it any more, as in a terminal that was closed."""
-    if sys.stderr is None:  # it was closed before the start
-        return
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
@@ -38,6 +36,14 @@ def tell(text: str) -> None:
 def say(text: str, before: str = "") -> None:
     """One line to the user."""
     tell(f"{before}lockstep: {text}\n")
+
+
+def current_folder() -> str:
+    """Raises: LaunchError where it was deleted: no process can be started in it, and few modules bear it."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError as error:
+        raise LaunchError("the current folder was deleted: change to one that is there, by cd") from error
 
 
 def nearest(word: str, names: Iterable[str]) -> str:

@@ -19,6 +19,7 @@ from lockstep.launch.ended import STOPPED, Ended
 from lockstep.launch.fork_server import Start
 from lockstep.launch.processes import WorkerProcess, wait_for
 from lockstep.launch.program import Program
+from lockstep.launch.words import current_folder
 from lockstep.launch.worker import read_failure
 
 _KILL_S = 10.0  # a process that SIGKILL does not end by then hangs in the kernel
@@ -48,10 +49,10 @@ class Workers(PContext):
         self._told: dict[int, int] = {}  # signals passed on
 
     def start_with(self, start: Callable[[int, Start], WorkerProcess]) -> None:
-        """Start all of them, each by `start(local rank, what)`, and follow what they write."""
+        """Start all of them, each by `start(local rank, what)`, and follow what they write. Raises: LaunchError."""
         for rank, env in self.envs.items():
             program = Program(self._program.kind, self._program.name, self.args[rank])
-            what = Start(program, {**os.environ, **env}, os.getcwd(), self.stdouts[rank], self.stderrs[rank])
+            what = Start(program, {**os.environ, **env}, current_folder(), self.stdouts[rank], self.stderrs[rank])
             self.processes[rank] = start(rank, what)
         for tail in self._tail_logs:
             tail.start()

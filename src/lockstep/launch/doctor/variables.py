@@ -21,9 +21,10 @@ NCCL_NET_GDR_READ NCCL_IB_DISABLE NCCL_IB_HCA NCCL_IB_TIMEOUT NCCL_IB_RETRY_CNT 
 NCCL_IB_QPS_PER_CONNECTION NCCL_P2P_DISABLE NCCL_P2P_LEVEL NCCL_P2P_DIRECT_DISABLE NCCL_PXN_DISABLE NCCL_SHM_DISABLE
 NCCL_BUFFSIZE NCCL_NTHREADS NCCL_MIN_NCHANNELS NCCL_MAX_NCHANNELS NCCL_MIN_P2P_NCHANNELS NCCL_MAX_P2P_NCHANNELS
 NCCL_MIN_CTAS NCCL_MAX_CTAS NCCL_ALGO NCCL_PROTO NCCL_NVLS_ENABLE NCCL_MNNVL_ENABLE NCCL_TOPO_FILE NCCL_CROSS_NIC
-NCCL_CUMEM_ENABLE NCCL_NVB_DISABLE LOCKSTEP_ENV LOCKSTEP_SHM LOCKSTEP_GUARD LOCKSTEP_HANG_S LOCKSTEP_AGENT_PID
+NCCL_CUMEM_ENABLE NCCL_NVB_DISABLE LOCKSTEP_GUARD LOCKSTEP_HANG_S LOCKSTEP_REPLICA_EVERY LOCKSTEP_EVIDENCE LOCKSTEP_RUN
+LOCKSTEP_PROFILE LOCKSTEP_LOG LOCKSTEP_SHM LOCKSTEP_ENV LOCKSTEP_DEBUG
 """
-_KNOWN = frozenset(_NAMES.split())
+KNOWN = frozenset(_NAMES.split())
 _MISTAKES = {  # too far from what was meant to be found by likeness
     "MASTER_ADDRESS": "MASTER_ADDR",
     "MASTER_HOST": "MASTER_ADDR",
@@ -49,7 +50,7 @@ _SLOW = {
 def check_variables(environ: Mapping[str, str], asked: Asked, cores: int) -> list[Check]:
     """Everything that is wrong with the variables, or one check that says that nothing is."""
     found = [*_misspelt(environ), *_place(environ), *_against_flags(environ, asked), *_harmful(environ, asked, cores)]
-    shown = [name for name in sorted(environ) if name in _KNOWN]
+    shown = [name for name in sorted(environ) if name in KNOWN]
     return found or [
         Check("ok", "variables", ", ".join(shown) if shown else "none of torch's, NCCL's or Gloo's is set")
     ]
@@ -65,14 +66,14 @@ def _misspelt(environ: Mapping[str, str]) -> Iterator[Check]:
 def meant_by(name: str) -> str:
     """The variable that somebody meant who set `name`; "" where nothing is wrong with it."""
     upper = name.upper()
-    if name in _KNOWN or not upper.startswith((*_BEGINNINGS.split(), *_MISTAKES)):
+    if name in KNOWN or not upper.startswith((*_BEGINNINGS.split(), *_MISTAKES)):
         return ""
     if upper in _MISTAKES:
         return _MISTAKES[upper]
-    bare = {known.replace("_", ""): known for known in _KNOWN}
+    bare = {known.replace("_", ""): known for known in KNOWN}
     if upper.replace("_", "") in bare:
         return bare[upper.replace("_", "")]
-    return next(iter(difflib.get_close_matches(upper, sorted(_KNOWN), 1, _LIKENESS)), "")
+    return next(iter(difflib.get_close_matches(upper, sorted(KNOWN), 1, _LIKENESS)), "")
 
 
 def _place(environ: Mapping[str, str]) -> Iterator[Check]:

@@ -77,7 +77,7 @@ def check_late_rank(folder: Path, phase: str) -> None:
     assert all(line.phase(phase) >= 20_000 for line in run.ranks[1].lines)
     verdict = judge(run)
     waited_s = sum(pair.waited_s for pair in verdict.waits.pairs if (pair.rank, pair.last) == (0, 1))
-    assert waited_s > 0.5 * 0.020 * _STEPS  # the ranks have other work too, and other programs run beside them
+    assert waited_s > 0.2 * 0.020 * _STEPS  # while other programs run, rank 0 is late by itself too
     late = next(advice for advice in verdict.advice if advice.kind == "straggler")
     assert late.rank == 1
     assert f"in {phase}" in late.text
@@ -131,4 +131,4 @@ def test_our_trainer_under_run(start: Callable[..., Run], tmp_path: Path) -> Non
 
 
 def test_folder_without_a_record(start: Callable[..., Run]) -> None:
-    assert "holds no record of a run" in start("profile", "nowhere").end(2)
+    assert "does not exist" in start("profile", "nowhere").end(2)

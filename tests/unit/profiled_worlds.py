@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.observe.flight import Record
@@ -23,7 +23,7 @@ class World:
     collectives: int = 3
     moves_us: int = 500
     steps: int = 20
-    ahead_us: Sequence[int] = ()  # of each rank's clock
+    ahead_us: Sequence[int] = ()  # of each rank's clock, on a machine of its own
     elements: int = 65536
     tokens: int = 0
 
@@ -61,7 +61,8 @@ class World:
                     writer.look()
         for writer in writers:
             writer.close()
-        return read_run(folder)
+        run = read_run(folder)
+        return run_of_machines(run) if self.ahead_us else run
 
     def _step(self, rank: int, step: int, began_us: int, waits: Sequence[Wait]) -> Step:
         spent = [0] * len(PHASES)
@@ -133,6 +134,15 @@ class Pipeline:
         began_ns, first_ns = 1000 * since_us, 1000 * until_us - self.messages
         for number in range(self.messages):
             yield text, min(began_ns, first_ns) if number == 0 else first_ns + number, first_ns + number + 1
+
+
+def run_of_machines(run: Run) -> Run:
+    """The same, each rank on a machine of its own: their clocks say nothing of each other."""
+    ranks: dict[int, RankRecord] = {}
+    for rank, record in run.ranks.items():
+        starts = tuple(replace(start, host=f"machine {rank}") for start in record.starts)
+        ranks[rank] = replace(record, starts=starts)
+    return replace(run, ranks=ranks)
 
 
 def read_rank(lines: Iterable[str]) -> RankRecord | None:

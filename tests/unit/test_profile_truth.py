@@ -6,158 +6,18 @@ after the last rank has started it. What the profile must say of that is worked 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 from profiled_worlds import World
+from scripted_ranks import STEPS, Act, Flying, backward, forward, optimizer, recorded, stand, start, wait
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from lockstep.comm.op import CommOp, Work
-from lockstep.observe import flight, recording
-from lockstep.observe.flight import FlightRecord, FlightRecorder
-from lockstep.observe.profile import step_clock
-from lockstep.observe.profile.run_record import Run
-from lockstep.observe.profile.step_clock import BACKWARD, FORWARD
 from lockstep.observe.profile.verdict import Verdict, judge
-from lockstep.observe.profile.writer import RunWriter
-from lockstep.observe.recording import GuardLayer
 from lockstep.train.config import ModelConfig
 from lockstep.train.metrics import flops_per_token
-from whole_records import read_run
-
-_STEPS = 6
-
-
-class Act(NamedTuple):
-    """One thing that a rank does. us: that work takes, or the data of a collective after its last rank's start."""
-
-    what: str  # "forward", "backward", "start", "wait", "stand"
-    us: int = 0
-    name: str = ""
-
-
-def forward(us: int) -> Act:
-    return Act("forward", us)
-
-
-def backward(us: int) -> Act:
-    return Act("backward", us)
-
-
-def start(name: str, us: int) -> Act:
-    return Act("start", us, name)
-
-
-def wait(name: str) -> Act:
-    return Act("wait", 0, name)
-
-
-def stand(name: str, us: int) -> Act:
-    return Act("stand", us, name)
-
-
-class Clock:
-    """Of one rank, in nanoseconds."""
-
-    def __init__(self) -> None:
-        self.ns = 1_000_000_000
-
-    def __call__(self) -> int:
-        return self.ns
-
-
-class Flying(Work):
-    """A collective that ends at a known time."""
-
-    says = True  # when that was
-
-    def __init__(self, clock: Clock, ends_ns: int) -> None:
-        self.clock, self.ends_ns = clock, ends_ns
-        self.ended_ns = 0
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self.clock.ns = max(self.clock.ns, self.ends_ns)
-        self.ended_ns = self.ends_ns * self.says
-
-    def is_done(self) -> bool:
-        return self.clock.ns >= self.ends_ns
-
-
-class Network:
-    """The transport of one rank."""
-
-    name, world_size, device, timeout_s = "known", 2, torch.device("cpu"), 1.0
-
-    def __init__(self, rank: int, size: int, clock: Clock, ends_ns: Sequence[int]) -> None:
-        self.rank, self.global_ranks, self.clock, self.ends_ns = rank, tuple(range(size)), clock, ends_ns
-        self.began_ns: list[int] = []
-
-    def submit(self, op: CommOp) -> Work:
-        number = len(self.began_ns)
-        self.began_ns.append(self.clock.ns)
-        return Flying(self.clock, self.ends_ns[number] if number < len(self.ends_ns) else 0)
-
-
-class Watching:
-    """As a guard, as far as its layer needs one."""
-
-    def __init__(self, recorder: FlightRecorder) -> None:
-        self.recorder = recorder
-
-    def group(self, name: str, ranks: Sequence[int]) -> None: ...
-
-
-def played(rank: int, size: int, acts: Sequence[Act], ends_ns: Sequence[int], folder: Path) -> list[int]:
-    """Do `acts` in each step, and record that; when each collective was started."""
-    clock = Clock()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (recording, flight, step_clock):
-            patch.setattr(module, "monotonic_ns", clock)
-        recorder = FlightRecorder(folder / f"flight-{rank}", rank, size)
-        steps = recorder.clock
-        steps.close_reader = lambda: None
-        network = Network(rank, size, clock, ends_ns)
-        layer: Any = GuardLayer(network, Watching(recorder))  # pyright: ignore[reportArgumentType]
-        steps.restart()
-        for step in range(1, _STEPS + 1):
-            works: dict[str, Work] = {}
-            for number, act in enumerate(acts):
-                if act.what in ("start", "stand"):
-                    op = CommOp(number, "all_reduce", (torch.ones(1000),), reduce="sum", label=act.name)
-                    works[act.name] = layer.submit(op._replace(async_op=act.what == "start"))
-                elif act.what == "wait":
-                    works[act.name].wait()
-                else:
-                    steps.switch({"forward": FORWARD, "backward": BACKWARD}[act.what])
-                    clock.ns += 1000 * act.us
-            steps.step_done(step, recorder.started, tokens=64)
-            recorder.set_step(step)
-        record = FlightRecord(recorder.path)
-        writer = RunWriter(folder, steps, rank=rank, world_size=size, attempt="a/0", records=record.records)
-        writer.close()
-        record.close()
-        recorder.close()
-    return network.began_ns
-
-
-def recorded(folder: Path, *ranks: Sequence[Act]) -> Run:
-    """Each rank does its acts `_STEPS` times; a collective ends when its data has moved after its last rank's start."""
-    moves = [[act.us for act in acts if act.what in ("start", "stand")] for acts in ranks]
-    assert all(ones == moves[0] for ones in moves)
-    ends: list[int] = []
-    for attempt in range(100):  # until the starts that follow from the ends are those that they follow from
-        place = folder / str(attempt)
-        place.mkdir()
-        begun = [played(rank, len(ranks), acts, ends, place) for rank, acts in enumerate(ranks)]
-        before = ends
-        ends = [max(times) + 1000 * us for *times, us in zip(*begun, moves[0] * _STEPS, strict=True)]
-        if ends == before:
-            return read_run(place)
-    raise AssertionError("no end")
 
 
 def told(verdict: Verdict) -> list[dict[str, float]]:
@@ -185,7 +45,7 @@ def test_what_a_rank_stands_in_is_exposed_and_what_it_stands_for_the_last_is_wai
     ]
     assert verdict.overlap == 0.0
     assert [(pair.rank, pair.last) for pair in verdict.waits.pairs] == [(0, 1)]
-    assert verdict.waits.pairs[0].waited_s == pytest.approx(0.003 * (_STEPS - 2))
+    assert verdict.waits.pairs[0].waited_s == pytest.approx(0.003 * (STEPS - 2))
 
 
 def test_what_is_under_way_while_a_rank_works_is_hidden_and_the_rest_is_exposed(tmp_path: Path) -> None:
@@ -290,6 +150,42 @@ def test_rank_with_more_to_do_meanwhile_holds_nobody_up(tmp_path: Path) -> None:
     assert answers["rank 1 as fast as the others"] == pytest.approx(12.5), (
         "rank 0 stands in the bucket until 9 then too"
     )
+
+
+def test_wait_that_ends_in_the_next_step_is_listed_there_and_names_the_late_one(tmp_path: Path) -> None:
+    """The data comes at 0; they start the next at 8 and at 10, and wait for it from 9.5 and 11.5 on: it comes at 14."""
+    run = recorded(
+        tmp_path,
+        [forward(1000), wait("g"), backward(8000), start("g", 4000), optimizer(500)],
+        [forward(1000), wait("g"), backward(10_000), start("g", 4000), optimizer(500)],
+    )
+    verdict = judge(run)
+    assert told(verdict) == [
+        {"step": 14.0, "exposed": 4.5, "waited": 0.5, "hidden": 1.5},
+        {"step": 14.0, "exposed": 2.5, "waited": 0.0, "hidden": 1.5},
+    ]
+    assert verdict.unseen == "", "the thread stood in each of them, though in a later step"
+    (pair,) = verdict.waits.pairs
+    assert (pair.rank, pair.last, pair.text) == (0, 1, "all_reduce float32 [1000] sum")
+    for record in run.ranks.values():
+        for line in record.steady:
+            (done,) = [op for op in line.ops or () if op.began_us >= 0]
+            assert done.entered_us < 0 < done.waited_us, "it was started before the step began"
+    answers = {answer.name: answer.step_ms for answer in verdict.what_ifs}
+    assert answers["as recorded"] == pytest.approx(14.0)
+    assert answers["communication for nothing"] == pytest.approx(11.5)
+    assert answers["network twice as fast"] == pytest.approx(12.0)
+
+
+def test_ranks_that_leave_a_collective_at_different_times_have_waited_for_nobody(tmp_path: Path) -> None:
+    """As a ring has it: rank 1 has its last part 2 ms before rank 0. So it is the first in the next one."""
+    both = [forward(3000), stand("a", 10_000), stand("b", 10_000)]
+    run = recorded(tmp_path, both, both, later_us=[2000, 0])
+    verdict = judge(run)
+    assert [(pair.rank, pair.last) for pair in verdict.waits.pairs] == [(1, 0)], "and rank 0 for nobody"
+    assert [share.waited_ms for share in verdict.shares] == pytest.approx([0.0, 4.0])
+    answers = {answer.name: answer.step_ms for answer in verdict.what_ifs}
+    assert answers["as recorded"] == pytest.approx(verdict.shares[0].step_ms)
 
 
 def gpt2(config: ModelConfig) -> nn.Module:

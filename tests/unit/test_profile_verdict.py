@@ -111,8 +111,8 @@ def test_rank_that_is_late_at_one_collective_is_as_fast_as_the_others_there() ->
         return Steps(1, 1, 0, 35_000, 35_000, (0, 0, 35_000, 0, 0, 0), ops=(first, second))
 
     play = play_of({0: line(12_000), 1: line(28_000), 2: line(12_000)})
-    assert replay_us(play, Change()) == 35_000
-    assert replay_us(evened(play, 1), Change()) == 35_000 - 16_000
+    assert replay_us([play], Change()) == 35_000
+    assert replay_us([evened(play, 1)], Change()) == 35_000 - 16_000
 
 
 def test_what_torch_hides_of_its_buckets_is_hidden_work_for_the_network() -> None:
@@ -187,6 +187,34 @@ def test_collective_that_a_thread_did_not_stand_in_tells_nothing() -> None:
     assert (found.last, found.real_us, dict(found.waited_us)) == (1, 94, {0: 0, 1: 0, 2: 606})
 
 
+def test_who_shares_a_clock_waits_until_the_last_has_started_it() -> None:
+    """Rank 1 starts it last, on the one clock at 500, though its data is there 200 later than that of rank 0."""
+    ops = {0: op(100, 900, 100)._replace(left_us=1000), 1: op(300, 900, 300)._replace(left_us=1200)}
+    found = compare(ops, {0: 0.0, 1: 200.0})
+    assert found is not None
+    assert (found.last, found.waited_us, found.moved_us) == (1, {0: 400, 1: 0}, {0: 500, 1: 900})
+    apart = compare(ops)
+    assert apart is not None
+    assert sum(apart.waited_us.values()) == 0, "of several machines both were in it for as long"
+
+
+def test_who_has_left_before_the_last_came_has_not_waited_for_it() -> None:
+    """The root of a broadcast, or ranks that share no clock after all: then no clocks are compared."""
+    found = compare({0: op(0, 300), 1: op(0, 300)._replace(left_us=300)}, {0: 0.0, 1: 5000.0})
+    assert found is not None
+    assert found.waited_us == {0: 0, 1: 0}
+
+
+def test_steps_that_are_played_again_are_from_all_over_the_run() -> None:
+    """Of 300 steps the last 100 take 5 times as long: as recorded is what they took on average."""
+    run = run_of(World(work_us=lambda rank, step: 5000 if step > 200 else 1000, collectives=1, steps=300))
+    wall_us = [line.wall_us for line in run.ranks[0].steady]
+    steps = sum(line.count for line in run.ranks[0].steady)
+    (recorded, *_) = what_ifs(plays_of(run))
+    assert len(plays_of(run)) <= 64
+    assert recorded.step_ms == pytest.approx(sum(wall_us) / steps / 1e3, rel=0.1)
+
+
 def test_middle_of_a_pipeline_is_no_straggler(tmp_path: Path) -> None:
     run = Pipeline().run(tmp_path)
     without_end = {}
@@ -223,8 +251,8 @@ def test_who_sends_goes_on_though_the_other_comes_late() -> None:
     lines = {
         rank: Steps(1, 1, 0, 5000, 5000, (0, 0, 5000, 0, 0, 0), ops=(one,)) for rank, one in enumerate((message, taken))
     }
-    assert replay_us(play_of(lines), Change()) == 5000
-    assert replay_us(evened(play_of(lines), 1), Change()) == 5000
+    assert replay_us([play_of(lines)], Change()) == 5000
+    assert replay_us([evened(play_of(lines), 1)], Change()) == 5000
 
 
 def test_who_sends_waits_where_the_message_is_taken_from_its_hands() -> None:

@@ -181,7 +181,7 @@ def test_what_costs_time_has_a_lever_and_whose_fault_it_is(tmp_path: Path) -> No
     assert card["severity"] == "warning"
     assert card["title"].startswith("Rank 1 is late: the others lose ")
     assert card["ranks"] == [1]
-    assert "in data" in card["lever"]
+    assert "in its loader that the others do not: add --profile" in card["lever"]
 
 
 def test_command_prints_the_first_of_many_and_how_many_more(tmp_path: Path) -> None:

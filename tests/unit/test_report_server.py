@@ -101,7 +101,7 @@ def test_connection_that_says_nothing_does_not_delay_the_end(monkeypatch: pytest
 
 def test_watched_command_that_is_refused_says_why(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert watched(["report", "nowhere"], tmp_path / "run") == 2
-    assert "nowhere holds no record of a run" in capfd.readouterr().out
+    assert "nowhere does not exist" in capfd.readouterr().out
     assert main(["run", "--nproc-per-node", "1", "--watch", __file__]) == 2
     assert "--watch comes first" in capfd.readouterr().err
     assert main(["run", "--watch", "--record=off", __file__]) == 2
@@ -183,9 +183,10 @@ def test_newest_run_is_reported_without_words(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["report", "nowhere"], "holds no record of a run"),
-        (["watch", "nowhere"], "holds no record of a run"),
+        (["report", "nowhere"], "does not exist"),
+        (["watch", "nowhere"], "does not exist"),
         (["report", "one", "--out", "not/there.html"], "--out names another file"),
+        (["report", "one", "--out", "."], "--out names another file"),
         (["watch", "one", "--port", "70000"], "--port 0 takes a free one"),
         (["report", "damaged"], "holds no record that can be read: rank-0.jsonl: line 1 "),
         (["reprot"], "did you mean `lockstep report`"),

@@ -116,11 +116,30 @@ def test_record_that_lies_elsewhere_is_followed_unless_it_is_of_another_run(tmp_
 
 
 def test_folders_that_are_no_run_are_refused_with_what_to_type(tmp_path: Path) -> None:
-    for folder in (tmp_path, tmp_path / "not there"):
-        with pytest.raises(ConfigError, match="give the folder that `lockstep run`"):
-            find_run(folder, tmp_path)
+    place = tmp_path / "one" / "two"
+    place.mkdir(parents=True)
+    (place / "file").write_text("")
+    for name, how in (("", "holds no record of a run"), ("none", "does not exist"), ("no/ne", "does not exist")):
+        with pytest.raises(ConfigError, match=f"{how}: give the folder that `lockstep run`.* in runs/$"):
+            find_run(place / name, place)
+    with pytest.raises(ConfigError, match="is no folder: give the folder"):
+        find_run(place / "file", place)
     with pytest.raises(ConfigError, match="`lockstep run` makes one"):
-        find_run(None, tmp_path / "runs")
+        find_run(None, place / "runs")
+
+
+@pytest.mark.parametrize("name", ["runs", "runs/typo", "elsewhere", "runs/5/none"])
+def test_runs_nearby_are_named_the_newest_first(tmp_path: Path, name: str) -> None:
+    for number in range(5):
+        path = tmp_path / "runs" / str(number) / "profile" / "launch.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+        os.utime(path, (10**9 + number, 10**9 + number))
+    (tmp_path / "runs" / "5").mkdir()
+    runs = tmp_path / "runs"
+    with pytest.raises(ConfigError) as refused:
+        find_run(tmp_path / name, runs)
+    assert str(refused.value).endswith(f"; the newest nearby: {runs / '4'}, {runs / '3'}, {runs / '2'}, ...")
 
 
 def test_newest_run_is_taken(tmp_path: Path) -> None:

@@ -35,7 +35,7 @@ class Moment(NamedTuple):
     @property
     def ended_us(self) -> float:
         """When the rank's thread went on."""
-        return self.zero_us + self.op.began_us + self.op.waited_us
+        return self.zero_us + self.op.stood_until_us
 
 
 class Clocks(NamedTuple):
@@ -91,8 +91,9 @@ def align(moments: Moments, hosts: Mapping[int, str]) -> Clocks:
 def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapping[int, str]) -> dict[str, Any]:
     """One trace. traces: what torch.profiler wrote, by rank; some may be missing."""
     clocks = align(moments, hosts)
-    times = [e["ts"] + _base_us(trace) for trace in traces.values() for e in trace["traceEvents"] if "ts" in e]
-    times += [m.zero_us for ops in moments for m in ops.values()]
+    bases_us = {rank: _base_us(trace) - clocks.ahead_us[rank] for rank, trace in traces.items()}
+    times = [e["ts"] + bases_us[rank] for rank, trace in traces.items() for e in trace["traceEvents"] if "ts" in e]
+    times += [m.zero_us + min(0, m.op.entered_us) - clocks.ahead_us[r] for ops in moments for r, m in ops.items()]
     zero_us = min(times, default=0.0) - 1  # of numbers that large the last digit is a quarter of a microsecond
     events: list[Event] = []
     seen: dict[int, list[Event]] = {}
@@ -102,7 +103,7 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
         events.append(_named("thread_name", rank, _WAITS_THREAD, "stands in collectives"))
         trace = traces.get(rank)
         if trace is not None:
-            seen[rank] = list(_moved(trace, rank, _base_us(trace) - clocks.ahead_us[rank] - zero_us))
+            seen[rank] = list(_moved(trace, rank, bases_us[rank] - zero_us))
             events += seen[rank]
     if any(op.op.group == TAIL_GROUP for ops in moments for op in ops.values()) and seen.keys() == hosts.keys():
         events += _bucket_arrows(seen)
@@ -111,7 +112,8 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
         placed = {rank: m._replace(zero_us=m.zero_us - clocks.ahead_us[rank] - zero_us) for rank, m in ops.items()}
         for rank, moment in placed.items():
             events += _slices(rank, moment)
-        found = compare({rank: moment.op for rank, moment in ops.items()})
+        zeros_us = {rank: moment.zero_us for rank, moment in ops.items()}
+        found = compare({r: moment.op for r, moment in ops.items()}, zeros_us if len(set(hosts.values())) < 2 else None)
         if found is not None:
             events += _arrows(found, placed, arrows)
             arrows += len(ops)

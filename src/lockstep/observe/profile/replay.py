@@ -2,23 +2,25 @@
 
 A rank's own thread computes, starts collectives, and stands in them until all ranks have started them and the data has
 moved. What it computes between two such points is known, and how long the data took is how long the collective was open
-on the rank that started it last. From these the step is put together again, with some of them changed. Nothing is known
-of collectives that the thread did not stand in: they stay hidden. The result is an estimate, and the replay with
-nothing changed says how good: it should be the step that was recorded.
+once the last rank had started it, and the one before was there: those of a group follow each other. From these the
+steps are put together again, one after the other on each rank, with some of them changed. Nothing is known of
+collectives that the thread did not stand in: they stay hidden. The result is an estimate, and the replay with nothing
+changed says how good: it should be the step that was recorded.
 """
 
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
-from itertools import pairwise, zip_longest
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, NamedTuple, final
 
 from lockstep.observe.profile.run_record import TAIL_GROUP, Op, RankRecord, Run, Steps
 from lockstep.observe.profile.waits import Wait, compare, weighted
 
-_STEPS_MAX, _STOPS_MAX = 64, 40_000  # that are played: the newest
+_STEPS_MAX, _STOPS_MAX = 64, 40_000  # that are played
 
 
 Key = tuple[str, str, int]
@@ -66,7 +68,8 @@ class Play(NamedTuple):
     """One step on all ranks."""
 
     tracks: Mapping[int, Track]
-    moves: Mapping[Key, Move]
+    moves: Mapping[Key, Mapping[int, Move]]  # until each rank had the data
+    before: Mapping[Key, Key]  # the one whose data moves first
 
 
 class Change(NamedTuple):
@@ -105,19 +108,28 @@ def play_of(
     lines: Mapping[int, Steps],
     began_us: Mapping[int, float] | None = None,
     buckets: Mapping[int, Mapping[str, Any]] | None = None,
+    *,
+    is_one_clock: bool = False,
 ) -> Play:
     """One step, from the line of each rank. Collectives that not all of these list are taken to cost no time.
 
-    began_us: when it began on each, on one clock. buckets: what DistributedDataParallel said there of what it sends.
+    began_us: when it began on each. is_one_clock: it is the same for all. buckets: what DistributedDataParallel said
+    there of what it sends.
     """
     ops: dict[Key, dict[int, Op]] = {}
     for rank, line in lines.items():
         for op in line.ops or ():
             ops.setdefault(op.key, {})[rank] = op
-    found = {key: wait for key, seen in ops.items() if (wait := compare(seen)) is not None}
+    clock = began_us if is_one_clock else None
+    found = {key: wait for key, seen in ops.items() if (wait := compare(seen, clock)) is not None}
     left = {key for key in found if _was_left(ops[key], began_us or dict.fromkeys(lines, 0.0))}
-    moves = {key: _move_of(wait, buckets or {}) for key, wait in found.items()}
-    return Play({rank: track_of(line, left) for rank, line in lines.items()}, moves)
+    collectives = sorted(key for key, wait in found.items() if not wait.op.is_message)
+    before = {after: key for key, after in pairwise(collectives) if key[:2] == after[:2]}
+    moves = {
+        key: _moves_of(wait, found.get(before[key]) if key in before else None, buckets or {})
+        for key, wait in found.items()
+    }
+    return Play({rank: track_of(line, left) for rank, line in lines.items()}, moves, before)
 
 
 def _was_left(ends: Mapping[int, Op], began_us: Mapping[int, float]) -> bool:
@@ -127,43 +139,81 @@ def _was_left(ends: Mapping[int, Op], began_us: Mapping[int, float]) -> bool:
     return bool(sent and asked) and sent[0] < asked[0]
 
 
-def _move_of(wait: Wait, buckets: Mapping[int, Mapping[str, Any]]) -> Move:
+def _moves_of(wait: Wait, before: Wait | None, buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, Move]:
+    """Of each rank. before: the collective whose data was under way first."""
     said = buckets.get(wait.last) if wait.op.group == TAIL_GROUP else None
-    if said is None:
-        return Move(0.0, float(wait.real_us))
-    return Move(said["hidden_us"], float(wait.real_us), said.get("last_bytes", 0) / max(1, said["bytes"]))
+    if said is not None:
+        part = said.get("last_bytes", 0) / max(1, said["bytes"])
+        return {rank: Move(said["hidden_us"], float(us), part) for rank, us in wait.moved_us.items()}
+    moves: dict[int, Move] = {}
+    for rank, us in wait.moved_us.items():
+        behind_us = before.came_us[rank] + before.moved_us[rank] - wait.came_us[rank] if before else 0
+        moves[rank] = Move(0.0, float(max(0, us - max(0, behind_us))))
+    return moves
 
 
-def replay_us(play: Play, change: Change) -> float:
-    """How long the step takes, until the slowest rank has ended it."""
-    shared: dict[Key, set[int]] = defaultdict(set)
-    for rank, track in play.tracks.items():
-        for stop in track.stops:
-            shared[stop.key].add(rank)
-    at = dict.fromkeys(play.tracks, 0)  # stops that are behind each rank
-    lag = dict.fromkeys(play.tracks, 0.0)  # what it has waited
-    arrived: dict[Key, dict[int, float]] = defaultdict(dict)
-    moved = True
-    while moved:
-        moved = False
+def replay_us(plays: Sequence[Play], change: Change) -> float:
+    """How long a step takes: each rank begins the next one when it has ended its own.
+
+    The first one is played once before, for it begins where the ranks are apart as one before it has left them.
+    """
+    begins = now = _Playing(plays[0], change, dict.fromkeys(plays[0].tracks, 0.0)).ends()
+    for play in plays:
+        now = _Playing(play, change, now).ends()
+    return max(now[rank] - begins[rank] for rank in begins) / len(plays)
+
+
+@final
+class _Playing:
+    """One step, from when each rank begins it."""
+
+    def __init__(self, play: Play, change: Change, begins: Mapping[int, float]) -> None:
+        self._play, self._change = play, change
+        self._lag = dict(begins)  # of each rank: when it began, and what it has waited
+        self._arrived: dict[Key, dict[int, float]] = defaultdict(dict)
+        self._there: dict[tuple[Key, int], float] = {}  # when each rank has the data
+        self._shared: dict[Key, set[int]] = defaultdict(set)
         for rank, track in play.tracks.items():
-            while at[rank] < len(track.stops):
-                stop = track.stops[at[rank]]
-                here, done_us = arrived[stop.key], _done_us(track, stop.stood_us, change)
-                here.setdefault(rank, lag[rank] + done_us)
-                if not stop.goes_on:
-                    if len(here) < len(shared[stop.key]):
-                        break
-                    ended = max(here.values()) + play.moves.get(stop.key, _NOTHING).after(change.network)
-                    lag[rank] = max(lag[rank], ended - done_us)
-                at[rank] += 1
-                moved = True
-    return max(lag[rank] + _done_us(track, track.work_us, change) for rank, track in play.tracks.items())
+            for stop in track.stops:
+                self._shared[stop.key].add(rank)
+
+    def ends(self) -> dict[int, float]:
+        """When each rank has ended it."""
+        tracks = self._play.tracks
+        at = dict.fromkeys(tracks, 0)  # stops that are behind each rank
+        moved = True
+        while moved:
+            moved = False
+            for rank, track in tracks.items():
+                while at[rank] < len(track.stops) and self._passes(rank, track, track.stops[at[rank]]):
+                    at[rank] += 1
+                    moved = True
+        return {rank: self._lag[rank] + _done_us(track, track.work_us, self._change) for rank, track in tracks.items()}
+
+    def _passes(self, rank: int, track: Track, stop: Stop) -> bool:
+        """Whether the rank can go on from there: all others have come."""
+        here, done_us = self._arrived[stop.key], _done_us(track, stop.stood_us, self._change)
+        here.setdefault(rank, self._lag[rank] + done_us)
+        if not stop.goes_on:
+            if len(here) < len(self._shared[stop.key]):
+                return False
+            self._lag[rank] = max(self._lag[rank], self._there_us(stop.key, rank) - done_us)
+        return True
+
+    def _there_us(self, key: Key, rank: int) -> float:
+        """When a rank has the data of what all have started."""
+        if (key, rank) not in self._there:
+            began, before = max(self._arrived[key].values()), self._play.before.get(key)
+            if before is not None and len(self._arrived[before]) == len(self._shared[before]):
+                began = max(began, self._there_us(before, rank))
+            move = self._play.moves.get(key, {}).get(rank, _NOTHING)
+            self._there[key, rank] = began + move.after(self._change.network)
+        return self._there[key, rank]
 
 
 def _done_us(track: Track, work_us: float, change: Change) -> float:
-    """When a rank that never waits has done what took it `work_us`."""
-    return max(0.0, work_us - min(work_us, track.data_us) * (1 - change.data))
+    """When a rank that never waits has done what took it `work_us`; less than 0 is in the step before."""
+    return work_us - max(0.0, min(work_us, track.data_us)) * (1 - change.data)
 
 
 def evened(play: Play, rank: int) -> Play:
@@ -181,21 +231,29 @@ def evened(play: Play, rank: int) -> Play:
         at_us += min(took_us, statistics.median(usual[between])) if between in usual else factor * took_us
         stops += [] if stop is None else [stop._replace(stood_us=at_us)]
     data_us = min(own.data_us, statistics.median(track.data_us for track in others))
-    return Play({**play.tracks, rank: Track(at_us, data_us, tuple(stops))}, play.moves)
+    return play._replace(tracks={**play.tracks, rank: Track(at_us, data_us, tuple(stops))})
 
 
 def plays_of(run: Run) -> list[Play]:
-    """The newest steps whose operations all ranks have listed; fewer of them where there are many ranks."""
+    """Steps whose operations all ranks have listed, from all over the run, each for as many as the others."""
     by_step: dict[int, dict[int, Steps]] = {}
+    began_us: dict[int, dict[int, float]] = defaultdict(dict)
+    weights: dict[int, int] = {}
+    is_one_clock = run.is_of_one_host
     for rank, record in run.ranks.items():
-        for line, _ in weighted(record.steady):
+        zero_us = {start.attempt: (start.clock_ns if is_one_clock else start.time_ns) / 1e3 for start in record.starts}
+        attempts = dict(zip((line.step for line in record.lines), record.attempts, strict=True))
+        for line, weight in weighted(record.steady):
             by_step.setdefault(line.step, {})[rank] = line
-    whole = [lines for step, lines in sorted(by_step.items()) if len(lines) == len(run.ranks)]
-    stops = max((sum(len(line.ops or ()) for line in lines.values()) for lines in whole[-1:]), default=0)
-    newest = whole[-max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))) :]
-    zero_us = {rank: record.starts[-1].time_ns / 1e3 for rank, record in run.ranks.items()}
+            began_us[line.step][rank] = zero_us[attempts[line.step]] + line.at_us
+            weights[line.step] = weight
+    whole = [step for step, lines in sorted(by_step.items()) if len(lines) == len(run.ranks)]
+    stops = max((sum(len(line.ops or ()) for line in by_step[step].values()) for step in whole[-1:]), default=0)
+    count, behind = max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))), list(accumulate(weights[n] for n in whole))
+    places = {bisect_left(behind, (n + 0.5) * behind[-1] / count) for n in range(count)} if whole else set[int]()
     buckets = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
-    return [play_of(lines, {r: zero_us[r] + line.at_us for r, line in lines.items()}, buckets) for lines in newest]
+    chosen = [whole[at] for at in sorted(places)]
+    return [play_of(by_step[step], began_us[step], buckets, is_one_clock=is_one_clock) for step in chosen]
 
 
 def buckets_of(record: RankRecord) -> Mapping[str, Any] | None:
@@ -218,10 +276,8 @@ def what_ifs(plays: Sequence[Play], *, are_least: bool = False) -> list[WhatIf]:
         (nothing := "communication for nothing"): (plays, Change(network=0.0)),
         "data always there": (plays, Change(data=0.0)),
     }
-    took = {
-        name: statistics.fmean(replay_us(play, how) for play in ones) / 1e3 for name, (ones, how) in changes.items()
-    }
-    tails = [move for play in plays for key, move in play.moves.items() if key[1] == TAIL_GROUP]
+    took = {name: replay_us(ones, how) / 1e3 for name, (ones, how) in changes.items()}
+    tails = [move for play in plays for key, m in play.moves.items() if key[1] == TAIL_GROUP for move in m.values()]
     least = {faster} if are_least or any(move.hidden_us == 0 == move.last_part for move in tails) else set[str]()
     least |= {nothing} if are_least else set()
     return [WhatIf(name, ms, took[recorded] / max(1e-6, ms), name in least) for name, ms in took.items()]

@@ -73,6 +73,11 @@ class Op(NamedTuple):
         return self.attempt, self.group, self.seq
 
     @property
+    def stood_until_us(self) -> int:
+        """When the rank's thread, which has waited for it, went on."""
+        return self.began_us + self.waited_us
+
+    @property
     def is_send(self) -> bool:
         """A message goes out: its sender does not stand in it until it is taken."""
         return self.text.startswith("send ")
@@ -136,6 +141,11 @@ class Run:
     def world_size(self) -> int:
         """Ranks of the last attempt."""
         return self._last.world_size
+
+    @property
+    def is_of_one_host(self) -> bool:
+        """All ranks share a clock."""
+        return len({record.starts[-1].host for record in self.ranks.values()}) < 2
 
     @property
     def _last(self) -> Start:

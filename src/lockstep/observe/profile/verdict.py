@@ -70,12 +70,13 @@ class Verdict:
 
     shares: tuple[Share, ...]  # by rank
     imbalance: float  # the slowest rank's work over the mean
-    overlap: float | None  # part of communication that is hidden; None where none was listed, or that is not known
+    overlap: float | None  # part of moving data that is hidden; None where none was listed, or that is not known
     advice: tuple[Advice, ...]  # what costs most first; empty where nothing stands out
     waits: Waits
     what_ifs: tuple[WhatIf, ...]
     unseen: str = ""  # of which communication nobody knows when ranks stood in it; what is exposed is at least as given
-    mfu: float | None = None  # part of the arithmetic that the devices can do
+    flops_per_s: float | None = None  # arithmetic of one rank, forward and backward
+    mfu: float | None = None  # part of what its device can do
 
     @property
     def step_ms(self) -> float:
@@ -97,18 +98,20 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
     kinds = list(unseen(run).values())
     work = [share.work_ms for share in shares]
     hidden = statistics.fmean(share.hidden_ms for share in shares)
-    communicated = hidden + statistics.fmean(share.phases_ms["exposed"] for share in shares)
+    moving = statistics.fmean(max(0.0, share.phases_ms["exposed"] - share.waited_ms) for share in shares)
     per_token = flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
     rate = max(share.tokens_per_s for share in shares) or sum(share.samples_per_s for share in shares)
+    done = per_token * rate / len(shares) or None
     return Verdict(
         shares,
         max(work) / max(1e-9, statistics.fmean(work)),
-        hidden / communicated if communicated > 0 and not kinds else None,
+        hidden / (hidden + moving) if hidden + moving > 0 and not kinds else None,
         tuple(sorted(_advice(run, shares, waits), key=lambda advice: -advice.share)),
         waits,
         tuple(what_ifs(plays_of(run), are_least=bool(kinds))),
         f"{kinds[0].text} at {kinds[0].site}" + f" and {len(kinds) - 1} more" * (len(kinds) > 1) if kinds else "",
-        per_token * rate / (peak_flops * len(shares)) if per_token and rate and peak_flops else None,
+        done,
+        done / peak_flops if done and peak_flops else None,
     )
 
 
@@ -148,7 +151,7 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
         lever = f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank"
         found.append(Advice("communication", moving, text, lever))
     if late is None and still > _IDLE:
-        text = f"ranks stand still {still:.0%} of the step for others, and none of these does more"
+        text = f"ranks stand still {still:.0%} of the step for others, and no rank has more work than the rest"
         found.append(Advice("bubbles", still, text, _LEVERS["bubbles"]))
     rest = [share for share in shares if late is None or share.rank != late.rank]
     for name, least, words in (
@@ -186,7 +189,8 @@ def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
     )
     lever = f"give rank {late} as much work as the others; else its core or device is slower: lockstep doctor"
     if phase in ("data", "other"):
-        lever = f"look at what rank {late} does in {phase} that the others do not"
+        what = "in its loader" if phase == "data" else "outside data, forward, backward and optimizer"
+        lever = f"look at what rank {late} does {what} that the others do not: add --profile steps=10:13 for a trace"
     return Advice("straggler", lost_ms / mine.step_ms, text, lever, late)
 
 

@@ -1,9 +1,11 @@
-"""Who waited for whom, from times that were taken by clocks that do not agree.
+"""Who waited for whom, from times that were taken by clocks that may not agree.
 
-A collective ends at the same moment for all. So the rank in which it was open for the shortest time started it last;
-that time is what the communication takes, and whatever another rank's thread stood there beyond that is waiting for the
-last one. Of one that had ended before anybody asked for it, nobody may know when: then it counts how long threads
-stood. So it does for messages, which leave their sender before they are there.
+Ranks of one machine share a clock: there a thread waits for the last one until that has started the collective, and
+stands for its data from then on. Of several machines no clocks are compared. A collective ends for all at about the
+same moment: so the rank in which it was open for the shortest time started it last; that time is what the communication
+takes, and whatever another rank's thread stood there beyond that is waiting for the last one. Of one that had ended
+before anybody asked for it, nobody may know when: then it counts how long threads stood. So it does for messages, which
+leave their sender before they are there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import NamedTuple
 from lockstep.observe.profile.run_record import Op, Run, Steps
 
 _ALWAYS_EXACT_US = 20  # less than this apart, nobody was late
+_MOMENT = 0.02  # of the time that a collective was open before its thread asked for it
 
 
 class Wait(NamedTuple):
@@ -22,8 +25,14 @@ class Wait(NamedTuple):
 
     op: Op  # as the last rank saw it
     last: int  # the rank that came last
-    real_us: int  # of communication, from then on
     waited_us: Mapping[int, int]  # of each rank, for the last one
+    came_us: Mapping[int, int]  # when that came, since the step of each rank began
+    moved_us: Mapping[int, int]  # from then on, until each rank had the data
+
+    @property
+    def real_us(self) -> int:
+        """Of communication."""
+        return self.moved_us[self.last]
 
 
 Kind = tuple[str, str]  # of operations: text and site
@@ -48,37 +57,77 @@ class Waits(NamedTuple):
     caused_s: Mapping[int, float]  # by each rank, to all others together
 
 
-def compare(ops: Mapping[int, Op]) -> Wait | None:
-    """One collective as its ranks saw it; None where the thread of one of them did not stand in it at all."""
+def compare(ops: Mapping[int, Op], began_us: Mapping[int, float] | None = None) -> Wait | None:
+    """One collective as its ranks saw it; None where the thread of one of them did not stand in it at all.
+
+    began_us: when the step began on each, if they share a clock.
+    """
     if len(ops) < 2 or any(op.began_us < 0 for op in ops.values()):
         return None
+    is_message = any(op.is_message for op in ops.values())
+    parts = None if began_us is None or is_message else _on_one_clock(ops, began_us)
+    last, came, moved = parts or _by_durations(ops)
+    late = {rank: min(op.waited_us, came[rank] - op.began_us) if rank != last else 0 for rank, op in ops.items()}
+    waited = {rank: us if us >= _ALWAYS_EXACT_US else 0 for rank, us in late.items()}
+    return Wait(ops[last], last, waited, came, moved)
+
+
+_Parts = tuple[int, dict[int, int], dict[int, int]]  # `last`, `came_us` and `moved_us` of a Wait
+
+
+def _on_one_clock(ops: Mapping[int, Op], began_us: Mapping[int, float]) -> _Parts | None:
+    """None where a rank went on before the last one came: a broadcast, or no one clock after all."""
+    entered = {rank: began_us[rank] + op.entered_us for rank, op in ops.items()}
+    last = max(ops, key=lambda rank: (entered[rank], -rank))
+    came = {rank: round(entered[last] - began_us[rank]) for rank in ops}
+    if any(op.stood_until_us < came[rank] - _ALWAYS_EXACT_US for rank, op in ops.items()):
+        return None
+    ends = {rank: min(op.left_us, op.stood_until_us) for rank, op in ops.items() if not _ended_unseen(op)}
+    known = {rank: max(0, end - came[rank]) for rank, end in ends.items()}
+    soonest = min(known.values(), default=0)
+    moved = {r: known[r] if r in known else max(0, min(soonest, op.began_us - came[r])) for r, op in ops.items()}
+    return last, came, moved
+
+
+def _by_durations(ops: Mapping[int, Op]) -> _Parts:
     inside = {rank: op.waited_us if op.is_message else op.left_us - op.entered_us for rank, op in ops.items()}
     last = min(ops, key=lambda rank: (inside[rank], -ops[rank].waited_us, rank))
-    if ops[last].waited_us < _ALWAYS_EXACT_US and ops[last].left_us > ops[last].began_us:  # it ended unseen, before
+    if _ended_unseen(ops[last]):
         inside = {rank: op.waited_us for rank, op in ops.items()}
         last = min(ops, key=lambda rank: (inside[rank], rank))
-    late = {rank: op.waited_us - inside[last] if rank != last else 0 for rank, op in ops.items()}
-    return Wait(ops[last], last, inside[last], {r: us if us >= _ALWAYS_EXACT_US else 0 for r, us in late.items()})
+    came = {rank: op.stood_until_us - inside[last] for rank, op in ops.items()}
+    return last, came, dict.fromkeys(ops, inside[last])
 
 
-def matched(run: Run) -> Iterator[tuple[dict[int, Op], int]]:
-    """(one collective as each of its ranks saw it, how many steps it stands for), in the order of the lowest rank,
-    without the first steps.
+def _ended_unseen(op: Op) -> bool:
+    """Before the thread asked for it, nobody knows when: for what was long over, it stands a moment too."""
+    return op.left_us > op.began_us and op.waited_us < max(_ALWAYS_EXACT_US, _MOMENT * (op.began_us - op.entered_us))
 
-    One that a rank has not listed, because it was killed or its record is cut, is left out.
+
+class Seen(NamedTuple):
+    """One collective as each of its ranks saw it."""
+
+    ops: dict[int, Op]
+    began_us: dict[int, float]  # as `compare` takes it
+    weight: int  # steps that it stands for
+
+
+def matched(run: Run) -> Iterator[Seen]:
+    """In the order of the lowest rank, without the first steps.
+
+    One that a rank has not listed, because it was killed or its record is cut, is left out. One that is waited for in a
+    later step is listed in both: the later one counts.
     """
-    seen: dict[tuple[str, str, int], dict[int, Op]] = {}
-    weights: dict[tuple[str, str, int], int] = {}
+    seen: dict[tuple[str, str, int], Seen] = {}
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, record in run.ranks.items():
+        zero_us = {start.attempt: start.clock_ns / 1e3 for start in record.starts}
         for line, weight in weighted(record.steady):
             for op in line.ops or ():
-                seen.setdefault(op.key, {})[rank] = op
-                weights.setdefault(op.key, weight * max(1, line.every))
+                one = seen.setdefault(op.key, Seen({}, {}, weight * max(1, line.every)))
+                one.ops[rank], one.began_us[rank] = op, zero_us[op.attempt] + line.at_us
                 members[op.key[:2]].add(rank)
-    for key, ops in seen.items():
-        if ops.keys() == members[key[:2]]:
-            yield ops, weights[key]
+    yield from (one for key, one in seen.items() if one.ops.keys() == members[key[:2]])
 
 
 def weighted(lines: tuple[Steps, ...]) -> Iterator[tuple[Steps, int]]:
@@ -123,8 +172,9 @@ def unseen(run: Run) -> dict[Kind, Op]:
 def waits_of(run: Run) -> Waits:
     """Who waited for whom in a whole run."""
     totals: dict[tuple[int, int], dict[tuple[str, str, str], float]] = defaultdict(lambda: defaultdict(float))
-    for ops, weight in matched(run):
-        found = compare(ops)
+    is_one_clock = run.is_of_one_host
+    for ops, began_us, weight in matched(run):
+        found = compare(ops, began_us if is_one_clock else None)
         for rank, us in found.waited_us.items() if found else ():
             if found and us:
                 totals[rank, found.last][ops[rank].site, ops[rank].text, ops[rank].label] += us * weight

@@ -189,11 +189,15 @@ class RunWriter:
 
     def _listed(self, step: Step) -> Iterable[str]:
         """Its line, after those of words that were not used before."""
-        found = [] if self._records is None else self._records(*step.operations)
+        read, first = self._records or (lambda since, until: ()), step.operations[0]
+        found = read(*step.operations)
         records = [record for record in found if record.text != FROM_CPP]  # of these a note has the sum
         collectives = [record for record in records if not record.is_message]
         every = 1 << max(0, -(-len(collectives) // OPERATIONS_MAX) - 1).bit_length()
         listed = [record for record in collectives if record.seq % every == 0]  # all ranks list the same ones
+        earlier = sorted({number for number, *_ in step.waits if 0 <= number < first})[-OPERATIONS_MAX:]
+        carried = [one for number in earlier for one in read(number, number + 1) if not one.is_message]
+        listed += [one for one in carried if one.seq % every == 0]  # again, as they were waited for
         listed += messages_in(records, self._about.rank, step.step)
         rows: list[list[int]] = []
         for word, seq, *times_ns, waited_ns in (*_rows(listed, step), *_tails(step, self.clock.tail_site)):
@@ -202,14 +206,15 @@ class RunWriter:
                 yield word_line(self._words[word], *word)
             times_us = [-1 if time_ns < 0 else (time_ns - step.began_ns) // 1000 for time_ns in times_ns]
             rows.append([self._words[word], seq, *times_us, waited_ns // 1000])
-        open_ns = [(one.entered_ns, one.left_ns or step.ended_ns) for one in records] + [one[1:] for one in step.waits]
+        open_ns = [(one.entered_ns, one.left_ns or step.ended_ns) for one in (*records, *carried)]
+        open_ns += [one[1:] for one in step.waits]
         hidden_ns = covered_ns(open_ns, step.began_ns, step.ended_ns) - step.summed_ns[EXPOSED]
         line = replace(
             self._line([step]),
             spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX)),
             hidden_us=max(0, hidden_ns // 1000),
             every=every if every > 1 else 0,
-            unlisted=len(records) - len(listed),
+            unlisted=len(records) + len(carried) - len(listed),
         )
         yield steps_line(line, rows)
 
@@ -237,7 +242,8 @@ class RunWriter:
             if self._file < 0:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 self._file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-                torch, ahead_ns = sys.modules.get("torch"), time.time_ns() - time.monotonic_ns()
+                torch = sys.modules.get("torch")
+                ahead_ns = max(time.time_ns() - time.monotonic_ns() for _ in range(8))  # others may run in between
                 threads = torch.get_num_threads() if torch else 1
                 about = replace(self._about, time_ns=self._about.clock_ns + ahead_ns, threads=threads)
                 text = start_line(about) + text

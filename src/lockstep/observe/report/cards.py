@@ -21,7 +21,7 @@ _CARDS_MAX, _TEXT_MAX = 60, 4000
 _STEPS_MIN = 4  # before that nothing is known of what a step costs
 _SAME = ("torch", "lockstep", "python", "commit", "config_sha256")  # on all ranks
 _TITLES = {
-    "communication": "Communication costs {share:.0%} of the step",
+    "communication": "Moving data between ranks costs {share:.0%} of the step",
     "straggler": "Rank {rank} is late: the others lose {share:.0%} of the step",
     "bubbles": "Ranks wait for each other {share:.0%} of the step",
     "data": "Ranks wait {share:.0%} of the step for data",

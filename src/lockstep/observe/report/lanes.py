@@ -36,6 +36,7 @@ class Chosen(NamedTuple):
 
     lines: Mapping[int, Steps]
     zeros: Mapping[int, float]
+    is_one_clock: bool  # else brought together, by collectives
 
 
 def lanes_of(
@@ -111,12 +112,13 @@ def _placed(run: Run, steps: Mapping[int, Mapping[int, Steps]]) -> tuple[dict[in
     """
     hosts = {rank: record.starts[-1].host for rank, record in run.ranks.items()}
     ahead = dict.fromkeys(hosts, 0.0)
-    if len(set(hosts.values())) > 1:
+    if not run.is_of_one_host:
         ahead = align(moments_of(run, steps), hosts).ahead_us
     zeros: dict[int, dict[int, float]] = defaultdict(dict)
     for rank, line, zero_us in placed_lines(run, steps):
         zeros[line.step][rank] = zero_us - ahead[rank]
-    return {step: Chosen(lines, {rank: zeros[step][rank] for rank in lines}) for step, lines in steps.items()}, ahead
+    placed = {step: {rank: zeros[step][rank] for rank in lines} for step, lines in steps.items()}
+    return {step: Chosen(lines, placed[step], run.is_of_one_host) for step, lines in steps.items()}, ahead
 
 
 def _step(
@@ -139,7 +141,9 @@ def _step(
     joins = (
         [keys[key], absent[key], 0, 0, None]
         if key in absent
-        else join_of(keys[key], seen, sent if key[1] == TAIL_GROUP else {})
+        else join_of(
+            keys[key], seen, sent if key[1] == TAIL_GROUP else {}, chosen.zeros if chosen.is_one_clock else None
+        )
         for key, seen in ops.items()
         if key in absent or not any(kind_of(op) in kinds for op in seen.values())
     )
@@ -187,7 +191,7 @@ def _open_step(
         if op.absent
     }
     choice = Choice(max(line.step for line in lines.values()), "open")
-    lane = _step(choice, Chosen(lines, zeros), began_us, words, {}, absent=absent)
+    lane = _step(choice, Chosen(lines, zeros, run.is_of_one_host), began_us, words, {}, absent=absent)
     for row in lane["ranks"]:
         row |= {"says": by_rank[row["rank"]].says, "culprit": row["rank"] in culprits}
         known = row["spans"] if lines[row["rank"]].spans else []
@@ -210,20 +214,20 @@ def with_buckets(op: Op, sent: Sent | None) -> Op:
     return op._replace(group="that of DistributedDataParallel", label=label, bytes=size)
 
 
-def join_of(key: int, ops: Mapping[int, Op], sent: Mapping[int, Sent]) -> Row | None:
+def join_of(
+    key: int, ops: Mapping[int, Op], sent: Mapping[int, Sent], began_us: Mapping[int, float] | None = None
+) -> Row | None:
     """[key, rank that came last, real microseconds, microseconds waited in all, bytes per second]; None of one rank.
 
-    The rank that was in it for the shortest time came last; its time is what the communication takes. No clock of
-    another rank is needed for that. sent: by each rank as buckets, a part of which was under way before.
+    As `compare` has it; where that knows nothing, the rank that was in it for the shortest time came last. sent: by
+    each rank as buckets, a part of which was under way before.
     """
     if len(ops) < 2:
         return None
     inside = {rank: op.left_us - op.entered_us for rank, op in ops.items()}
-    last = min(inside, key=lambda rank: (inside[rank], rank))
-    waited = compare(ops)
-    if waited is not None:
-        last = waited.last
-    real_us = max(0, min(inside.values()))
+    waited = compare(ops, began_us)
+    last = min(inside, key=lambda rank: (inside[rank], rank)) if waited is None else waited.last
+    real_us = max(0, min(inside.values()), 0 if waited is None else waited.real_us)
     moved_us = real_us + (sent[last]["hidden_us"] if last in sent else 0)
     rate = round(1e6 * ops[last].bytes / moved_us) if ops[last].bytes and moved_us else None
     return [key, last, real_us, 0 if waited is None else sum(waited.waited_us.values()), rate]

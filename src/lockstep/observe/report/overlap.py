@@ -10,10 +10,14 @@ _PAIRS_MAX = 40
 
 
 def overlap_of(verdict: Verdict) -> dict[str, Any]:
-    """Microseconds per step of each rank, the estimates, and who waited for whom."""
+    """Rates, microseconds per step of each rank, the estimates, and who waited for whom."""
     waited_s = sum(pair.waited_s for pair in verdict.waits.pairs)
     return {
         "unseen": verdict.unseen,
+        "hidden": verdict.overlap,
+        "tokens_per_s": round(max((share.tokens_per_s for share in verdict.shares), default=0.0), 3),
+        "samples_per_s": round(sum(share.samples_per_s for share in verdict.shares), 3),
+        "flops_per_s": verdict.flops_per_s,
         "ranks": [
             {
                 "rank": share.rank,

@@ -64,8 +64,14 @@ function figures(run) {
   const step = heat && middleOf((heat.wall_us || []).flat().filter((each) => each !== null));
   if (step) found.push(["step, median", time(step)]);
   if (shares.length) {
-    const exposed = exposedShare(page.document.overlap, mean((each) => each.exposed_us / each.wall_us));
-    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : "of a step"]);
+    const overlap = page.document.overlap;
+    found.push(["step, mean", time(mean((each) => each.wall_us))]);
+    for (const [name, rate] of [["tokens/s", overlap.tokens_per_s], ["samples/s", overlap.samples_per_s]])
+      if (rate) found.push([name, count(Math.round(rate)), "all ranks"]);
+    if (overlap.flops_per_s) found.push(["arithmetic", digits(overlap.flops_per_s / 1e12, 3), "TFLOP/s per rank"]);
+    const exposed = exposedShare(overlap, mean((each) => each.exposed_us / each.wall_us));
+    const waited = percent(mean((each) => Math.min(each.waited_us, each.exposed_us) / each.wall_us));
+    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : `of a step, ${waited} waiting`]);
   }
   const strategy = page.document.owners?.strategy;
   if (strategy) found.push(["strategy", strategy]);

@@ -29,16 +29,17 @@ section("overlap", "Communication", ["overlap"], (document) => {
 
 function overlapLead(overlap) {
   const sum = (name) => overlap.ranks.reduce((all, each) => all + each[name], 0);
-  const [hidden, exposed, wall] = [sum("hidden_us"), sum("exposed_us"), sum("wall_us")];
+  const [exposed, waited, wall] = [sum("exposed_us"), sum("waited_us"), sum("wall_us")];
   if (!wall) return "No step has ended yet.";
   if (overlap.unseen)
     return (
       `How much of communication hides is not known: of ${overlap.unseen} nobody sees who stands in it. ` +
       "C++ waits for it, a GPU, or a later step; it counts as work."
     );
-  const part =
-    hidden + exposed > 0 ? `${percent(hidden / (hidden + exposed))} of communication hides behind work; ` : "";
-  return `${part}for ${percent(exposed / wall)} of a step ranks stand still in it.`;
+  const part = overlap.hidden === null ? "" : `${percent(overlap.hidden)} of moving data hides behind work; `;
+  const only = `${percent(Math.min(waited, exposed) / wall)} of a step only until the last rank comes`;
+  const waiting = waited > 0 ? `, ${only}` : "";
+  return `${part}for ${percent(exposed / wall)} of a step ranks stand still in communication${waiting}.`;
 }
 
 // A share of exposed communication, where of some of it nobody knows.
@@ -108,7 +109,9 @@ function estimated({ what_if: all, unseen }) {
   if (!all?.length) return null;
   const what = unseen ? "What ranks stand in of some communication" : "What DistributedDataParallel has hidden";
   const hidden = `${what} is not known: a faster network gains at least that much.`;
-  const text = "Estimates: recorded steps, played again. \u201cAs recorded\u201d changes nothing.";
+  const text =
+    "Estimates: up to 64 recorded steps, played again with that changed. \u201cAs recorded\u201d changes nothing: " +
+    "how far it is from the mean step says how good the others are.";
   return element("p", { class: "aside" }, text, all.some((each) => each.is_least) ? ` ${hidden}` : "");
 }
 

@@ -16,6 +16,7 @@ from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.open_step import Moment, moment_of, moments_in
 
 RECORD = "profile"  # the record of `lockstep train` in its folder
+_NEAR = 3  # runs that are named where there is none
 
 
 @dataclass(frozen=True)
@@ -65,18 +66,28 @@ class Source(NamedTuple):
 def find_run(folder: Path | None, below: Path) -> Path:
     """The folder of a run: `folder`, or the newest one in `below`.  Raises: ConfigError where there is none."""
     if folder is None:
-        found = {place: files_in(record_in(place)) for place in below.glob("*") if place.is_dir()}
-        times = {max(path.stat().st_mtime for path in files): place for place, files in found.items() if files}
-        if not times:
+        newest = next(iter(_runs_in(below)), None)
+        if newest is None:
             raise ConfigError(f"there is no run in {below}/: `lockstep run` makes one, or give the folder of a run")
-        return times[max(times)].resolve()
-    folder = folder.resolve()
+        return newest.resolve()
+    given, folder = folder, folder.resolve()
     if not files_in(record_in(folder)):
+        how = "holds no record of a run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
+        near = next(filter(None, (_runs_in(place) for place in (given, given.parent, below))), [])
+        named = f"{', '.join(map(str, near[:_NEAR]))}{', ...' if near[_NEAR:] else ''}"
+        hint = f"; the newest nearby: {named}" if near else ""
         raise ConfigError(
-            f"{folder} holds no record of a run: give the folder that `lockstep run` or `train` has named, or none "
-            "for the newest one in runs/"
+            f"{folder} {how}: give the folder that `lockstep run` or `train` has named, or none "
+            f"for the newest one in runs/{hint}"
         )
     return folder.parent if folder.name == RECORD and not files_in(folder.parent) else folder
+
+
+def _runs_in(place: Path) -> list[Path]:
+    """The newest first."""
+    found = {run: files_in(record_in(run)) for run in place.glob("*") if run.is_dir()}
+    times = {run: max(path.stat().st_mtime for path in files) for run, files in found.items() if files}
+    return sorted(times, key=lambda run: -times[run])
 
 
 def record_in(folder: Path) -> Path:

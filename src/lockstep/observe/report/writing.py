@@ -24,7 +24,7 @@ _PERIOD_S, _SHARE = 1.0, 10  # of a live document: at most so often, and in a te
 
 def write_page(document: Document, path: Path) -> None:
     """Let `path` be the page of `document`: as a whole, or as it was.  Raises: ConfigError where it cannot be."""
-    unfinished = path.with_name(f".{path.name}.{socket.gethostname()}-{os.getpid()}")  # of each machine of a run
+    unfinished = path.parent / f".{path.name}.{socket.gethostname()}-{os.getpid()}"  # of each machine of a run
     try:
         unfinished.write_text(render(document), encoding="ascii")
         unfinished.replace(path)

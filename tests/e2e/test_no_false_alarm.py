@@ -133,6 +133,73 @@ for step in range(5):
     optimizer.step()
     optimizer.zero_grad()
 """,
+    "a debugger within rank 1": """
+import io, pdb
+class Slow(io.StringIO):
+    def readline(self, *_):
+        time.sleep(4)
+        return "continue\\n"
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+if rank == 1:
+    debugger = pdb.Pdb(stdin=Slow(), stdout=io.StringIO())
+    debugger.use_rawinput = False
+    debugger.set_trace()
+train(ddp, 5)
+""",
+    "garbage collection on rank 1": """
+import gc
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+if rank == 1:
+    junk = [[i] for i in range(500_000)]
+    for one, other in zip(junk, junk[1:]):
+        one.append(other)
+    until(4, gc.collect)
+    del junk, one, other
+dist.barrier()
+train(ddp, 5)
+""",
+    "all ranks are stopped and go on": """
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+pids = [torch.zeros(1, dtype=torch.long) for _ in range(2)]
+dist.all_gather(pids, torch.tensor([os.getpid()]))
+if rank == 0:  # as a laptop that sleeps, or Ctrl-Z
+    import subprocess
+    all_of_them = " ".join(str(pid.item()) for pid in pids)
+    subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -STOP {all_of_them}; sleep 4; kill -CONT {all_of_them}"])
+for _ in range(60):
+    train(ddp, 1)
+    time.sleep(0.03)
+""",
+    "clocks that jump": """
+ddp = DDP(torch.nn.Linear(4, 2))
+train(ddp, 5)
+day, steady, steady_ns = time.time, time.monotonic, time.monotonic_ns
+time.time = lambda: day() + (3600 if rank else -3600)
+time.monotonic = lambda: steady() + 60
+time.monotonic_ns = lambda: steady_ns() + 60 * 10**9
+for _ in range(40):
+    train(ddp, 1)
+    time.sleep(0.03)
+""",
+    "a loader that computes long on rank 1": """
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+class Slow(Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        until(0.25 * rank, lambda: sum(range(1000)))
+        return torch.full((4,), float(index))
+data = Slow()
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-5)
+for x in DataLoader(data, batch_size=8, sampler=DistributedSampler(data)):
+    ddp(x).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
     "uneven work after training": """
 ddp = DDP(torch.nn.Linear(4, 2))
 train(ddp, 20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from pathlib import Path
 
@@ -63,6 +64,48 @@ def texts_of(rank: int, folder: str) -> tuple[list[str], list[str], list[int], b
     record.close()
     recorder.close()
     return found, within, list(seen), all(map(torch.equal, before, after))
+
+
+def stood_in(rank: int, folder: str) -> tuple[list[tuple[str, bool, bool]], int]:
+    """What the thread was seen to stand in: text, whether for long, whether it had ended then. Rank 1 is late."""
+    import torch.distributed._functional_collectives as functional
+
+    warnings.simplefilter("ignore", FutureWarning)
+    recorder = FlightRecorder(Path(folder, str(rank)), rank, 2)
+    record = FlightRecord(recorder.path)
+    recorder.clock.close_reader = lambda: None
+    late = threading.Event()
+    twice = torch.compile(
+        lambda x: functional.all_reduce(x * 2, "sum", dist.group.WORLD) + 1, backend="aot_eager", fullgraph=True
+    )
+    with default_group("gloo", folder, rank, 2):
+        group = dist.group.WORLD
+        assert group is not None
+        twice(torch.ones(3))
+        watched = WatchedGroup(group, "WORLD", (0, 1), recorder, "cpu:gloo", group._get_sequence_number_for_group())
+        undo = watch_functional(lambda one: watched if one is group else None)
+        for _ in range(2):
+            late.wait(0.3 * rank)
+            twice(torch.ones(3))
+        late.wait(0.3 * rank)
+        started = functional.all_reduce(torch.ones(5), "sum", group)
+        assert torch.equal(started, torch.full((5,), 2.0))
+        left = len(watched.pending)
+        undo()
+        functional.all_reduce(torch.ones(5), "sum", group).sum()
+    records = {one.number: one for one in record.records()}
+    waits = [(number, ended - began) for number, began, ended in recorder.clock.waits]
+    record.close()
+    recorder.close()
+    return [(records[n].text, took_ns > 10**8, records[n].left_ns > 0) for n, took_ns in waits], left
+
+
+def test_thread_is_seen_to_stand_until_the_last_has_come_also_in_compiled_code(tmp_path: Path) -> None:
+    ranks = run_processes(2, stood_in, str(tmp_path), connect=False)
+    texts = ["all_reduce float32 [3] sum"] * 2 + ["all_reduce float32 [5] sum"]
+    for rank, (waits, left) in enumerate(ranks):
+        assert waits == [(text, rank == 0, True) for text in texts]
+        assert left == 0
 
 
 def test_each_is_entered_once_as_what_it_is(tmp_path: Path) -> None:

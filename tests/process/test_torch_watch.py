@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, pack_words
+from lockstep.observe.guard import Started
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.torch_watch import attach
@@ -45,6 +46,7 @@ class Listener:
         self.aborts: list[Callable[[CommError], None]] = []
         self.seen: list[BaseException] = []
         self.failed_at = ""
+        self.operations = 0
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         self.groups[name] = tuple(ranks)
@@ -55,7 +57,10 @@ class Listener:
     def leave(self, number: int) -> None:
         self.recorder.leave(number)
 
-    def step_done(self) -> None:
+    def step_done(self, started: Sequence[Started] = ()) -> None:
+        for watched, number, site in started:
+            watched.catch_up(number, site)
+        self.operations = self.recorder.started
         self.recorder.set_step(self.recorder.step + 1)
 
     def saw(self, error: BaseException) -> None:

@@ -269,6 +269,22 @@ def test_threads_that_stay_forbid_a_fork(tmp_path: Path) -> None:
     assert callable(why_not_fork)
 
 
+def test_the_thread_of_an_allocator_that_knows_of_forks_forbids_none(tmp_path: Path) -> None:
+    """pyarrow starts it, which `datasets` imports, and so does transformers' Trainer where that is installed."""
+    code = (
+        "import threading\nfrom lockstep.launch.fork_server import why_not_fork\n"
+        "named, stop = threading.Event(), threading.Event()\n"
+        "def work():\n"
+        "    with open(f'/proc/self/task/{threading.get_native_id()}/comm', 'w') as file:\n"
+        "        file.write('jemalloc_bg_thd')\n"
+        "    named.set()\n"
+        "    stop.wait()\n"
+        "threading.Thread(target=work).start()\nnamed.wait()\nprint([why_not_fork()])\nstop.set()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=_LIMIT_S, check=True)
+    assert done.stdout == "['']\n"
+
+
 def test_command_that_is_no_python(tmp_path: Path) -> None:
     with adopting_orphans():
         known = _children()

@@ -10,14 +10,29 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
 import lockstep
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import DataError
-from lockstep.observe.data_checks import DataCheck, DataWarning, batch_digest, batches_of, order_of
-from lockstep.observe.data_facts import PassFacts, different_lengths, equal_data, same_order, shared_paths
+from lockstep.observe.data_checks import DataCheck, DataWarning, batch_digest, batches_of, order_of, rule_of
+from lockstep.observe.data_facts import (
+    PassFacts,
+    different_lengths,
+    different_rules,
+    equal_data,
+    same_order,
+    shared_paths,
+)
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
 
@@ -41,6 +56,36 @@ def test_lengths() -> None:
     text = different_lengths({0: 5, 1: 4, 2: 5})
     assert text is not None
     assert "rank 1 4, ranks 0, 2 5" in text
+
+
+def test_rules() -> None:
+    assert different_rules({0: "seed 0", 1: "seed 0", 2: ""}) is None
+    assert different_rules({0: "", 1: ""}) is None
+    text = different_rules({0: "seed 0", 1: "seed 4", 2: "seed 0"})
+    assert text is not None
+    assert "ranks 0, 2 by seed 0, rank 1 by seed 4" in text
+
+
+class _Drawing(TorchDistributedSampler[int]):
+    """Deals as it likes."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.seed] * len(self))
+
+
+def test_rule_of_a_sampler_that_deals_to_all_ranks() -> None:
+    def rule(sampler: Any, ranks: int = 2) -> str:
+        return rule_of(DataLoader(DATA, 2, sampler=sampler), ranks)
+
+    torchs = TorchDistributedSampler(DATA, 2, 0, seed=3)
+    torchs.set_epoch(4)
+    assert rule(torchs) == "seed 3 in epoch 4"
+    assert rule(torchs, ranks=4) == ""  # it deals to a half of them: the others may have another seed
+    assert rule(TorchDistributedSampler(DATA, 2, 0, shuffle=False)) == "no shuffle"
+    assert rule(lockstep.DistributedSampler(DATA, num_replicas=2, rank=0, seed=5)) == "seed 5"
+    assert rule(_Drawing(DATA, 2, 0, seed=3)) == ""
+    assert rule(WeightedRandomSampler([1.0] * 10, 10)) == ""
+    assert rule(None) == ""
 
 
 def test_order() -> None:

@@ -185,6 +185,7 @@ class Watched:
 
     def __init__(self, request: pytest.FixtureRequest) -> None:
         self.recorder = SimpleNamespace(step=0)
+        self.world_size = 2
         self.before_look: list[Callable[[], None]] = []
         self.facts = self
         self.told: list[tuple[str, int, Any]] = []
@@ -279,7 +280,7 @@ def test_workers_that_stay_and_draw_ahead(watched: Watched) -> None:
         cast(Any, loader._iterator)._shutdown_workers()
     assert watched.epochs == [(0, 6, True), (1, 10, False)]
     assert [note["digest"] for note in watched.notes] == [used(list(sampler)[:6]), used(sampler)]
-    assert [(topic, key) for topic, key, _ in watched.told] == [("data team/2/0", 0), ("data team/2/0", 1)]
+    assert [(topic[:12], key) for topic, key, _ in watched.told] == [("data team/2/", 0), ("data team/2/", 1)]
 
 
 def test_loaders_made_for_each_epoch_are_one(watched: Watched) -> None:
@@ -287,8 +288,29 @@ def test_loaders_made_for_each_epoch_are_one(watched: Watched) -> None:
     for _ in range(3):  # nobody but the loop has them
         watched.train(DataLoader(data, 2, sampler=stock(shuffle=True)))
     assert watched.epochs == [(0, 10, False), (1, 10, False), (2, 10, False)]
-    assert [(topic, key) for topic, key, _ in watched.told] == [("data team/2/0", key) for key in range(3)]
+    (name,) = {topic for topic, _, _ in watched.told}
+    assert [(topic, key) for topic, key, _ in watched.told] == [(name, key) for key in range(3)]
     assert ["set_epoch" in (value["order"] or "") for _, _, value in watched.told] == [False, True, True]
+
+
+def test_a_loop_that_other_ranks_do_not_have_changes_no_name_of_another(watched: Watched) -> None:
+    def twice(*loaders: DataLoader[Any]) -> list[str]:
+        before = len(watched.told)
+        for loader in loaders:
+            for _ in loader:
+                watched.recorder.step += 1
+        return [topic for topic, _, _ in watched.told[before:]]
+
+    (alone,) = twice(DataLoader(Rows(), 2))
+    for _ in DataLoader(Stream(8), 2):  # as the rank has it that reads for all
+        watched.recorder.step += 1
+    first, second = (topic for topic, _, _ in watched.told)
+    assert first == alone
+    assert second.endswith(".0")
+    assert second != first
+    kept = [DataLoader(Rows(), 2), DataLoader(Rows(), 2)]
+    assert twice(*kept) == [alone.replace(".0", ".1"), alone.replace(".0", ".2")]
+    assert twice(*kept) == [alone.replace(".0", ".1"), alone.replace(".0", ".2")]
 
 
 def test_loaders_that_nobody_keeps_within_their_pass(watched: Watched) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+from functools import partial
 from pathlib import Path
 from time import monotonic_ns
 
-from lockstep.observe.flight import FlightRecord, FlightRecorder
+from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_groups import WatchedGroup
 
@@ -47,5 +49,39 @@ def test_a_number_that_is_out_of_date_enters_nothing_twice(tmp_path: Path) -> No
     assert [(one.seq, one.step) for one in record.records()] == [*((seq, 0) for seq in range(7)), (7, 1)]
     watched.settle(7)
     assert [bool(one.left_ns) for one in record.records()] == [True] * 7 + [False]
+    record.close()
+    recorder.close()
+
+
+def test_what_is_left_and_what_is_seen_late_is_entered_once_by_whichever_thread(tmp_path: Path) -> None:
+    """The rank's own thread ends steps and calls from Python, while the guard's sees what it stands in."""
+    recorder = FlightRecorder(tmp_path / "flight", 0, 2)
+    record = FlightRecord(recorder.path)
+    group, steps, done = Group(), 300, threading.Event()
+    watched = WatchedGroup(group, "WORLD", (0, 1), recorder, "cpu:gloo")
+    words = pack_words("0 [0, 1]", "barrier", "train.py:4 train")
+    newest = [0]
+
+    def look() -> None:
+        recorder.count_this_thread()
+        while not done.is_set():
+            number = newest[0]
+            watched.catch_up(number, "train.py:2 train", {number: entry(number, 1)}, if_idle=True)
+            recorder.take_up()
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    for step in range(steps):
+        newest[0] += 2
+        recorder.left.append(partial(watched.catch_up, newest[0], "train.py:3 train", step=step, now_ns=monotonic_ns()))
+        recorder.set_step(step + 1)
+        if step % 7 == 0:
+            recorder.enter(step, words, is_message=True)
+    done.set()
+    thread.join(60)
+    assert not thread.is_alive()  # each waits for what the other has
+    recorder.take_up()
+    found = [(one.seq, one.step) for one in record.records() if not one.is_message]
+    assert found == [(seq, seq // 2) for seq in range(2 * steps)]
     record.close()
     recorder.close()

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 
-from lockstep.observe.torch_start import misfits
+from lockstep.observe.torch_start import misfits, own_port
 
 _GIVEN = {"MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 _NOW = {**_GIVEN, "RANK": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
-_PORT = "MASTER_PORT=12355, but the launcher waits at 29500"
 
 
 @pytest.mark.parametrize(
@@ -22,11 +21,9 @@ _PORT = "MASTER_PORT=12355, but the launcher waits at 29500"
         ({"RANK": "0"}, {}, ["RANK=0, but the launcher gave 1"]),
         ({"RANK": "0"}, {"rank": 1}, []),
         ({}, {"rank": 0}, ["rank=0, but the launcher gave 1"]),
-        ({"MASTER_PORT": "12355"}, {}, [_PORT]),
-        ({"MASTER_PORT": "12355"}, {"init_method": "env://"}, [_PORT]),
-        ({"MASTER_PORT": "12355"}, {"init_method": "tcp://node0:12355"}, []),
-        ({"MASTER_PORT": "12355"}, {"store": object()}, []),
-        ({"MASTER_PORT": "12355", "TORCHELASTIC_USE_AGENT_STORE": "False"}, {}, []),
+        ({"MASTER_ADDR": "x"}, {"init_method": "tcp://node0:12355"}, []),
+        ({"MASTER_ADDR": "x"}, {"store": object()}, []),
+        ({"MASTER_ADDR": "x", "TORCHELASTIC_USE_AGENT_STORE": "False"}, {}, []),
         ({"MASTER_ADDR": "x", "RANK": "5"}, {}, ["RANK=5, but the launcher gave 1",
                                                 "MASTER_ADDR=x, but the launcher waits at node0"]),
     ],
@@ -42,3 +39,20 @@ def test_another_name_of_this_machine_is_no_other_place() -> None:
 def test_variable_that_was_removed_is_named() -> None:
     now = {name: value for name, value in _NOW.items() if name != "MASTER_ADDR"}
     assert misfits(_GIVEN, now, {}, 1) == ["MASTER_ADDR=(unset), but the launcher waits at node0"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "call", "expected"),
+    [
+        ({}, {}, ""),
+        ({}, {"init_method": "tcp://node0:29500"}, ""),
+        ({}, {"init_method": "tcp://node0:12355"}, "12355"),
+        ({}, {"init_method": "file:///shared/meet"}, ""),
+        ({"MASTER_PORT": "12355"}, {}, "12355"),
+        ({"MASTER_PORT": "12355"}, {"init_method": "env://"}, "12355"),
+        ({"MASTER_PORT": "12355"}, {"store": object()}, ""),
+        ({"MASTER_PORT": ""}, {}, ""),
+    ],
+)
+def test_port_of_the_programs_own(changed: dict[str, str], call: dict[str, Any], expected: str) -> None:
+    assert own_port(_GIVEN, {**_NOW, **changed}, call) == expected

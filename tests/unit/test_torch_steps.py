@@ -14,12 +14,6 @@ class Optimizer:
     """Can be referred to weakly, like torch's."""
 
 
-def stepped(counter: StepCounter, optimizer: Optimizer, operations: int) -> int:
-    """What a whole step counts."""
-    counter.begins(optimizer)
-    return counter.stepped(optimizer, operations)
-
-
 SHARED = frozenset("ABC")  # the parameters of the others are a rank's own, as far as one can see
 
 
@@ -33,7 +27,7 @@ def counted(story: str, operations: int = 1) -> list[int]:
         if name == " ":
             started += operations
         else:
-            counts.append(stepped(counter, optimizers[name], started))
+            counts.append(counter.stepped(optimizers[name], started))
     return counts
 
 
@@ -57,18 +51,6 @@ def test_steps_are_counted_once(story: str, counts: Sequence[int]) -> None:
     assert counted(story) == counts
 
 
-def test_an_optimizer_whose_step_calls_its_parents_step_counts_once() -> None:
-    optimizer, other = Optimizer(), Optimizer()
-    counter = StepCounter(lambda one: one is optimizer)
-    for started in range(1, 4):
-        counter.begins(optimizer)
-        counter.begins(optimizer)
-        counts = [counter.stepped(optimizer, started), counter.stepped(optimizer, started)]
-        assert counts == [1, 0]
-        counter.begins(optimizer)  # and raises
-        assert stepped(counter, other, started) == 0
-
-
 def test_a_side_model_changes_no_count() -> None:
     main = [1, 1, 1, 1]
     for story in (" sA sA sA sA", " As As As As", " sAs A sA A", "s s A A A sA", " AsAsAsA"):
@@ -80,14 +62,14 @@ def test_a_side_model_changes_no_count() -> None:
 def test_the_next_optimizer_takes_over_at_once_when_the_leader_is_gone() -> None:
     counter = StepCounter(lambda optimizer: True)
     first, second = Optimizer(), Optimizer()
-    assert stepped(counter, first, 1) == 1
+    assert counter.stepped(first, 1) == 1
     del first
     gc.collect()
-    assert stepped(counter, second, 1) == 0  # one rank goes on with its copy of the model, alone
-    assert stepped(counter, second, 2) == 1
+    assert counter.stepped(second, 1) == 0  # one rank goes on with its copy of the model, alone
+    assert counter.stepped(second, 2) == 1
 
 
 def test_without_other_ranks_nothing_is_waited_for() -> None:
     counter = StepCounter(lambda optimizer: True, is_alone=True)
     first, second = Optimizer(), Optimizer()
-    assert [stepped(counter, one, 0) for one in (first, first, second, second)] == [1, 1, 0, 1]
+    assert [counter.stepped(one, 0) for one in (first, first, second, second)] == [1, 1, 0, 1]

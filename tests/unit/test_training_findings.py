@@ -405,7 +405,7 @@ def test_where_every_loss_was_finite_no_rank_is_blamed() -> None:
 
 
 def loads(values: Sequence[Mapping[str, Any]], team: str = "world/3") -> Tell:
-    usual = {"batches": 4, "first": "", "order": None, "site": SITE, "joins": False, "repeated": 0}
+    usual = {"batches": 4, "first": "", "order": None, "site": SITE, "joins": False, "rule": ""}
 
     def tell(facts: Facts, rank: int) -> None:
         facts.tell(f"data {team}/0", 1, {**usual, "first": f"of rank {rank}", **values[rank]})
@@ -418,6 +418,10 @@ def loads(values: Sequence[Mapping[str, Any]], team: str = "world/3") -> Tell:
     [
         ([{}, {"batches": 5}, {}], "DATA: the ranks have different numbers of batches."),
         ([{"first": "x"}, {"first": "x"}, {}], "DATA: ranks train on the same samples."),
+        (
+            [{"rule": "seed 0"}, {"rule": "seed 1"}, {"rule": "seed 0"}],
+            "DATA: ranks share out the samples by different rules.",
+        ),
         ([{}, {}, {"order": "call set_epoch"}], "DATA: the samples come in the order of the last pass."),
     ],
 )

@@ -71,7 +71,7 @@ def at(name: str, line: int) -> str:
 def _differ(name: str, title: str, row: int, stock: str, what: str, *calls: tuple[str, int]) -> Demo:
     """Two calls, by what they are and their lines, that differ in `what`: with two ranks, either may be right."""
     each = (rf"rank {rank}: {call} at .*{at(name, line)}" for rank, (call, line) in enumerate(calls))
-    return Demo(name, title, row, stock, (rf"MISMATCH.*{_BOTH}", rf"they differ in {what}\n", *each))
+    return Demo(name, title, row, stock, (rf"MISMATCH in step 1, .*{_BOTH}", rf"they differ in {what}\n", *each))
 
 
 def _models(name: str, title: str, row: int, stock: str, line: int, what: str) -> Demo:
@@ -87,7 +87,7 @@ _MISMATCHED = (
     Demo(
         "missing_collective", "Rank 1 is busy elsewhere and never comes to the last collective", 2, _BLOCKED,
         (
-            "HANG.*Culprit: rank 1",
+            r"HANG.* in step 1\..*Culprit: rank 1",
             rf"rank 1 is not there: at .*{at('missing_collective', 13)} load_batch",
             rf"rank 0 waits in {_SUM} #4 .*{at('missing_collective', 19)}",
         ),
@@ -95,7 +95,7 @@ _MISMATCHED = (
     Demo(
         "early_exit", "Only rank 0 calls barrier; rank 1 comes to its end", 3, f"{_CLOSED}; torchrun blames rank 0",
         (
-            "FINISHED too early.*Culprit: rank 1",
+            r"FINISHED too early, in step 1\..*Culprit: rank 1",
             "rank 1 finished normally.* after 1 collective,",
             rf"rank 0 wanted a 2nd \(barrier, .*{at('early_exit', 10)}",
         ),
@@ -159,7 +159,7 @@ _MISMATCHED = (
     Demo(
         "both_receive", "Both ranks wait for a message of the other", 12, _BLOCKED,
         (
-            "DEADLOCK.*rank 0 -> rank 1 -> rank 0",
+            "DEADLOCK in step 1: rank 0 -> rank 1 -> rank 0",
             rf"rank 0 waits in recv .* from rank 1 tag 0, .*{at('both_receive', 9)}",
             rf"rank 1 waits in recv .* from rank 0 tag 0, .*{at('both_receive', 9)}",
         ),
@@ -167,7 +167,7 @@ _MISMATCHED = (
     Demo(
         "groups_in_other_order", "Two groups of the same ranks, used in opposite order", 13, _BLOCKED_ANYWAY,
         (
-            "DEADLOCK.*groups in different order: rank 0 -> rank 1 -> rank 0",
+            "DEADLOCK in step 1: groups in different order: rank 0 -> rank 1 -> rank 0",
             rf"rank 0 waits in {_SUM} #0 of group 1 .*{at('groups_in_other_order', 10)}",
             rf"rank 1 waits in {_SUM} #0 of group 2 .*{at('groups_in_other_order', 10)}",
         ),
@@ -175,7 +175,7 @@ _MISMATCHED = (
     Demo(
         "group_on_one_rank", "Only rank 0 makes a group, which every rank has to do", 13, _BLOCKED_ANYWAY,
         (
-            "HANG.*Culprit: rank 1",
+            r"HANG.* in step 1\..*Culprit: rank 1",
             rf"rank 0 waits in new_group .*{at('group_on_one_rank', 10)}",
             rf"rank 1 is not there: at .*{at('group_on_one_rank', 12)}",
         ),
@@ -191,7 +191,7 @@ _MODELS = (
     Demo(
         "frozen_after", "The model is wrapped, and rank 1 freezes a layer", 15,
         f"one step is not averaged; then rank 1 says 'Expected to have finished reduction', and {_CLOSED}",
-        ("FROZEN.*Culprit: rank 1", r"rank 1 froze 0\.weight after wrapping", rf"seen at .*{at('frozen_after', 14)}"),
+        (r"FROZEN.* in step 1\..*Culprit: rank 1", r"rank 1 froze 0\.weight", rf"seen at .*{at('frozen_after', 14)}"),
     ),
     _models(
         "frozen_differently", "Each rank freezes another parameter of the same shape", 16,
@@ -216,7 +216,7 @@ _MODELS = (
     Demo(
         "other_seed", "Each rank has its own seed, and gradients are averaged by hand", 19, _DRIFT,
         (
-            f"REPLICAS differ.*{_BOTH}",
+            f"REPLICAS differ after step 2, .*{_BOTH}",
             r"parameter 'weight' is \w+ on rank 0, \w+ on rank 1",
             rf"ranks 0,1: optimizer made at .*{at('other_seed', 12)}",
         ),
@@ -267,7 +267,7 @@ _REPLICAS = (
         "unused_parameter", "A layer of the model is never used", 22,
         "one step is not averaged; then a long text with indices of parameters",
         (
-            "UNUSED parameters.*on every rank",
+            "UNUSED parameters seen in step 2, on every rank",
             r"no rank used forgotten\.weight, forgotten\.bias",
             rf"the forward is called at .*{at('unused_parameter', 21)}",
         ),
@@ -276,14 +276,14 @@ _REPLICAS = (
         "unused_branch", "Rank 1 alone does not use a branch of the model", 23,
         f"rank 1 says 'Expected to have finished reduction', and {_CLOSED}",
         (
-            "UNUSED parameters.*Culprit: rank 1",
+            "UNUSED parameters seen in step 2, .*Culprit: rank 1",
             r"rank 1 did not use b\.weight, b\.bias",
             rf"the forward is called at .*{at('unused_branch', 22)}",
         ),
     ),
     Demo(
         "fewer_batches", "Rank 1 has one batch less", 24, _CLOSED,
-        ("FINISHED too early.*Culprit: rank 1", rf"rank 0 wanted a 10th \(.*{at('fewer_batches', 11)}"),
+        (r"FINISHED too early, in step 5\..*Culprit: rank 1", rf"rank 0 wanted a 10th \(.*{at('fewer_batches', 11)}"),
     ),
     Demo(
         "uneven_join", "Rank 1 has one batch less, and join() sees to it", 25, "is fine, and so is lockstep", quiet=True
@@ -350,19 +350,19 @@ _ENDINGS = (
         "killed", "Rank 1 is killed with SIGKILL", 32,
         "the other rank says 'Connection reset by peer'; torchrun names rank 1 and the signal",
         (
-            "GONE.*Culprit: rank 1",
+            r"GONE in step 1\..*Culprit: rank 1",
             r"rank 1 \(pid \d+\) was killed by SIGKILL",
             rf"rank 1 was last seen: .*\n +issued last: {_SUM} #499 .*{at('killed', 14)}",
         ),
     ),
     Demo(
         "stopped", "Rank 1 is stopped, as a frozen machine would be", 33, _BLOCKED,
-        ("STOPPED.*Culprit: rank 1", "stopped by a signal", rf"rank 0 waits in {_SUM} #500 .*{at('stopped', 14)}"),
+        (r"STOPPED in step 1\..*Culprit: rank 1", "by a signal", rf"rank 0 waits in {_SUM} #500 .*{at('stopped', 14)}"),
     ),
     Demo(
         "exception", "Rank 1 raises", 34, f"prints the traceback of rank 1; {_CLOSED}",
         (
-            "RAISED.*Culprit: rank 1",
+            r"RAISED in step 1\..*Culprit: rank 1",
             rf"rank 1 raised at .*{at('exception', 10)}",
             "ValueError: label 7 is not one of 0 to 4",
         ),
@@ -370,7 +370,7 @@ _ENDINGS = (
     Demo(
         "exception_kept_alive", "Rank 1 raises, and a thread keeps its process alive", 35, f"rank 0 {_BLOCKED}",
         (
-            "RAISED.*Culprit: rank 1",
+            r"RAISED in step 1\..*Culprit: rank 1",
             rf"rank 1 raised at .*{at('exception_kept_alive', 15)}",
             "ValueError: label 7 is not one of 0 to 4",
         ),

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from lockstep.observe.board import waits_of
 from lockstep.observe.facts import Facts
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
+from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, mark_of
 from lockstep.observe.last_words import last_words, users_line
 from lockstep.observe.scene import channel, read_message
 from lockstep.observe.stacks import Motion, is_traced
@@ -52,30 +52,36 @@ class Account:
 
     def catch_up(self) -> None:
         """Read what was recorded since the last time, and what has ended."""
-        for record in self._record.records(min(self._under_way, default=self._read)):
-            if record.number >= self._read:
-                record = self._count(record, is_next=record.number == self._read)
-                self._read = record.number + 1
+        under_way, folds = self._under_way, self._folds
+        self._recorder.take_up()
+        for record in self._record.records(min(under_way, default=self._read)):
+            number = record.number
+            if number < self._read:
+                record = record._replace(seq=under_way.get(number, record).seq)
             else:
-                record = record._replace(seq=self._under_way.get(record.number, record).seq)
-            if record.left_ns:
-                self._under_way.pop(record.number, None)
-            else:
-                self._under_way[record.number] = record
-        for number in sorted(self._under_way)[:-_OPEN_MAX]:
-            del self._under_way[number]
+                if number > self._read:  # some were overwritten before
+                    self._channels = None
+                self._read = number + 1
+                if record.is_message:
+                    record = self._count(record)
+                elif record.group in folds:
+                    folds[record.group].add(mark_of((record.seq, record.step, record.digest)))
+            if not record.left_ns:
+                under_way[number] = record
+            elif number in under_way:
+                del under_way[number]
+        for number in sorted(under_way)[:-_OPEN_MAX]:
+            del under_way[number]
 
-    def _count(self, record: Record, *, is_next: bool) -> Record:
-        """A new one; `seq` of a message is its number in its channel, while the rank has seen all of its messages."""
-        message = read_message(record.text) if record.is_message else None
-        if not is_next or (record.is_message and (message is None or message.peer is None)):
+    def _count(self, record: Record) -> Record:
+        """A new message; `seq` is its number in its channel, while the rank has seen all of its messages."""
+        message = read_message(record.text)
+        if message is None or message.peer is None:
             self._channels = None
-        if message is not None and message.peer is not None and self._channels is not None:
+        elif self._channels is not None:
             key = channel(record.group, message.is_send, message.peer, message.tag)
             self._channels[key] += 1
             return record._replace(seq=self._channels[key] - 1)
-        if not record.is_message and record.group in self._folds:
-            self._folds[record.group].add(Mark(record.seq, record.step, record.digest))
         return record
 
     @property

@@ -235,7 +235,7 @@ def tell_end(folder: Path, rank: int, how: str, store: Store | None) -> None:
     """A launcher says how the process of `rank` ended: to the guards of this machine, and through `store` to all."""
     place = folder / _ENDED.format(rank)
     partial = place.with_suffix(".partial")
-    partial.write_text(how)
+    partial.write_text(how, errors="backslashreplace")
     partial.replace(place)
     if store is None:
         return

@@ -19,7 +19,7 @@ _TYPED = ("<string>", "<stdin>", "<ipython-input")  # `python -c`, the prompt, a
 _OURS, _OTHER, _LOOP, _USER = range(4)
 
 _kinds: dict[str, int] = {}  # file -> whose it is
-_sites: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
+SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
 # (id of code, instruction) -> the code, which keeps the id; the line in words; whether no other would be better
 
 
@@ -38,7 +38,7 @@ def call_site(depth: int = 1) -> str:
 
 def site_from(frame: FrameType) -> str:
     """`call_site` as seen from `frame`."""
-    known = _sites.get((id(frame.f_code), frame.f_lasti))
+    known = SITES.get((id(frame.f_code), frame.f_lasti))
     if known is not None and known[2]:
         return known[1]
     found = frame
@@ -82,7 +82,7 @@ def _kind(file: str) -> int:
 
 
 def _site_of(frame: FrameType) -> str:
-    known = _sites.get((id(frame.f_code), frame.f_lasti))
+    known = SITES.get((id(frame.f_code), frame.f_lasti))
     return _remember_site(frame) if known is None else known[1]
 
 
@@ -94,11 +94,11 @@ def _remember_kind(file: str) -> int:
 
 
 def _remember_site(frame: FrameType) -> str:
-    if len(_sites) >= _REMEMBERED:
-        _sites.clear()
+    if len(SITES) >= _REMEMBERED:
+        SITES.clear()
     words = f"{frame.f_lineno or 0} {frame.f_code.co_name}"
     words = f"{short_path(frame.f_code.co_filename, _SITE_MAX - len(words) - 1)}:{words}"
-    _sites[id(frame.f_code), frame.f_lasti] = frame.f_code, words, _kind(frame.f_code.co_filename) >= _LOOP
+    SITES[id(frame.f_code), frame.f_lasti] = frame.f_code, words, _kind(frame.f_code.co_filename) >= _LOOP
     return words
 
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
-from torch.utils.data import RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import DataError
-from lockstep.observe.data_facts import PassFacts, different_lengths, equal_data, same_order
+from lockstep.observe.data_facts import PassFacts, different_lengths, different_rules, equal_data, same_order
 from lockstep.observe.tensor_digest import digests
 
 Batch = TypeVar("Batch")
@@ -79,6 +79,16 @@ def order_of(loader: Any, first: str = "") -> str:
     return f"epoch {sampler.epoch}, seed {getattr(sampler, 'seed', None)}"
 
 
+def rule_of(loader: Any, ranks: int) -> str:
+    """By which rule the sampler of `loader` deals to so many ranks: torch's DistributedSampler, or ours; else ""."""
+    sampler = _sampler_of(loader)
+    is_ours = hasattr(sampler, "upcoming_deal")
+    is_known = is_ours or getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
+    if not is_known or sampler.num_replicas != ranks:
+        return ""
+    return f"seed {sampler.seed}" + f" in epoch {sampler.epoch}" * (not is_ours) if sampler.shuffle else "no shuffle"
+
+
 def _sampler_of(loader: Any) -> Any:
     batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
@@ -120,7 +130,7 @@ class DataCheck:
 
     def watch(self, loader: Iterable[Batch]) -> Watched[Batch]:
         """`loader`, to be iterated over instead. Collective: every pass over it, at its first batch."""
-        return Watched(self, loader)
+        return Watched(self, loader, self._comm.world_size)
 
     def begin(self, mine: PassFacts, before: PassFacts | None) -> None:
         """Compare at the beginning of a pass.
@@ -133,7 +143,8 @@ class DataCheck:
         batches = {rank: facts[0] for rank, facts in enumerate(said)}
         self._tell("lengths", None if self._may_differ else different_lengths(batches))
         self._tell("equal", equal_data({rank: facts[1] for rank, facts in enumerate(said)}))
-        self._tell("order", next((facts[3] for facts in said if facts[3]), None))
+        self._tell("rules", different_rules({rank: facts[3] for rank, facts in enumerate(said)}))
+        self._tell("order", next((facts[4] for facts in said if facts[4]), None))
 
     def _tell(self, kind: str, text: str | None) -> None:
         if text is None or kind in self._said:
@@ -148,8 +159,8 @@ class DataCheck:
 class Watched(Generic[Batch]):
     """A loader under watch; everything but iteration is the loader's own."""
 
-    def __init__(self, check: DataCheck, loader: Iterable[Batch]) -> None:
-        self._check = check
+    def __init__(self, check: DataCheck, loader: Iterable[Batch], ranks: int) -> None:
+        self._check, self._ranks = check, ranks
         self._loader = loader
         self._before: PassFacts | None = None
 
@@ -161,11 +172,12 @@ class Watched(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         epoch, before, self._before = order_of(self._loader), self._before, None
+        rule = rule_of(self._loader, self._ranks)
         batches = iter(self._loader)
         nothing: Any = object()
         batch = next(batches, nothing)
         first = "" if batch is nothing else batch_digest(batch)
-        facts = PassFacts(batches_of(self._loader), first, epoch or order_of(self._loader, first))
+        facts = PassFacts(batches_of(self._loader), first, epoch or order_of(self._loader, first), rule)
         self._check.begin(facts, before)
         while batch is not nothing:
             yield batch

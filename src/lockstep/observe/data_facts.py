@@ -18,6 +18,7 @@ class PassFacts(NamedTuple):
     batches: int | None  # None where that is not known
     first: str  # digest of the first batch; "" where it says nothing: no tensors, or all samples equal
     order: str  # what the order of the samples follows from; "" where that is not known or not to change
+    rule: str = ""  # by which the samples are dealt to all ranks; "" where that is not known
 
 
 # ------------------------------------------------------------------ what ranks say, compared
@@ -45,6 +46,18 @@ def different_lengths(batches: Mapping[int, int | None]) -> str | None:
         f"the ranks have different numbers of batches in this epoch: {counts}. A rank that stops at the end of "
         "its own leaves the others waiting for ever: use a DistributedSampler (its drop_last=True, or its padding, "
         "makes them equal), or `with model.join():`"
+    )
+
+
+def different_rules(rules: Mapping[int, str]) -> str | None:
+    """Ranks that deal the samples by other rules, in words."""
+    known = alike({rank: rule for rank, rule in rules.items() if rule})
+    if len(known) < 2:
+        return None
+    each = ", ".join(f"{ranks_in_words(ranks)} by {rule}" for rule, ranks in known.items())
+    return (
+        f"each rank takes its part of an order of its own: {each}. Some samples come twice and others never: give "
+        "DistributedSampler the same seed on every rank, and call set_epoch(epoch) on all of them"
     )
 
 

@@ -34,6 +34,7 @@ _FIX = {
     "skipped": "look for a condition that is false on {culprits}, or an exception that is caught there.",
     "extra": "look for a condition that is true only on {culprits}: every rank must make this call, or none.",
     "": "make the same calls on every rank, in one order; look for a condition, or a caught exception.",
+    "ranks": "call new_group for the same ranks, in one order, on every rank, also on those that are not in it.",
     "dtype": "convert the tensor to one dtype before the call.",
     "shape": "give it the same shape on every rank: pad or gather the sizes first; drop uneven last batches.",
     "reduction": "use one reduction on every rank.",
@@ -87,7 +88,8 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
     if len(classes) < 2 or _may_yet_be_decided(scene, group, whole, members, classes):
         return None
     parting = histories.first_parting(*(_with_history(scene, group, members, ranks) for ranks in classes[:2]))
-    if parting is not None and parting.is_step and _is_without_fault(scene, parting):
+    is_counted = parting is not None and not _is_without_fault(scene, parting)
+    if parting is not None and parting.is_step and not is_counted:
         parting = histories.first_other_text(parting)
     if parting is None:
         return None
@@ -95,7 +97,7 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
         return _report_drift(scene, group, parting)
     if parting.is_origin and not parting.is_step:
         parting = histories.where_lines_part(parting)
-    fault, (usual, odd, *_) = histories.fault_of_odd(parting), parting
+    fault, (usual, odd, *_) = histories.fault_of_odd(parting, is_counted=is_counted), parting
     is_majority = len(classes[0]) > len(classes[1])
     blamed = odd if is_majority else histories.unusual(parting) if parting.is_origin else None
     everybody = {rank for ranks in classes for rank in ranks}
@@ -208,7 +210,9 @@ def _report(
     body += [*unsynced.values(), *_deed(parting, fault)]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
-    is_one_call = bool(differing) and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
+    is_one_call = (
+        bool(differing) and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
+    )
     is_known = not {*culprits} & {*usual.ranks}  # whose fault it is
     advice = _FIX[fault] if is_known and fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
     head = "MISMATCH"
@@ -272,13 +276,16 @@ def _report_steps(
     facts = scene.status(others[0]).facts
     sites = (told["now"].get("step", "") for topic, told in facts.items() if topic.startswith("lines "))
     where = next(filter(None, sites), "optimizer.step() there")
+    culprits, deed = late, f"{names(late)} did not call {where}, or ran a step twice"
+    if len(late) > len(others):
+        culprits, deed = others, f"{names(others)} called {where} once more, or left out all else of a step"
     return wording.compose(
         scene,
         "steps",
         group,
         f"STEPS differ since {step_after(step)}, group {group}.",
-        late,
-        [*lines, f"{names(late)} did not call {where}, or ran a step twice"],
+        culprits,
+        [*lines, deed],
         why="a replica whose optimizer steps less often is another model from then on.",
         fix=_FIX["steps"],
         done=step,

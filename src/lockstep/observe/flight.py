@@ -20,7 +20,8 @@ import os
 import struct
 import threading
 import zlib
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -77,6 +78,9 @@ class Mark(NamedTuple):
     digest: int
 
 
+mark_of = partial(tuple.__new__, Mark)  # as Mark._make, without a call of Python
+
+
 class Words(NamedTuple):
     """What a record says of its operation, ready to be stored. Worth keeping: operations repeat."""
 
@@ -104,7 +108,7 @@ def pack_words(group: str, text: str, site: str, label: str = "") -> Words:
 
 
 def _cut(text: str, limit: int) -> bytes:
-    raw = text.replace("\0", " ").encode()
+    raw = text.replace("\0", " ").encode(errors="backslashreplace")  # names of files are any bytes
     return raw if len(raw) <= limit else raw[: limit - 2] + b".."
 
 
@@ -119,7 +123,7 @@ class _Caller(threading.local):
 
 @final
 class FlightRecorder:
-    """Writes one rank's record. `enter` and `leave` cost about a microsecond together, never block and never raise."""
+    """Writes one rank's record. `enter` and `leave` cost about a microsecond together and never raise."""
 
     def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
         """Make the file `path`, which must not exist."""
@@ -134,6 +138,8 @@ class FlightRecorder:
         self.world_size = world_size
         self.step = 0
         self.started = 0  # operations so far
+        self.left: deque[Callable[[], object]] = deque()  # to be done by `take_up`
+        self._taking = threading.RLock()
         self.clock = StepClock()  # where the time of the thread that makes this goes
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._numbers = itertools.count()
@@ -149,6 +155,8 @@ class FlightRecorder:
 
         now_ns: by time.monotonic_ns, where who calls knows it.
         """
+        if self.left:
+            self.take_up()
         number, memory = next(self._numbers), self._memory
         step = self.step if get_ident() == self._owner or self._thread.has_steps else 0
         stored, group, code = words
@@ -164,11 +172,17 @@ class FlightRecorder:
             _write_word(memory, _COUNT_AT, number + 1)
         return number
 
-    def enter_all(self, seqs: Iterator[int], words: Words, count: int) -> Sequence[int]:
-        """So many collectives alike, at least one, have begun, with the next of `seqs`; their numbers. See `enter`."""
-        numbers, memory, now_ns = [*islice(self._numbers, count)], self._memory, monotonic_ns()
+    def its_step(self) -> int:
+        """In which step the thread that calls is, as `enter` has it."""
+        return self.step if get_ident() == self._owner or self._thread.has_steps else 0
+
+    def enter_all(self, seqs: Iterator[int], words: Words, count: int, step: int, now_ns: int = 0) -> Sequence[int]:
+        """So many collectives alike, at least one, have begun in `step`, with the next of `seqs`; their numbers.
+
+        Unlike `enter` it takes nothing up. now_ns: as there.
+        """
+        numbers, memory, now_ns = [*islice(self._numbers, count)], self._memory, now_ns or monotonic_ns()
         newest = numbers[-1]
-        step = self.step if get_ident() == self._owner or self._thread.has_steps else 0
         stored, group, code = words
         digest = self._digests.get(group, 0)
         for number, seq in zip(numbers, seqs, strict=False):
@@ -186,6 +200,13 @@ class FlightRecorder:
         if number >= self.started - RECORDS:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
             _write_word(self._memory, at, monotonic_ns())
+
+    def leave_all(self, numbers: Sequence[int]) -> None:
+        """These operations have ended."""
+        now_ns, memory, oldest = monotonic_ns(), self._memory, self.started - RECORDS
+        for number in numbers:
+            if number >= oldest:
+                _write_word(memory, _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT, now_ns)
 
     def stood(self, number: int, since_ns: int, ended_ns: int = 0) -> None:
         """Operation `number` has ended; the thread that calls has stood still for it. ended_ns: if that is known."""
@@ -206,6 +227,22 @@ class FlightRecorder:
     def set_step(self, step: int) -> None:
         """Operations from now on belong to `step`."""
         self.step = self._words[_STEP] = step
+
+    def take_up(self) -> None:
+        """Do what was appended to `left`: what belongs into the record before all that is entered from now on.
+
+        So the rank's own thread, in whose way each microsecond counts, leaves what can wait to whoever comes first: the
+        guard's thread, or the next that enters. What is done there enters by `enter_all` alone.
+        """
+        if os.getpid() != self._words[_PID]:  # of a process that was forked off
+            self.left.clear()
+            return
+        with self._taking:
+            while self.left:
+                try:
+                    self.left[0]()
+                finally:
+                    self.left.popleft()  # not before: who comes meanwhile waits until it is done
 
     def tell(self, status: bytes) -> None:
         """Replace the status, and say that this rank is alive. One thread only."""

@@ -12,8 +12,10 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar, final
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from threading import get_ident
+from typing import TYPE_CHECKING, TypeVar, final
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
 from lockstep.observe.account import Account
@@ -24,14 +26,21 @@ from lockstep.observe.endings import CAUGHT
 from lockstep.observe.flight import FlightRecorder, Record, pack_words
 from lockstep.observe.last_words import last_words, peer_failed, sees_another, users_line
 from lockstep.observe.lookout import Lookout
+from lockstep.observe.profile.step_clock import Ended
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import RUNNING
 from lockstep.observe.voice import Voice
 
+if TYPE_CHECKING:
+    from lockstep.observe.torch_groups import WatchedGroup  # it imports this module
+
+_LEFT_MAX = 256  # steps
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
 _BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
 _TORCHS_SOURCE = re.compile(r"^\[\S+\] ")  # at the beginning of what Gloo says
 _E = TypeVar("_E", bound=BaseException)
+
+Started = tuple["WatchedGroup", int, str]  # a group, torch's number of its last operation, the line
 
 
 @final
@@ -52,8 +61,9 @@ class Guard:
         self._account = Account(recorder)
         self._voice = Voice(self.rank, limits.evidence, board.records_of)
         self._lookout = Lookout(self.rank, self._account, board, self._voice, limits, self._period_s)
-        self.facts = self._account.facts
+        self.facts, self.motion = self._account.facts, self._account.motion
         self.before_look = self._lookout.before_look  # called by the thread, each time
+        self.before_look.append(recorder.take_up)
         self.at_end: list[Callable[[], None]] = []  # called when the rank's program is done, before it has ended
         self.before_close: list[Callable[[], None]] = []
         self.on_finding = self._voice.on_finding  # called with what this rank says
@@ -61,7 +71,8 @@ class Guard:
         self.failed_at = ""  # line of the user's, once an error has come from there
         self.has_failed = False  # an operation or a step of this rank has, and its program knows why
         self.step_before = 0  # of which checkpoint the program goes on
-        self._step_began_s = 0.0
+        self.operations = 0  # started by the end of the last step that was taken up
+        self._step_began_ns = 0
         self._worlds = 0
         self._raised = ""  # key of the finding that the program has been given
         self._stop = threading.Event()
@@ -105,19 +116,37 @@ class Guard:
         self.step_before = self._account.step_before = step
         self.recorder.set_step(step)
 
-    def step_done(self) -> None:
-        """This rank has ended a step; what was found meanwhile is raised here."""
-        account, now_s = self._account, time.monotonic()
-        if self._step_began_s:
-            account.steps_s.append(now_s - self._step_began_s)
-        self._step_began_s = now_s
-        if account.activity != "join":  # some ranks have steps there that others have not
-            recorder = self.recorder
-            recorder.set_step(recorder.step + 1)
-            if not recorder.clock.is_marked:
-                recorder.clock.step_done(recorder.step, recorder.started)
+    def step_done(self, started: Sequence[Started] = ()) -> None:
+        """This rank has ended a step; what was found meanwhile is raised here.
+
+        started: what C++ has started in it and is still to be entered. That can wait, as all that is not needed here:
+        see `FlightRecorder.take_up`.
+        """
+        recorder, now_ns = self.recorder, time.monotonic_ns()
+        if self._account.activity != "join":  # some ranks have steps there that others have not
+            step, clock = recorder.step + 1, recorder.clock
+            is_followed = not clock.is_marked and get_ident() == clock.owner
+            ended = clock.cut(step, now_ns) if is_followed else None
+            recorder.left.append(partial(self._keep, step, now_ns, ended, started))
+            recorder.set_step(step)  # now that whoever enters finds what is of the one before
+            if is_followed and clock.after_step is not None and step >= clock.after_from:
+                clock.after_step(step)
+        elif started:
+            recorder.left.append(partial(_enter, started, recorder.step, now_ns))
+        if len(recorder.left) > _LEFT_MAX:  # the guard's thread is held up
+            recorder.take_up()
         if self._lookout.finding is not None:
             self.raise_if_found()
+
+    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started]) -> None:
+        """What is left to be done of `step`, which ended at `now_ns`."""
+        recorder = self.recorder
+        _enter(started, step - 1, now_ns)
+        if self._step_began_ns:
+            self._account.steps_s.append((now_ns - self._step_began_ns) / 1e9)
+        self._step_began_ns, self.operations = now_ns, recorder.started
+        if ended is not None:
+            recorder.clock.keep(ended, recorder.started)
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
@@ -201,6 +230,7 @@ class Guard:
 
     def _watch(self) -> None:
         self.recorder.count_this_thread()  # it enters what the rank's own thread has started in C++
+        self._voice.looker = get_ident()
         while not self._stop.wait(self._period_s):
             self.look()
 
@@ -255,3 +285,8 @@ class Guard:
         self._account.close()
         self._board.close()
         self.recorder.close()
+
+
+def _enter(started: Iterable[Started], step: int, now_ns: int) -> None:
+    for watched, number, site in started:
+        watched.catch_up(number, site, step=step, now_ns=now_ns)

@@ -49,6 +49,9 @@ def find_hang(scene: Scene) -> Finding | None:
         if not _is_still(scene, wait):
             continue
         states = {rank: _state(scene, rank) for rank in _roots(scene, wait)}
+        is_circle = states.keys() <= scene.blocked.keys()  # which takes a moment longer to be proven, and says more
+        if is_circle and wait.age_s < scene.hang_s + STILL_S:
+            continue
         if states and set(states.values()) <= {"stuck", "ended"}:
             return _report_hang(scene, wait, sorted(states))
         is_inside = set(states.values()) <= {"inside"}
@@ -168,10 +171,13 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
     ranks = [wait.rank for wait in waits]
     way = " -> ".join(f"rank {rank}" for rank in (*ranks, ranks[0]))
     groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})
-    culprits = _outvoted(waits)
+    ahead = _went_on(scene, waits)
+    culprits = ahead or _outvoted(waits)
     whose = "" if len(culprits) == len(ranks) else f".  Culprit{'s' * (len(culprits) > 1)}: {names(culprits)}"
     what = "groups in different order: " if len(groups) > 1 else ""
-    if what:
+    if ahead:
+        fix = f"look for a condition that is false on {names(ahead)}, or an exception that is caught there."
+    elif what:
         fix = f"use groups {', '.join(groups)} in the same order on every rank."
     elif groups:
         fix = "send what another rank receives before the collective, or let that rank receive it later."
@@ -183,12 +189,22 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
         _key(scene, sorted(ranks)),
         f"DEADLOCK in {step_after(scene.step)}: {what}{way}{whose}",
         culprits,
-        wording.waiters(waits),
+        [
+            *wording.waiters([*waits, *_waits_for(scene, ranks)]),
+            *(f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead),
+        ],
         why="each of them waits for the next one, so none can ever get on.",
         fix=fix,
         least=wording.stacks(scene, ranks),
         done=scene.step,
     )
+
+
+def _went_on(scene: Scene, waits: list[Wait]) -> list[int]:
+    """Of a circle: those who have ended a step without an operation of it that others wait in; not if all have."""
+    lacking = {r for one in waits for r in one.absent if scene.sights[r].status.step > one.record.step}
+    ahead = sorted(lacking & {wait.rank for wait in waits})
+    return ahead if len(ahead) < len(waits) else []
 
 
 def _outvoted(waits: list[Wait]) -> list[int]:
@@ -282,10 +298,11 @@ def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
         scene,
         "waiting",
         f"{wait.record.group}:{wait.record.site}:{busy}",
-        f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(scene.step)}; "
-        f"{'is that a loop without an end?' if is_loop else 'no fault so far'}",
+        f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(scene.step)}"
+        f"{'; is that a loop without an end?' if is_loop else wording.NO_FAULT}",
         busy,
         [*lines, *wording.waiters(_waits_for(scene, busy) or [wait])],
+        fix="end that loop, or see why what it waits for never comes." if is_loop else "",
         done=scene.step,
     )
 

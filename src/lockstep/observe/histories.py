@@ -153,7 +153,8 @@ def _is_known(history: Sequence[Record], step: int, known: set[Shape]) -> bool:
     shape = _shape(history, step)
     if history[-1].step == step:  # it is still in it
         return any(whole[: len(shape)] == shape for whole in known)
-    return shape in known
+    is_first = step == history[0].step  # of optimizers that nobody shares, the first two steps are counted as one
+    return shape in known or (is_first and _are_several(shape, known))
 
 
 def _shape(history: Sequence[Record], step: int) -> Shape:
@@ -177,11 +178,14 @@ def _shapes(sides: Iterable[Side], but: int) -> set[Shape]:
 # ------------------------------------------------------------------ by their calls
 
 
-def fault_of_odd(parting: Parting) -> Fault:
-    """What the odd one did, taken that the usual one is right; "" where that cannot be said."""
+def fault_of_odd(parting: Parting, *, is_counted: bool) -> Fault:
+    """What the odd one did, taken that the usual one is right; "" where that cannot be said.
+
+    is_counted: both count their steps alike. Up to the parting all was alike: who is a step ahead there has ended it.
+    """
     if not parting.is_origin:
         return ""
-    if parting.is_step:
+    if parting.is_step or (is_counted and parting.a.step != parting.b.step):
         return "skipped" if parting.b.step > parting.a.step else "extra"
     sides = (parting.usual, parting.odd)
     a, b = ([record for record in side.history if record.seq >= parting.a.seq][:_LOOK_AHEAD] for side in sides)
@@ -207,6 +211,8 @@ def what_differs(first: str, second: str) -> list[str]:
     if not first or not second:
         return []
     a, b = _parts(first), _parts(second)
+    if a["kind"] == b["kind"] == "new_group":
+        return ["ranks"]
     return ["kind"] if a["kind"] != b["kind"] else [name for name in _NAMES if a[name] != b[name]]
 
 

@@ -17,9 +17,9 @@ from lockstep.observe.account import Account
 from lockstep.observe.board import Board
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
 from lockstep.observe.divergence import find_left_out
-from lockstep.observe.endings import find_caught, left_first
+from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_by
 from lockstep.observe.scene import Scene
-from lockstep.observe.status import FINISHED, RUNNING, Sight, Waiting
+from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import training_notes
 from lockstep.observe.voice import Voice
 
@@ -42,6 +42,7 @@ class Lookout:
         self._rank, self._account, self._board, self._voice, self._limits = rank, account, board, voice, limits
         self._period_s = period_s
         self._looked_s = self._blind_until_s = 0.0
+        self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
@@ -98,11 +99,11 @@ class Lookout:
 
     def _find(self, is_last: bool) -> None:
         sights = self._board.sights()
-        with self._voice.spared("comparing what the ranks tell"):
+        with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)
         is_first = self._is_first(sights)
-        with self._voice.spared("looking at what they train"):
+        with self._voice.part("looking at what they train"):
             for note in training_notes(self._scene(sights)) if is_first else ():
                 if self._voice.is_news(note, sights):
                     self._voice.say(note)
@@ -116,7 +117,7 @@ class Lookout:
             first = self._diagnosed(sights, self._limits)
             self.put_up(first if first is not None and first.is_certain else found, sights)
         elif is_first:  # only said: it may pass
-            self.finding = found
+            self.finding, self._stood = found, stalled_by(found, sights, "")
             self._voice.say_with_evidence(found, sights)
 
     def _is_first(self, sights: Mapping[int, Sight]) -> bool:
@@ -129,7 +130,7 @@ class Lookout:
         return Scene(self._rank, sights, self._board.records_of, self._limits)
 
     def _diagnosed(self, sights: Mapping[int, Sight], limits: Limits) -> Finding | None:
-        return diagnose(self._rank, sights, self._board.records_of, limits, self._voice.spared)
+        return diagnose(self._rank, sights, self._board.records_of, limits, self._voice.part)
 
     def put_up(self, found: Finding, sights: Mapping[int, Sight]) -> None:
         """For all ranks to see; said, unless another one was up before."""
@@ -194,8 +195,10 @@ class Lookout:
                 self.put_up(found, sights)
                 return self.finding
             self._voice.say_if_over(sights)
-            said, last = self._voice.stalled, self.finding  # it might have passed, but not for what has failed by it
-            return last if said is not None and last is not None and said.kind == last.kind else None
+            last, stood = self.finding, self._stood  # it might have passed, but not for what has failed by it
+            if last is None or stood is None or last.kind not in ("hang", "stopped", "waiting"):
+                return None
+            return None if goes_on(stood, sights) else last
 
     def who_left(self, lost: int | None) -> tuple[int, str] | None:
         """The first cause that this rank has lost another one: see `left_first`. Waits for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FunctionType
 from typing import Any, final
@@ -47,3 +48,32 @@ class Patches:
         """Put all back, the last one first."""
         while self._undo:
             self._undo.pop()()
+
+
+class SharedPatches(ABC):
+    """What is seen in one place for all who want to know: begun by the first who attaches, ended with the last."""
+
+    def __init__(self) -> None:
+        self._users = 0
+        self._patches = Patches()
+
+    def attach(self) -> Callable[[], None]:
+        """See it from now on. The result ends that, once all who have attached call it."""
+        self._users += 1
+        if self._users == 1:
+            self._begin()
+        return self._detach
+
+    def _detach(self) -> None:
+        self._users -= 1
+        if self._users == 0:
+            self._patches.undo()
+            self._end()
+
+    @abstractmethod
+    def _begin(self) -> None:
+        """Put into `_patches` what is to be undone."""
+
+    @abstractmethod
+    def _end(self) -> None:
+        """All is put back: forget what is the program's."""

@@ -79,6 +79,7 @@ def activity(name: str) -> Iterator[None]:
 
 def _last_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     for guard in tuple(_listening):
+        error = guard.cause_of(error)  # type: ignore[assignment]
         guard.end(error)
         error = guard.as_shown(error)
     if isinstance(error, KeyboardInterrupt):

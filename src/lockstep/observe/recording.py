@@ -47,6 +47,8 @@ class Watch(Protocol):
 
     def lost(self, error: CommError) -> CommError: ...
 
+    def cause_of(self, error: BaseException) -> BaseException: ...
+
     @property
     def has_failed(self) -> bool: ...
 
@@ -175,15 +177,19 @@ class GuardLayer(TransportLayer):
 
         Raises: as `Guard.finish`, once all is closed, where nothing of this rank has failed before.
         """
+        seen = sys.exc_info()[1]
+        error = self.guard.cause_of(seen) if seen is not None and self._owns_guard else seen
         try:
-            if self._is_world and sys.exc_info()[1] is None and not self.guard.has_failed:
+            if self._is_world and seen is None and not self.guard.has_failed:
                 self.guard.finish()  # a model that lives within `with` is gone when the program ends
         finally:
             if self._owns_guard:
-                self.guard.end(sys.exc_info()[1])
+                self.guard.end(error or sys.exc_info()[1])
             self.inner.close()
             if self._owns_guard:
                 self.guard.close()
+        if error is not None and error is not seen:  # of stock torch's, which does not say who has gone
+            raise error
 
 
 @final

@@ -84,6 +84,7 @@ class Motion:
         self._clock = time.pthread_getcpuclockid(thread_id) if hasattr(time, "pthread_getcpuclockid") else None
         self._cpu_s = self._looked_s = 0.0
         self._moved_bytes = 0
+        self.has_begun = False  # to be set where the thread begins what it is in too shortly to be seen: a forward
         self._asked_s = -_ASKED_S
         self._stand = Stand((), "", 0.0)
         self._children = (0.0, 0.0, -_CHILDREN_S)  # since when they are looked at, what they had used, when they worked
@@ -98,7 +99,8 @@ class Motion:
         passed_s, self._looked_s = now_s - self._looked_s if self._looked_s else 0.0, now_s
         cpu_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
         moved = transferred_bytes()
-        has_moved = moved - self._moved_bytes > _MOVED_BYTES
+        has_moved = moved - self._moved_bytes > _MOVED_BYTES or self.has_begun
+        self.has_begun = False
         is_busy = has_moved or cpu_s - self._cpu_s > _BUSY * passed_s or state_and_cpu_s(self._task + "stat")[0] == "D"
         self._cpu_s, self._moved_bytes, before = cpu_s, moved, self._stand
         is_asked = not is_busy or now_s - self._asked_s >= _ASKED_S
@@ -251,6 +253,7 @@ def is_traced() -> bool:
     """True while another process debugs this one; a debugger within it is known by its frames."""
     try:
         with open("/proc/self/status", "rb") as file:
-            return any(line.startswith(b"TracerPid:") and line.split()[1] != b"0" for line in file)
+            after = file.read().partition(b"\nTracerPid:")[2].split(maxsplit=1)
+            return bool(after) and after[0] != b"0"
     except OSError:
         return False

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, final
 
-from lockstep.observe.flight import Mark, Record
+from lockstep.observe.flight import Mark, Record, mark_of
 
 RUNNING, RAISED, FINISHED = "running", "raised", "finished"
 State = Literal["running", "raised", "finished"]
@@ -100,7 +100,7 @@ class Status:
         if not isinstance(raw, dict):
             raise TypeError(f"a status is an object, not {type(raw).__name__}")
         raw["groups"] = {
-            name: Progress(tuple(ranks), count, tuple(Mark(*mark) for mark in marks))
+            name: Progress(tuple(ranks), count, tuple(map(mark_of, marks)))
             for name, (ranks, count, marks) in dict(raw["groups"]).items()
         }
         raw["waiting"] = tuple(Waiting(Record(*record), age_s) for record, age_s in raw["waiting"])

@@ -15,8 +15,8 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Protocol, final
 
-from lockstep.observe.call_site import site_from
-from lockstep.observe.patches import Patches
+from lockstep.observe.call_site import SITES, site_from
+from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import BACKWARD, MARKS, OPTIMIZER, OTHER, TAIL, WAITS
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
@@ -37,15 +37,14 @@ class Phases(Timed, Protocol):
 
 
 @final
-class Backwards:
+class Backwards(SharedPatches):
     """Those of one process. Nothing is kept unless somebody has attached it."""
 
     def __init__(self) -> None:
-        self._users = 0
-        self._patches = Patches()
-        self._begin_anew()
+        super().__init__()
+        self._end()
 
-    def _begin_anew(self) -> None:
+    def _end(self) -> None:
         self.phases: Phases | None = None
         self.once: list[Callable[[], None]] = []  # to be called when the next backward begins
         self.site = ""  # the line of the last one
@@ -53,25 +52,19 @@ class Backwards:
         self.losses: list[Loss] = []  # of this step: who counts steps empties it
         self.recent: list[Loss] = []  # since an optimizer has stepped last: who looks then empties it
         self.own: list[Any] = []  # likewise: gradients of probes, before they are averaged
+        self.is_sound: bool | None = None  # likewise: whether all losses are finite; None where none is known
         self.probes: list[weakref.ref[Any]] = []  # small parameters
         self.scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
         self._plain: Any = None  # torch.Tensor
         self._queue: Any = None
-        self._tail_ns = 0  # since when the backward that runs waits
+        self._tails_ns: list[int] = []  # since when the backward that runs waits, the last of them
+        # Autograd is through: what DDP has not sent by now is waited for, in C++, where nobody can look. Both parts are
+        # C's, so that noting it takes no frame of Python's.
+        self._waits = map(self._tails_ns.append, iter(monotonic_ns, None)).__next__
         self._ours: Any = None  # what stands in the place of torch.autograd.backward
 
-    def attach(self) -> Callable[[], None]:
-        """See them from the import of torch.autograd on. The result ends that, once all who have attached call it."""
-        self._users += 1
-        if self._users == 1:
-            self._patches.add(when_imported("torch.autograd", self._watch))
-        return self._detach
-
-    def _detach(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._patches.undo()
-            self._begin_anew()  # nothing of the program is kept
+    def _begin(self) -> None:
+        self._patches.add(when_imported("torch.autograd", self._watch))
 
     def follow(self, parameters: Iterable[Any]) -> None:
         """Note the gradients of the first small one of a model's `parameters`, before they are averaged."""
@@ -101,7 +94,8 @@ class Backwards:
             frame = sys._getframe(1)
             if frame.f_code is method and frame.f_back is not None:
                 frame = frame.f_back
-            self.site = self.step_site = site = site_from(frame)
+            known = SITES.get((id(frame.f_code), frame.f_lasti))
+            self.site = self.step_site = site = known[1] if known is not None and known[2] else site_from(frame)
             if self.once:
                 calls, self.once = self.once, []
                 for call in calls:
@@ -112,6 +106,8 @@ class Backwards:
                     root = self.scaled[1] if self.scaled[0] is root else root
                     self.scaled = None
                 loss = root.item() if root.is_cpu else root.detach(), site
+                if type(loss[0]) is float and self.is_sound is not False:
+                    self.is_sound = loss[0] - loss[0] == 0.0  # not of inf, nor of nan
                 if len(self.losses) < _KEPT:
                     self.losses.append(loss)
                 if len(self.recent) < _KEPT:
@@ -119,15 +115,16 @@ class Backwards:
             phases = self.phases
             if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
                 return old(tensors, *args, **kwargs)  # of another thread, or inside of one, as checkpointing does it
-            clock, self._tail_ns = phases.clock, 0
+            clock, tails_ns = phases.clock, self._tails_ns
+            tails_ns.clear()
             clock.marks.append((BACKWARD, monotonic_ns()))
             try:
                 return old(tensors, *args, **kwargs)
             finally:
                 now_ns, marks = monotonic_ns(), clock.marks
-                if self._tail_ns and clock.close_reader is not None:
+                if tails_ns and clock.close_reader is not None:
                     clock.tail_site = site
-                    clock.waits.append((TAIL, self._tail_ns, now_ns))
+                    clock.waits.append((TAIL, tails_ns[-1], now_ns))
                 marks.append((before if before == OPTIMIZER else OTHER, now_ns))
                 if len(marks) >= MARKS or len(clock.waits) >= WAITS:
                     clock.sum_up(now_ns)
@@ -141,10 +138,6 @@ class Backwards:
             self.own.append(gradient)
         if self.phases is not None and self.phases.has_ddp:
             self._queue(self._waits)  # called back before DDP is, which asks for it with the last gradient
-
-    def _waits(self) -> None:
-        """Autograd is through; what DDP has not sent by now is waited for, in C++, where nobody can look."""
-        self._tail_ns = monotonic_ns()
 
 
 BACKWARDS = Backwards()

@@ -12,7 +12,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, Protocol, final
 
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import DATA, MARKS, OTHER, StepClock
 from lockstep.observe.torch_import import when_imported
 
@@ -38,29 +38,27 @@ class Pass(Protocol):
 
 
 @final
-class Batches:
+class Batches(SharedPatches):
     """Those of one process. Nothing is done unless somebody has attached it."""
 
     def __init__(self) -> None:
+        super().__init__()
+        self._end()
+
+    def _end(self) -> None:
         self.phases: Timed | None = None
-        self._users = 0
-        self._patches = Patches()
 
-    def attach(self) -> Callable[[], None]:
-        """See them from the import of torch.utils.data on. The result ends it, once all who have attached call it."""
-        self._users += 1
-        if self._users == 1:
-            self._patches.add(when_imported("torch.utils.data.dataloader", self._watch))
-        return self._detach
-
-    def _detach(self) -> None:
-        self._users -= 1
-        if self._users == 0:
-            self._patches.undo()
+    def _begin(self) -> None:
+        self._patches.add(when_imported("torch.utils.data.dataloader", self._watch))
+        self._patches.add(when_imported("lockstep.data.dataloader", self._watch_ours))
 
     def _watch(self) -> None:
         loaders = sys.modules["torch.utils.data.dataloader"]
         self._patches.replace(loaders._BaseDataLoaderIter, "__next__", self._seeing)
+
+    def _watch_ours(self) -> None:
+        """Which asks no iterator of torch's, where it has no workers."""
+        self._patches.replace(sys.modules["lockstep.data.dataloader"].BatchIterator, "__next__", self._seeing)
 
     def _seeing(self, old: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(iterator: Any) -> Any:
@@ -82,7 +80,7 @@ class Batches:
                     marks.append((clock.rest if before == OTHER else before, now_ns))  # also of a second microbatch
                     if len(marks) >= MARKS:
                         clock.sum_up(now_ns)
-            if clock is not None:
+            if clock is not None and before != DATA:  # else another one counts it, which has asked this one
                 first = batch[0] if type(batch) is list and batch else batch
                 shape: Any = getattr(first, "shape", ())
                 clock.samples += int(shape[0]) if len(shape) else samples_in(batch)

@@ -10,6 +10,7 @@ import functools
 import math
 import os
 import weakref
+import zlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -35,7 +36,7 @@ class _Seen:
 
     def __init__(self, owner: Callable[[], Any]) -> None:
         self.owner = owner  # None where it is gone
-        self.number: int | None = None  # among those that are trained on
+        self.place = ""  # the line of the first loop over it, and which it is of those there: alike on all ranks
         self.passes = 0
         self.whole: list[tuple[Callable[[], Any], PassFacts]] = []  # of each loader's last pass, where it was complete
 
@@ -52,7 +53,7 @@ class _Pass:
     """One pass over a loader, of which a loop may keep the iterator alone."""
 
     def __init__(self, watch: DataWatch, iterator: Any, loader: Any, seen: _Seen, step: int) -> None:
-        from lockstep.observe.data_checks import order_of
+        from lockstep.observe.data_checks import order_of, rule_of
 
         self._watch = watch
         self.iterator, self.loader = weakref.ref(iterator), weakref.ref(loader)
@@ -61,6 +62,7 @@ class _Pass:
         self.batches, self.asks_at = 0, 1.0
         self.first = ""  # digest of the first batch
         self.order = order_of(loader, _FIRST)
+        self.rule = rule_of(loader, watch.ranks)
         self.site = ""
         self.facts: PassFacts | None = None  # as they were told
         self.is_whole = False
@@ -81,10 +83,11 @@ class DataWatch:
 
     def __init__(self, guard: Guard, team: Callable[[], tuple[str, bool, bool]]) -> None:
         self._guard = guard
+        self.ranks = guard.world_size
         self._team = team
         self._datasets: dict[int, _Seen] = {}  # by id
-        self._count = 0  # of those that are trained on
-        self._current: _Pass | None = None  # over the first of them
+        self._followed: _Seen | None = None  # the first that is trained on whose samples can be told
+        self._current: _Pass | None = None  # over that
         self._passes = 0
         self._patches = Patches()
 
@@ -133,7 +136,7 @@ class DataWatch:
             seen = self._seen(loader)
             vars(iterator)[PASS] = current = _Pass(self, iterator, loader, seen, self._guard.recorder.step)
             vars(iterator).pop(_DRAW, None)
-            if takes_notes() and (seen.number == 0 or self._count == 0) and (deal := deal_of(loader)):
+            if takes_notes() and self._followed in (None, seen) and (deal := deal_of(loader)):
                 current.share = Share(deal)
                 vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, current.share.drawn)
 
@@ -169,21 +172,24 @@ class DataWatch:
         seen, loader = current.seen, current.loader()
         order = current.first if current.order == _FIRST else current.order
         current.asks_at = math.inf
-        current.facts = facts = PassFacts(None if loader is None else batches_of(loader), current.first, order)
-        if seen.number is None:
-            seen.number = self._count
-            self._count += 1
-        if seen.number == 0:
+        batches = None if loader is None else batches_of(loader)
+        current.facts = facts = PassFacts(batches, current.first, order, current.rule)
+        if not seen.place:
+            line = f"{zlib.crc32(current.site.encode()):08x}."
+            seen.place = f"{line}{sum(other.place.startswith(line) for other in self._datasets.values())}"
+        if current.share is not None and self._followed in (None, seen):
+            self._followed = seen
             self._follow_samples(current)
         team, joins, may_share = self._team()
         value = {
             "batches": facts.batches,
             "first": "" if may_share else facts.first,
+            "rule": "" if may_share else facts.rule,
             "order": same_order(seen.before(current.loader), facts),
             "site": current.site,
             "joins": joins,
         }
-        self._guard.facts.tell(f"data {team}/{seen.number}", seen.passes, value)
+        self._guard.facts.tell(f"data {team}/{seen.place}", seen.passes, value)
         seen.passes += 1
 
     def _follow_samples(self, current: _Pass) -> None:
@@ -224,7 +230,8 @@ class DataWatch:
                 path = os.path.realpath(target)
                 if not path.startswith("/dev/"):
                     self._guard.facts.tell("save", path, [self._guard.recorder.step, call_site()])
-            return old(*args, **kwargs)
+            with self._guard.activity("checkpoint"):
+                return old(*args, **kwargs)
 
         return save
 

@@ -9,17 +9,17 @@ gradients before averaging, of this step and the one before, and the losses tell
 
 from __future__ import annotations
 
-import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
-from time import perf_counter
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
 from lockstep.observe.settings import FIRST_STEPS
 from lockstep.observe.torch_backward import BACKWARDS, Loss
+from lockstep.observe.torch_optimizers import Seen
 
 if TYPE_CHECKING:
     from lockstep.observe.gradients import Fault  # imports torch
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 _SHARE = 0.001  # of the time goes into looking at all gradients, whether or not there is a sign
 _NAMED = 5
 
-Seen = tuple[int, list[Loss], list[Any]]  # step; of its backwards: losses, and gradients of probes before averaging
 Named = Callable[[Any], list[tuple[str, Any]]]  # the parameters of an optimizer, by name
 
 
@@ -35,58 +34,45 @@ Named = Callable[[Any], list[tuple[str, Any]]]  # the parameters of an optimizer
 class GradientFacts:
     """Of one rank."""
 
-    def __init__(self, guard: Guard, named: Named, patches: Patches) -> None:
-        self._guard, self._named, self._patches = guard, named, patches
-        self._seen: Seen = 0, [], []
-        self._stepper: weakref.ref[Any] | None = None  # the optimizer that has stepped last
+    def __init__(self, guard: Guard, named: Named) -> None:
+        self.recorder = guard.recorder
+        self.seen: deque[Seen] = deque(maxlen=2)  # of the optimizers' last steps
+        self.due_ns = 0.0
+        self._guard, self._named = guard, named
         self._is_done = False
-        self._looks = 0
-        self._spent_s, self._began_s = 0.0, perf_counter()
+        self._steps = 0  # of optimizers, whose gradients are all looked at, if they are few
+        self._spent_ns, self._began_ns, self._due_ns = 0, monotonic_ns(), 0.0
 
-    def watch_steps(self) -> None:
-        """torch.optim is there."""
-        from torch.optim.optimizer import register_optimizer_step_pre_hook
+    def look(self, optimizer: Any) -> None:
+        """At what `optimizer` is about to apply: see `torch_optimizers.Looks`."""
+        now_ns, losses, is_strict = monotonic_ns(), self.seen[-1][1], self._guard.settings.mode == "strict"
+        known = [value for value, _ in losses if type(value) is float]
+        has_sign = not all(map(isfinite, known)) or ((is_strict or not known) and _is_probe_faulty())
+        if (now_ns < self._due_ns and not has_sign) or self._is_done:
+            return
+        from lockstep.observe.gradients import nonfinite_gradients, scaler_is_active
 
-        self._patches.add(register_optimizer_step_pre_hook(self._look).remove)
+        named = self._named(optimizer)
+        faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
+        if faults and not scaler_is_active():
+            applied = _applied(named)
+            self._tell(applied or faults, self.seen[0] if applied else self.seen[-1])
+        self._steps += 1
+        self._spent_ns += monotonic_ns() - now_ns
+        if self._steps >= FIRST_STEPS:
+            self._due_ns = self._began_ns + self._spent_ns / _SHARE
+        self.due_ns = 0.0 if is_strict else self._due_ns
 
-    def _look(self, optimizer: Any, *_: Any) -> None:
-        """At what `optimizer` is about to apply."""
-        losses = BACKWARDS.recent
-        seen, self._seen = self._seen, (self._guard.recorder.step, losses, BACKWARDS.own)
-        BACKWARDS.recent, BACKWARDS.own = [], []
-        self._looks += 1
-        is_known = has_sign = False
-        for value, _site in losses:
-            if type(value) is float:
-                is_known = True
-                has_sign = has_sign or not isfinite(value)
-        if not has_sign and (not is_known or self._guard.settings.mode == "strict"):
-            has_sign = _is_probe_faulty()
-        if self._stepper is None or self._stepper() is not optimizer:
-            self._stepper = weakref.ref(optimizer)
-        began_s = perf_counter()
-        may_look = self._looks <= FIRST_STEPS or self._spent_s <= _SHARE * (began_s - self._began_s)
-        if (may_look or has_sign) and not self._is_done:
-            from lockstep.observe.gradients import nonfinite_gradients, scaler_is_active
-
-            named = self._named(optimizer)
-            faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
-            if faults and not scaler_is_active():
-                applied = _applied(named)
-                self._tell(applied or faults, seen if applied else self._seen)
-            self._spent_s += perf_counter() - began_s
-
-    def finish(self) -> None:
-        """No step comes any more whose loss would show what the last one has applied; its optimizer may be there."""
-        optimizer = None if self._stepper is None else self._stepper()
-        _, losses, own = self._seen
+    def finish(self, optimizer: Any) -> None:
+        """No step comes any more whose loss would show what the last one, of `optimizer`, has applied."""
+        _, losses, own = self.seen[-1] if self.seen else (0, [], [])
         if self._is_done or optimizer is None or not (_first_line(losses) or _is_faulty(own)):
             return
         from lockstep.observe.gradients import scaler_is_active
 
         applied = _applied(self._named(optimizer))
         if applied and not scaler_is_active():
-            self._tell(applied, self._seen)
+            self._tell(applied, self.seen[-1])
 
     def _tell(self, faults: Sequence[Fault], seen: Seen) -> None:
         self._is_done = True

@@ -50,20 +50,31 @@ class WatchedGroup:
         self._recorder = recorder
         self.collectives, self.messages = itertools.count(), itertools.count()  # the number that the next one has
         self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 
     def learn(self, operation: tuple[Any, ...], site: str) -> Words:
         """What is recorded of a call from Python, which `words` has from now on. operation: the fields of one."""
         return self._keep((site, operation), text_of(Operation(*operation), self.ranks), site)
 
     def catch_up(
-        self, torch_number: int, site: str, known: Mapping[int, Entry] | None = None, *, if_idle: bool = False
+        self,
+        torch_number: int,
+        site: str,
+        known: Mapping[int, Entry] | None = None,
+        *,
+        if_idle: bool = False,
+        step: int | None = None,
+        now_ns: int = 0,
     ) -> None:
         """Enter what C++ has started since the last call from Python, up to torch's number.
 
         known: what torch's Flight Recorder tells of them, where it was asked. if_idle: only if no call has begun
-        meanwhile. What was entered since the number was read stays.
+        meanwhile. step, now_ns: in which they were started and when, where that was left for later (see
+        `FlightRecorder.take_up`). What was entered since the number was read stays.
         """
+        if step is None:
+            step = self._recorder.its_step()  # first: what is taken up then may be of this step, which has just ended
+            self._recorder.take_up()
         with self._lock:
             if torch_number <= self.seen or (if_idle and self.inside):
                 return
@@ -71,17 +82,17 @@ class WatchedGroup:
             if known is None:
                 key = site, "by this line"
                 words = self.words.get(key) or self._keep(key, FROM_CPP, *key)
-                entered = self._recorder.enter_all(self.collectives, words, len(numbers))
+                entered = self._recorder.enter_all(self.collectives, words, len(numbers), step, now_ns)
             else:
                 entries = [known.get(number) for number in numbers]
-                entered = [self._enter_known(site, entry) for entry in entries]
+                entered = [self._enter_known(site, entry, step) for entry in entries]
             self.pending.extend(zip(numbers, entered, strict=True))
             self.seen = torch_number
 
-    def _enter_known(self, site: str, entry: Entry | None) -> int:
+    def _enter_known(self, site: str, entry: Entry | None, step: int) -> int:
         key = site, entry.text if entry else ""
         words = self.words.get(key) or self._keep(key, FROM_CPP, *key)
-        return self._recorder.enter(next(self.collectives), words, False, entry.began_ns if entry else 0)
+        return self._recorder.enter_all(self.collectives, words, 1, step, entry.began_ns if entry else 0)[0]
 
     def _keep(self, key: tuple[str, object], text: str, site: str, label: str = "") -> Words:
         if len(self.words) >= _KEPT:
@@ -89,18 +100,30 @@ class WatchedGroup:
         words = self.words[key] = pack_words(self.name, text, site, label)
         return words
 
-    def started(self, torch_number: int, operation: tuple[Any, ...], site: str) -> None:
-        """C++ has just started this, which now is torch's number; the rank's own thread says so."""
+    def started(self, torch_number: int, operation: tuple[Any, ...], site: str) -> int:
+        """C++ has just started this, which now is torch's number; the rank's own thread says so. Its own number."""
+        step = self._recorder.its_step()
+        self._recorder.take_up()
         with self._lock:
             words = self.words.get((site, operation)) or self.learn(operation, site)
-            self.pending.append((torch_number, self._recorder.enter(next(self.collectives), words)))
+            (number,) = self._recorder.enter_all(self.collectives, words, 1, step)
+            self.pending.append((torch_number, number))
             self.seen = torch_number
+            return number
+
+    def stood(self, number: int, since_ns: int) -> None:
+        """The rank's own thread has stood still until what `started` gave that number had ended."""
+        with self._lock:
+            self._recorder.stood(number, since_ns)
+            self.pending = deque(one for one in self.pending if one[1] != number)
 
     def settle(self, ended: float) -> None:
         """Leave what has ended: all with torch's number `ended` and lower."""
         with self._lock:
-            while self.pending and self.pending[0][0] <= ended:
-                self._recorder.leave(self.pending.popleft()[1])
+            pending, left = self.pending, []
+            while pending and pending[0][0] <= ended:
+                left.append(pending.popleft()[1])
+            self._recorder.leave_all(left)
 
 
 @final

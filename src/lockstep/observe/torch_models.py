@@ -103,6 +103,7 @@ class ModelFacts:
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
         self._guard.facts.tell(f"model {team}", "wrapped", [digest, call_site()], lambda: rows)
         self._guard.facts.show(f"model {team}", "wrapped")
+        self._guard.look_now()  # so it is known before torch sends anything: Gloo aborts a rank that gets too much
 
     def _explain(self, error: Exception) -> None:
         """Raise what the guards make of it, if they find something soon.  Raises: CommError, ReplicaError."""
@@ -124,7 +125,8 @@ class ModelFacts:
             ddp: Any = None if model is None else model.module()
             if model is None or ddp is None:
                 return old(reducer)
-            step = self._guard.recorder.step
+            guard = self._guard
+            guard.motion.has_begun, step = True, guard.recorder.step
             if ddp.require_backward_grad_sync:
                 model.synced += 1
                 if model.synced >= _MANY and model.synced & (model.synced - 1) == 0:
@@ -159,7 +161,9 @@ class ModelFacts:
         found = _UNUSED.search(text)
         if found is not None:
             indices = [int(word) for word in found[1].split()]
+            frozen = model.frozen()
             names = [model.names[index] for index in indices if index < len(model.names)]
+            names = [f"{name} (frozen since it was wrapped)" if name in frozen else name for name in names]
             value = [names[:_NAMED], is_alone, call_site()]
             self._guard.facts.tell(f"unused {model.team}", self._guard.recorder.step, value)
 
@@ -169,17 +173,23 @@ class ModelFacts:
         """The models of which no forward was seen in `step`, unlike in others before."""
         unseen: list[Model] = []
         for key, model in tuple(self._models.items()):
+            if step == 0:
+                self._guard.facts.hide(f"model {model.team}")
             if model.module() is None:
                 del self._models[key]
-            elif model.synced or model.unsynced:
+                continue
+            if model.synced or model.unsynced:
                 if model.told != [model.synced, model.unsynced, model.unsynced_site]:
                     self._tell_synced(model, step, model.unsynced_site)
                 model.synced, model.unsynced, model.unsynced_site = 0, 0, ""
                 model.is_forwarded = True
             elif model.is_forwarded:
                 unseen.append(model)
-            if step == 0:
-                self._guard.facts.hide(f"model {model.team}")
+            model.stamp = stamp = []  # as `Model.version` does it, without a call of Python
+            for known in model.sample:
+                param = known()
+                if param is not None:
+                    stamp += (param.data_ptr(), param._version)
         return unseen
 
     # ------------------------------------------------------------------ whom they are of

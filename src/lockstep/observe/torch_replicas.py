@@ -39,7 +39,7 @@ class Model:
         self.site = site  # where it was wrapped
         self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
         self._params = [weakref.ref(param) for _, param in named]
-        self._sample = [self._params[at] for at in {0, len(named) // 2, len(named) - 1} if named]
+        self.sample = [self._params[at] for at in {0, len(named) // 2, len(named) - 1} if named]
         self.synced = self.unsynced = 0  # forwards of this step
         self.unsynced_site = ""  # of the last one in no_sync
         self.told: list[Any] = []  # these three, as they were told last
@@ -64,18 +64,18 @@ class Model:
         config = getattr(self.module(), "_join_config", None)
         return config is not None and config.enable
 
-    def version(self) -> tuple[int, ...]:
+    def version(self) -> list[int]:
         """Another one once the parameters have been changed in place, or put elsewhere, all or those of some part.
 
         Asked for in every step, so a few stand for all: what a program does to a model between its steps, to load, cast
         or test it, it does to more than one layer.
         """
-        found = []
-        for known in self._sample:
+        found: list[int] = []
+        for known in self.sample:
             param = known()
             if param is not None:
                 found += (param.data_ptr(), param._version)
-        return tuple(found)
+        return found
 
     def frozen(self) -> list[str]:
         """Names of the parameters that DDP averages and that are not trained any more."""
@@ -97,7 +97,7 @@ class ReplicaFacts:
         self._every = self.stride = int(text or _EVERY)  # steps; the second from one comparison to the next
         self.checked = 0  # the last step that was
         self._began_s = 0.0
-        self._leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
+        self.leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
         self._led_from = ""  # where that was made: it may be gone at the end
         self.before_load: Callable[[], None] = lambda: None  # called before a model that is followed is overwritten
         self._stepped_at = ""
@@ -139,14 +139,13 @@ class ReplicaFacts:
     # ------------------------------------------------------------------ when
 
     def lead(self, optimizer: Any) -> None:
-        """This is the optimizer that counts the steps, and it has stepped."""
-        if self._leader() is not optimizer:
-            self._leader = weakref.ref(optimizer)
-            self._led_from = self._made.get(optimizer, "")
+        """From now on this is the optimizer that counts the steps."""
+        self.leader = weakref.ref(optimizer)
+        self._led_from = self._made.get(optimizer, "")
 
     def is_trained_by_leader(self, model: Model) -> bool:
         """Whether the leading optimizer has all of it."""
-        module, optimizer = model.module(), self._leader()
+        module, optimizer = model.module(), self.leader()
         if module is None or optimizer is None:
             return False
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
@@ -189,7 +188,7 @@ class ReplicaFacts:
 
     def _parts(self, model: Model) -> set[Any]:
         module = model.module()
-        return set() if module is None else {self._leader(), *module.modules()}
+        return set() if module is None else {self.leader(), *module.modules()}
 
     def _tell_lines(self, model: Model) -> None:
         parts = self._parts(model)
@@ -209,7 +208,7 @@ class ReplicaFacts:
 
         module: Any = model.module()
         leads = self.is_trained_by_leader(model)  # where several optimizers do, each rank may have a part
-        entries = replica_entries(module, self._leader() if leads else None)
+        entries = replica_entries(module, self.leader() if leads else None)
         keeps_own = model.kind == "ddp" and not getattr(module, "broadcast_buffers", True)
         if not keeps_own:  # DDP takes rank 0's in the next forward
             entries = [entry for entry in entries if not entry.what.startswith(BUFFER)]
@@ -230,7 +229,7 @@ class ReplicaFacts:
         from lockstep.observe.layout import modules_training
         from lockstep.observe.replica import is_flat
 
-        optimizer = self._leader()
+        optimizer = self.leader()
         holding = [] if optimizer is None else modules_training(optimizer)
         module = next(filter(is_flat, holding), holding[0] if holding else None)  # what it has cut only FSDP can tell
         if module is not None:

@@ -7,16 +7,20 @@ import inspect
 import itertools
 import os
 import sys
-from collections.abc import Callable, Mapping
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, final
+from urllib.parse import urlsplit
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
+from lockstep.observe.patches import Patches
 from lockstep.observe.torch_groups import is_the_job, name_of
 from lockstep.observe.torch_import import when_imported
 
-MEETING = ("MASTER_ADDR", "MASTER_PORT")
+_ADDRESS, _PORT, _AGENTS = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
 _MEET = timedelta(seconds=5)
 _NEW_GROUP, _INIT = "new_group", "init_process_group"  # of all ranks of the job
 _HERE = ("localhost", "127.0.0.1", "::1")
@@ -25,7 +29,7 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 def misfits(given: Mapping[str, str], now: Mapping[str, str], call: Mapping[str, Any], rank: int) -> list[str]:
     """What the program has made of its place among the ranks, as "RANK=0, but the launcher gave 1".
 
-    given: MEETING as the launcher set it, now: the environment at the call, call: its arguments, rank: the launcher's.
+    given: the environment as the launcher set it, now: at the call, call: its arguments, rank: the launcher's.
     """
     found: list[str] = []
     asked = call.get("rank", -1)
@@ -33,11 +37,17 @@ def misfits(given: Mapping[str, str], now: Mapping[str, str], call: Mapping[str,
     if value != str(rank):
         found.append(f"{name}={value}, but the launcher gave {rank}")
     by_environment = call.get("store") is None and str(call.get("init_method") or "env://").startswith("env://")
-    if by_environment and now.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # else rank 0 opens a port of its own
-        pairs = {each: (now.get(each, ""), given.get(each, "")) for each in MEETING}
-        changed = [each for each, pair in pairs.items() if len(set(pair)) > 1 and not set(pair) <= set(_HERE)]
-        found += [f"{each}={now.get(each, '(unset)')}, but the launcher waits at {given.get(each)}" for each in changed]
+    host, expected = now.get(_ADDRESS, "(unset)"), given.get(_ADDRESS, "")
+    if by_environment and now.get(_AGENTS) == "True" and host != expected and not {host, expected} <= {*_HERE}:
+        found.append(f"{_ADDRESS}={host}, but the launcher waits at {expected}")
     return found
+
+
+def own_port(given: Mapping[str, str], now: Mapping[str, str], call: Mapping[str, Any]) -> str:
+    """Where the program wants its ranks to meet, if not at the launcher's port; see `misfits`."""
+    method = str(call.get("init_method") or "env://")
+    asked = now.get(_PORT, "") if method.startswith("env:") else str(urlsplit(method).port or "")
+    return asked if call.get("store") is None and asked != given.get(_PORT, "") else ""
 
 
 def meet_machines(guard: Guard, place: str) -> None:
@@ -67,7 +77,8 @@ class Meetings:
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
-        self._given = {name: os.environ.get(name, "") for name in MEETING}  # by the launcher
+        self._given = dict(os.environ)  # by the launcher
+        self._stores: tuple[Callable[[], Any], int] = lambda: None, 0  # the program's own: which, and how often before
 
     def making(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a group: every rank of the job calls it, in the same order, and waits for the others."""
@@ -94,7 +105,8 @@ class Meetings:
 
         @functools.wraps(old)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
-            given, site, size = signature.bind(*args, **kwargs).arguments, call_site(), self._guard.world_size
+            bound, site, size = signature.bind(*args, **kwargs), call_site(), self._guard.world_size
+            given = bound.arguments
             wanted = max(given.get("world_size", -1), 0) or int(os.environ.get("WORLD_SIZE", size))
             if wanted > size:
                 here = f"rank {self._guard.rank}: init_process_group(world_size={wanted}) at {site}"
@@ -106,10 +118,62 @@ class Meetings:
                 here = f"rank {self._guard.rank}: init_process_group at {site}: {misfit}"
                 sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
             self._guard.group(_INIT, range(size))
-            number = self._guard.enter(_INIT, next(made), _INIT, site)
+            port = own_port(self._given, os.environ, given)
+            number = self._guard.enter(_INIT, next(made), f"{_INIT}:port={port}" if port else _INIT, site)
+            if (store := given.get("store")) is not None:
+                before, self._stores = self._stores, (weakref.ref(store), 0)
+                if before[0]() is store:
+                    self._stores = before[0], before[1] + 1
+                given["store"] = _anew(store, self._stores[1])
             try:
-                return old(*args, **kwargs)
+                return old(*bound.args, **bound.kwargs)
             finally:
                 self._guard.leave(number)
 
         return init_process_group
+
+
+@final
+class Worlds:
+    """The worlds that a program makes with torch, one after the other: each of them meets afresh, where it wants to.
+
+    Torch tells them apart by nothing: in a store that stays, a world finds the addresses of the one before. And where
+    the launcher holds the store, torch lets nobody listen at a port that the program has chosen.
+    """
+
+    def __init__(self) -> None:
+        self._given = dict(os.environ)  # by the launcher
+        self._before = Counter[object]()  # worlds, by where they met
+        self._held: Any = None  # the newest store: it stays while others may still be leaving its world
+
+    def attach(self) -> None:
+        """From the import of torch.distributed on."""
+        name = "torch.distributed.distributed_c10d"
+        when_imported(name, lambda: Patches().replace(sys.modules[name], "rendezvous", self._meeting))
+
+    def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+        def rendezvous(url: str, rank: int, size: int, **kwargs: Any) -> Iterator[Any]:
+            port, agents = own_port(self._given, os.environ, {"init_method": url}), os.environ.get(_AGENTS, "")
+            nth, is_file = self._before[url, port, size], url.startswith("file:")
+            path, mark, query = url.partition("?")
+            if is_file and nth:  # torch deletes that of the world before
+                path += f".{nth}"
+            if port and agents:
+                os.environ[_AGENTS] = "False"
+            try:
+                store, rank, its_size = next(old(path + mark + query, rank, size, **kwargs))
+            finally:
+                if agents:
+                    os.environ[_AGENTS] = agents
+            self._before[url, port, size] += 1
+            if not is_file:
+                self._held, store = store, _anew(store, nth)
+            yield store, rank, its_size
+
+        return rendezvous
+
+
+def _anew(store: Any, nth: int) -> Any:
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(f"world {nth}", store) if nth else store

@@ -1,10 +1,19 @@
-"""Which of a program's optimizers counts its steps, so that all ranks count alike."""
+"""When a step of a program ends: which of its optimizers counts, so that all ranks count alike."""
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from threading import get_ident
+from typing import TYPE_CHECKING, Any, final
+
+from lockstep.observe.call_site import call_site
+from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_groups import TorchGroups, WatchedGroup
+
+if TYPE_CHECKING:
+    from lockstep.observe.guard import Guard
 
 _TAKES_OVER = 2  # steps of another optimizer without one of the leading one between them
 
@@ -35,26 +44,23 @@ class StepCounter:
         """is_alone: there is no other rank."""
         self._is_shared, self._is_alone = is_shared, is_alone
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
-        self._leader: weakref.ref[Any] = weakref.ref(self)
+        self.leads_alone = False  # no other has stepped since the leader has
+        self.leader: weakref.ref[Any] = weakref.ref(self)
         self._led = -1  # operations, at the leader's last step; -1 before there was one
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
-        self._begun: set[int] = set()  # ids of optimizers that are about to step
 
-    def begins(self, optimizer: Any, *_: Any) -> None:
-        """`optimizer` is about to step. One whose step calls that of its parent class begins twice, and ends twice."""
-        self._begun.add(id(optimizer))
+    def stepped(self, optimizer: Any, operations: int, led: int = -1) -> int:
+        """How many steps to count now that `optimizer` has stepped.
 
-    def stepped(self, optimizer: Any, operations: int) -> int:
-        """How many steps to count now that `optimizer` has stepped. operations: started so far by this rank."""
-        if id(optimizer) not in self._begun:  # its parent class has, within this step, which was counted
-            return 0
-        self._begun.discard(id(optimizer))
-        leader = self._leader()
-        if leader is optimizer:  # as a rule, so here and now
-            self._led = operations
-            if self._others:
-                self._others.clear()
-            return 1
+        A leader that `leads_alone` counts one, and nobody has to ask. operations: started so far by this rank.
+        led: at the end of the last step, where the leader may have counted that without asking.
+        """
+        if self._led >= 0:
+            self._led = max(self._led, led)
+        leader = self.leader()
+        if leader is optimizer:
+            return self._follow(optimizer, 1, operations)
+        self.leads_alone = False
         is_free = leader is None or self._led < 0
         before = self._others.get(optimizer)
         if self._shares(optimizer):
@@ -77,6 +83,55 @@ class StepCounter:
         return self._shared[optimizer]
 
     def _follow(self, optimizer: Any, steps: int, operations: int) -> int:
-        self._leader, self._led = weakref.ref(optimizer), operations
+        self.leader, self._led = weakref.ref(optimizer), operations
+        self.leads_alone = True
         self._others.clear()
         return steps
+
+
+@final
+class TorchSteps:
+    """When a step of this rank ends, and what torch's C++ has started in it."""
+
+    def __init__(self, guard: Guard, groups: TorchGroups) -> None:
+        self._guard, self._recorder, self._groups = guard, guard.recorder, groups
+        self._counter = StepCounter(self._is_shared, is_alone=guard.world_size == 1)
+        self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
+
+    def share(self, params: Iterable[Any]) -> None:
+        """DistributedDataParallel averages the gradients of `params`."""
+        self._reduced.update((id(param), param) for param in params)
+
+    def stepped(self, optimizer: Any) -> bool:
+        """An optimizer has stepped: whether a step of the rank has ended with it. Raises: as `Guard.step_done`."""
+        recorder, groups, followed, counter = self._recorder, self._groups, self._groups.followed, self._counter
+        # what C++ has started belongs to the step that ends, and as a rule to the line of its backward
+        site, BACKWARDS.step_site = BACKWARDS.step_site, ""
+        started: list[tuple[WatchedGroup, int, str]] = []
+        for group in tuple(groups.listed):
+            watched = followed.get(id(group)) or groups.known(group)
+            if watched is not None and not watched.inside:
+                number = group._get_sequence_number_for_group()
+                if number != watched.seen:
+                    started.append((watched, number, site or call_site()))
+        if counter.leads_alone and counter.leader() is optimizer and get_ident() == recorder.clock.owner:
+            self._guard.step_done(started)
+            return True
+        for watched, number, line in started:
+            watched.catch_up(number, line)
+        recorder.take_up()
+        counted = counter.stepped(optimizer, recorder.started, self._guard.operations)
+        for _ in range(counted):
+            self._guard.step_done()
+        return counted > 0
+
+    def _is_shared(self, optimizer: Any) -> bool:
+        """Whether the ranks share parameters of `optimizer`."""
+        if self._guard.world_size == 1:
+            return True
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if any(self._reduced.get(id(param)) is param or is_averaged(param) for param in params):
+            return True
+        tensor = sys.modules.get("torch.distributed.tensor")
+        kinds = () if tensor is None else (tensor.DTensor,)
+        return any(isinstance(param, kinds) or getattr(param, "_is_flat_param", False) for param in params)

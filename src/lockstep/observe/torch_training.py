@@ -26,6 +26,7 @@ from lockstep.observe.torch_data import DataWatch
 from lockstep.observe.torch_gradients import GradientFacts
 from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_models import ModelFacts
+from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_replicas import Model, ReplicaFacts
 from lockstep.observe.wording import step_after
 
@@ -43,7 +44,6 @@ def attach_training(guard: Guard) -> Callable[[], None]:
         ("lockstep.parallel.ddp", watch.models.watch_our_models),
         ("torch.distributed.distributed_c10d", watch.watch_end),
         ("torch.distributed.algorithms.join", watch.watch_join),
-        ("torch.optim.optimizer", watch.watch_steps),
         ("torch.optim.optimizer", watch.replicas.watch_steps),
         ("torch.nn.modules.module", watch.replicas.watch_modules),
         ("torch.utils.data.dataloader", watch.data.watch_loaders),
@@ -54,6 +54,8 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     for module, begin in watches:
         watch.until_closed(when_imported(module, begin))
     watch.until_closed(BACKWARDS.attach())
+    watch.until_closed(OPTIMIZERS.attach())
+    OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
     guard.at_end.append(watch.finish)
     watch.until_closed(partial(guard.at_end.remove, watch.finish))
     atexit.register(watch.end)
@@ -83,8 +85,9 @@ class TrainingWatch:
         self._patches = Patches()
         self.replicas = ReplicaFacts(guard, self._models, environ, self._patches)
         self.replicas.before_load = self._compare_last
+        self._stepper: Callable[[], Any] = lambda: None  # the optimizer that has stepped last
         self._stamped: set[int] = set()  # ids of the optimizers that have taken the step
-        self.gradients = GradientFacts(guard, lambda optimizer: self.models.named(optimizer), self._patches)
+        self.gradients = GradientFacts(guard, lambda optimizer: self.models.named(optimizer))
         self.models = ModelFacts(guard, self._models, self._patches)
         self.data = DataWatch(guard, self.models.team)
 
@@ -98,13 +101,6 @@ class TrainingWatch:
         self.data.close()
 
     # ------------------------------------------------------------------ what is replaced
-
-    def watch_steps(self) -> None:
-        """torch.optim is there."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        self._patches.add(register_optimizer_step_post_hook(self._stepped).remove)
-        self.gradients.watch_steps()
 
     def watch_end(self) -> None:
         """torch.distributed is there, and its groups will end."""
@@ -138,19 +134,22 @@ class TrainingWatch:
 
     # ------------------------------------------------------------------ steps
 
-    def _stepped(self, optimizer: Any, *_: Any) -> None:
-        step = self._guard.recorder.step
+    def stepped(self, optimizer: Any) -> None:
+        """One of the program's optimizers has stepped, after which a step of the rank may have ended."""
+        step, key = self._guard.recorder.step, id(optimizer)
+        self._stepper = weakref.ref(optimizer)
         if step != self._step:
             before, self._step, replicas = self._step, step, self.replicas
-            replicas.lead(optimizer)
+            if replicas.leader() is not optimizer:
+                replicas.lead(optimizer)
             unseen = self.models.end_step(before)
             if replicas.is_on and (step % replicas.stride == 0 or not replicas.checked or unseen):
                 self._plan(unseen, before, step)
             else:
                 self._pending = None
-            self._stamped.clear()
-        if id(optimizer) not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
-            self._stamped.add(id(optimizer))
+            self._stamped = {key}
+        elif key not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
+            self._stamped.add(key)
             for model in self._models.values():
                 model.stamp = model.version()
 
@@ -211,7 +210,7 @@ class TrainingWatch:
             return
         self._is_over = True
         self.data.finish()
-        self.gradients.finish()
+        self.gradients.finish(self._stepper())
         if not self._models and not self._guard.recorder.started:
             return
         for model in self._models.values():  # loaded, cast or trained further by one rank for itself: to test it, say

@@ -26,14 +26,14 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
-from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
 from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_operations import CALLS, Operation, read, text_of
+from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_start import Meetings
-from lockstep.observe.torch_steps import StepCounter, is_averaged
+from lockstep.observe.torch_steps import TorchSteps
 from lockstep.observe.wording import step_after
 
 if TYPE_CHECKING:
@@ -49,9 +49,10 @@ def attach(guard: Guard) -> Callable[[], None]:
     undo = [
         when_imported("torch.distributed.distributed_c10d", watch.watch_calls),
         when_imported("torch.distributed._functional_collectives", watch.watch_functional),
-        when_imported("torch.optim.optimizer", watch.watch_steps),
+        OPTIMIZERS.attach(),
         watch_groups(guard),
     ]
+    OPTIMIZERS.counts = watch.steps.stepped
     guard.before_look.append(watch.look)
     guard.aborts.append(watch.abort)
 
@@ -85,10 +86,10 @@ class TorchWatch:
         self._guard = guard
         self._recorder = guard.recorder
         self._groups = TorchGroups(guard)
+        self.steps = TorchSteps(guard, self._groups)
         self._meetings = Meetings(guard)
         self._open: dict[int, _Open] = {}  # by id of the Work
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
-        self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # DDP's, by id
         self._aborted: set[str] = set()
         self._patches = Patches()
         self._flights: TorchFlightRecorder | None = None
@@ -126,28 +127,6 @@ class TorchWatch:
         """Functional collectives are there, which DTensor and torch.compile make."""
 
         self._patches.add(watch_functional(self._groups.known))
-
-    def watch_steps(self) -> None:
-        """torch.optim is there: be told of each step of each optimizer."""
-        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-
-        steps = StepCounter(self._is_shared, is_alone=self._guard.world_size == 1)
-        guard, recorder, groups, followed = self._guard, self._recorder, self._groups, self._groups.followed
-
-        def stepped(optimizer: Any, args: Any, kwargs: Any) -> None:
-            # what C++ has started belongs to the step that ends, and as a rule to the line of its backward
-            site, BACKWARDS.step_site = BACKWARDS.step_site, ""
-            for group in tuple(groups.listed):
-                watched = followed.get(id(group)) or groups.known(group)
-                if watched is not None and not watched.inside:
-                    number = group._get_sequence_number_for_group()
-                    if number != watched.seen:
-                        watched.catch_up(number, site or call_site())
-            for _ in range(steps.stepped(optimizer, recorder.started)):
-                guard.step_done()
-
-        self._patches.add(register_optimizer_step_pre_hook(steps.begins).remove)
-        self._patches.add(register_optimizer_step_post_hook(stepped).remove)
 
     def close(self) -> None:
         """Put back what was replaced."""
@@ -261,22 +240,11 @@ class TorchWatch:
         """Reducer.__init__ of DistributedDataParallel, whose parameters all ranks share."""
 
         def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            self._reduced.update((id(param), param) for param in params)
+            self.steps.share(params)
             old(reducer, params, *args, **kwargs)
             outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, self._groups.plain)])
 
         return init
-
-    def _is_shared(self, optimizer: Any) -> bool:
-        """Whether the ranks share parameters of `optimizer`."""
-        if self._guard.world_size == 1:
-            return True
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(self._reduced.get(id(param)) is param or is_averaged(param) for param in params):
-            return True
-        tensor = sys.modules.get("torch.distributed.tensor")
-        kinds = () if tensor is None else (tensor.DTensor,)
-        return any(isinstance(param, kinds) or getattr(param, "_is_flat_param", False) for param in params)
 
     # ------------------------------------------------------------------ from the guard's thread
 

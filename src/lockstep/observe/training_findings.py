@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lockstep.observe.data_facts import different_lengths, equal_data, shared_paths
+from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, shared_paths
 from lockstep.observe.divergence import END, SYNC_ALIKE
 from lockstep.observe.facts import Topic, shown, topics_told
 from lockstep.observe.model_match import first_difference
@@ -77,7 +77,8 @@ def _frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
     for step in topic.steps:
         told = topic.told[step]
         frozen = {rank: value[0] for rank, value in told.items()}
-        if len({json.dumps(value) for value in frozen.values()}) < 2:
+        values = [*frozen.values()]
+        if values.count(values[0]) == len(values):
             continue
         odd = odd_ranks(frozen) or tuple(rank for rank, value in frozen.items() if value)
         lines = [f"rank {r} froze {listed(value) or 'nothing'} after wrapping" for r, value in frozen.items()]
@@ -222,6 +223,7 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
         if have_all_told(scene, topic, told):
             texts["lengths"] = different_lengths({rank: value["batches"] for rank, value in told.items()})
             texts["equal"] = equal_data({rank: value["first"] for rank, value in told.items()})
+            texts["rules"] = different_rules({rank: value["rule"] for rank, value in told.items()})
         for kind, text in texts.items():
             if text is not None and not any(value["joins"] for value in told.values()):
                 text = text[0].upper() + text[1:]
@@ -233,6 +235,7 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
 _HEADS = {
     "lengths": "the ranks have different numbers of batches",
     "equal": "ranks train on the same samples",
+    "rules": "ranks share out the samples by different rules",
     "order": "the samples come in the order of the last pass",
 }
 

@@ -10,10 +10,12 @@ import faulthandler
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from threading import get_ident
 from typing import Any, TextIO, final
 
 from lockstep.observe.endings import goes_on, sequel, stalled_by
@@ -22,6 +24,7 @@ from lockstep.observe.scene import Records
 from lockstep.observe.status import Sight, Stalled
 from lockstep.observe.wording import Finding, step_after
 
+_BREATH_S = 1e-6  # the kernel makes 50 times that of it: as long as it takes to wake who waits
 _SHOWN = 16  # of what was said
 
 
@@ -33,6 +36,7 @@ class Voice:
         self.on_finding: list[Callable[[Finding], None]] = []  # called with what this rank says
         self.stalled: Stalled | None = None  # what it said last of ranks that stand still
         self.failures = 0  # of parts of the guard
+        self.looker = 0  # the thread that looks now and then
         self._rank, self._evidence, self._records_of = rank, evidence, records_of
         self._said: dict[str, None] = {}  # keys of findings, in their order
 
@@ -93,10 +97,21 @@ class Voice:
             if self.is_news(found, {}):
                 self.say(found)
 
+    @contextlib.contextmanager
+    def part(self, what: str) -> Iterator[None]:
+        """A part of a look, `spared`. The `looker` takes a breath after it.
+
+        For as long as it goes on in one go, it may hold the interpreter, for which the rank's own thread waits.
+        """
+        with self.spared(what):
+            yield
+        if get_ident() == self.looker:
+            time.sleep(_BREATH_S)
+
     def call(self, hooks: Sequence[Callable[..., None]], *told: object) -> None:
         """Each of them, whatever becomes of the others."""
         for hook in tuple(hooks):
-            with self.spared(f"its {getattr(hook, '__qualname__', 'hook')}"):
+            with self.part(f"its {getattr(hook, '__qualname__', 'hook')}"):
                 hook(*told)
 
     def as_shown(self, error: BaseException, found: Finding | None) -> BaseException:
@@ -129,10 +144,11 @@ def keep_evidence(folder: str, finding: Finding, sights: Mapping[int, Sight], re
     place = Path(folder)
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)
-        with open(place / "finding.txt", "a") as file:
+        with open(place / "finding.txt", "a", errors="backslashreplace") as file:
             file.write(finding.text + "\n\n")
         for rank, sight in sights.items():
-            (place / f"rank-{rank}.txt").write_text("\n".join(_lines(sight, records_of(rank))) + "\n")
+            text = "\n".join(_lines(sight, records_of(rank))) + "\n"
+            (place / f"rank-{rank}.txt").write_text(text, errors="backslashreplace")
         with open(place / f"threads-of-pid-{os.getpid()}.txt", "w") as file:
             faulthandler.dump_traceback(file, all_threads=True)
 

@@ -13,6 +13,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.scene import Scene, Wait
 
 LINES, COLUMNS = 12, 110
+NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 _MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
 _BLAMELESS = ("cycle", "waiting", "caught")  # of which the head names the ranks
@@ -64,6 +65,9 @@ class Finding:
 
     def comm_error(self) -> errors.CommError:
         """What an operation raises for it."""
+        if self.kind == "waiting":
+            words = f"timed out {self.words.replace(NO_FAULT, '')}\n  Work that long: init_process_group(timeout=...)"
+            return errors.CollectiveTimeout(words, self.culprits)
         if self.kind in ("hang", "stopped"):
             return errors.CollectiveTimeout(self.words, self.culprits)
         if self.kind in ("raised", "finished", "gone"):

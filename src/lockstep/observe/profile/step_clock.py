@@ -51,6 +51,9 @@ class Step(NamedTuple):
 
 _step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
 
+# step, began_ns, ended_ns, samples, waits, marks, summed_ns, values: as in Step
+Ended = tuple[int, int, int, int, Sequence[tuple[int, int, int]], Sequence[Mark], Sequence[int], Values | None]
+
 
 @final
 class StepClock:
@@ -80,7 +83,7 @@ class StepClock:
         self._began = self.marks[0][1]
         self._first = 0
         self._summed: Sequence[int] = ()  # of the step's beginning, where it has too many marks
-        self._first_waits = self.waits  # of that
+        self._last_waits = self.waits  # of that: as many as are kept
 
     def switch(self, phase: int) -> int:
         """From now on the thread is in `phase`; the one before, to be given back by the next call."""
@@ -102,24 +105,31 @@ class StepClock:
 
     def step_done(self, step: int, operations: int, tokens: int = 0) -> None:
         """A step ends and the next one begins. operations: started by this rank so far."""
-        if get_ident() != self.owner:
-            return
-        now_ns = monotonic_ns()
+        if get_ident() == self.owner:
+            self.keep(self.cut(step, monotonic_ns()), operations, tokens)
+            if self.after_step is not None and step >= self.after_from:
+                self.after_step(step)
+
+    def cut(self, step: int, now_ns: int) -> Ended:
+        """A step ends and the next one begins, now; the thread itself says so. For `keep`."""
         if self.begins_with_mark:
             self._begin_with_mark()
-        if self.close_reader is not None:
-            values = None if self.values is None else self.values(step)
-            waits, marks = self.waits, self.marks
-            if self._summed:
-                self.sum_up(now_ns)
-                waits, marks = self._first_waits, []
-            span = self._first, operations
-            parts = step, self._began, now_ns, tokens, self.samples, span, waits, marks, self._summed, values
-            self.steps.append(_step_of(parts))
-        self.step, self._began, self._first, self.samples = step, now_ns, operations, 0
+        waits, marks = self.waits, self.marks
+        if self._summed:
+            self.sum_up(now_ns)
+            waits, marks = self._last_waits, []
+        values = None if self.values is None else self.values(step)
+        ended = step, self._began, now_ns, self.samples, waits, marks, self._summed, values
+        self.step, self._began, self.samples = step, now_ns, 0
         self.waits, self.marks, self._summed = [], [(self.rest, now_ns)], ()
-        if self.after_step is not None and step >= self.after_from:
-            self.after_step(step)
+        return ended
+
+    def keep(self, ended: Ended, operations: int, tokens: int = 0) -> None:
+        """What `cut` has returned, step after step. operations: started until it ended. Any one thread at a time."""
+        if self.close_reader is not None:
+            step, began_ns, ended_ns, samples, *others = ended
+            self.steps.append(_step_of((step, began_ns, ended_ns, tokens, samples, (self._first, operations), *others)))
+        self._first = operations
 
     def so_far(self, most: int) -> list[Mark]:
         """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""
@@ -140,11 +150,10 @@ class StepClock:
         self._began = self.marks[0][1]
 
     def sum_up(self, now_ns: int) -> None:
-        """The step has more than is kept of one: of what was before now only the sums are."""
+        """The step has more than is kept of one: of what was before now only the sums are, and the last waits."""
         if self.begins_with_mark:
             self._begin_with_mark()
-        if not self._summed:
-            self._first_waits = self.waits
+        self._last_waits = [*self._last_waits, *self.waits][-WAITS:] if self._summed else self.waits
         part = _spent_ns(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
         self._summed = tuple(map(add, self._summed, part)) if self._summed else part
         self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]

@@ -14,27 +14,28 @@ from time import monotonic_ns
 from typing import Any, final
 
 from lockstep.observe.patches import Patches
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, MARKS, OPTIMIZER, OTHER, Step, StepClock
+from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, MARKS, OTHER, Step, StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_batches import BATCHES
 from lockstep.observe.torch_import import when_imported
+from lockstep.observe.torch_optimizers import OPTIMIZERS
 
 
 def attach_phases(clock: StepClock) -> Callable[[], None]:
     """Let `clock` follow what torch does in this thread, from its import on. The result ends that."""
     phases = TorchPhases(clock)
-    BACKWARDS.phases = BATCHES.phases = phases
+    BACKWARDS.phases = BATCHES.phases = OPTIMIZERS.phases = phases
     undo = [
         BACKWARDS.attach(),
         BATCHES.attach(),
+        OPTIMIZERS.attach(),
         when_imported("torch.utils.data.dataloader", phases.watch_workers),
         when_imported("torch.nn.parallel.distributed", phases.watch_forward),
         when_imported("lockstep.parallel.ddp", phases.watch_our_forward),
-        when_imported("torch.optim.optimizer", phases.watch_optimizers),
     ]
 
     def detach() -> None:
-        BACKWARDS.phases = BATCHES.phases = None
+        BACKWARDS.phases = BATCHES.phases = OPTIMIZERS.phases = None
         for call in undo:
             call()
         phases.close()
@@ -44,7 +45,7 @@ def attach_phases(clock: StepClock) -> Callable[[], None]:
 
 @final
 class TorchPhases:
-    """Replaces what begins and ends a phase, but for batches and backwards. One per process."""
+    """Replaces what begins and ends a phase, but for batches, backwards and steps. One per process."""
 
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
@@ -128,27 +129,6 @@ class TorchPhases:
         ddp = sys.modules["lockstep.parallel.ddp"].DistributedDataParallel
         self._patches.replace(ddp, "_pre_forward", beginning)
         self._patches.replace(ddp, "_post_forward", ending)
-
-    def watch_optimizers(self) -> None:
-        """Steps of any optimizer."""
-        clock, optimizers = self.clock, sys.modules["torch.optim.optimizer"]
-        befores: list[int] = []  # a step may run another one
-
-        def begins(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if get_ident() == self.owner:
-                marks = clock.marks
-                befores.append(marks[-1][0])
-                marks.append((OPTIMIZER, monotonic_ns()))
-
-        def ends(optimizer: Any, args: Any, kwargs: Any) -> None:
-            if befores and get_ident() == self.owner:
-                before, now_ns, marks = befores.pop(), monotonic_ns(), clock.marks
-                marks.append((clock.rest if before in (FORWARD, OTHER) else before, now_ns))
-                if len(marks) >= MARKS:
-                    clock.sum_up(now_ns)
-
-        self._patches.add(optimizers.register_optimizer_step_pre_hook(begins).remove)
-        self._patches.add(optimizers.register_optimizer_step_post_hook(ends).remove)
 
 
 def forwards_found(step: Step) -> Step:

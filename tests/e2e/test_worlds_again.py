@@ -1,0 +1,82 @@
+"""Programs that leave torch's world and make another one: under `lockstep run` each meets, and the guard goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from command_runs import Run
+from ports import free_port
+
+_WORLDS = """
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+way, ports, fault = sys.argv[1], sys.argv[2].split(","), int(sys.argv[3])
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+store = dist.TCPStore("127.0.0.1", int(ports[0]), size, rank == 0) if way == "store" else None
+for world in range(3):
+    call = {"rank": rank, "world_size": size}
+    if way == "fresh":
+        os.environ["MASTER_PORT"], call = ports[world], {}
+    elif way == "other":
+        os.environ["MASTER_PORT"], call = ports[0], {}
+    elif way == "tcp":
+        call["init_method"] = f"tcp://127.0.0.1:{ports[0]}"
+    elif way == "file":
+        call["init_method"] = f"file://{os.getcwd()}/meeting"
+    elif way == "store":
+        call["store"] = store
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30), **call)
+    half = dist.new_group([0, 1])
+    total = torch.full((3,), rank + 1.0 + world)
+    dist.all_reduce(total, group=half)
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+    if world == fault:
+        dist.all_reduce(total, dist.ReduceOp.MAX if rank else dist.ReduceOp.SUM)
+    del model, optimizer
+    dist.barrier()
+    dist.destroy_process_group()
+    print("world", world, total.tolist())
+"""
+
+
+def run(folder: Path, way: str, fault: int = -1, guard: str = "on") -> Run:
+    (folder / "script.py").write_text(_WORLDS)
+    ports = ",".join(str(free_port()) for _ in range(3))
+    return Run(folder, "run", "--nproc-per-node", "2", "script.py", way, ports, str(fault), LOCKSTEP_GUARD=guard)
+
+
+@pytest.mark.limit_s(90)
+@pytest.mark.parametrize("way", ["same", "fresh", "other", "tcp", "file", "store"])
+def test_each_world_meets_afresh(way: str, tmp_path: Path) -> None:
+    """In the launcher's store, at ports of the program's own, in a file, or in the program's store."""
+    said = run(tmp_path, way).end(0)
+    for world in range(3):
+        assert said.count(f"world {world} {[3.0 + 2 * world] * 3}") == 2
+    assert "MISMATCH" not in said
+    assert "may never meet" not in said
+    assert not list(tmp_path.glob("meeting*"))
+
+
+@pytest.mark.limit_s(90)
+def test_worlds_meet_where_nothing_is_guarded(tmp_path: Path) -> None:
+    assert run(tmp_path, "fresh", guard="off").end(0).count("world 2 ") == 2
+
+
+@pytest.mark.limit_s(90)
+def test_the_third_world_is_guarded_as_the_first(tmp_path: Path) -> None:
+    said = run(tmp_path, "same", fault=2).end(1)
+    assert "MISMATCH in step 7, group WORLD'3." in said
+    for rank, how in enumerate(("sum", "max")):
+        assert f"rank {rank}: all_reduce float32 [3] {how} at script.py:35 <module>" in said

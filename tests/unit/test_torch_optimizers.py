@@ -1,0 +1,113 @@
+"""What is seen of the steps of optimizers, in one place for all who want to know."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_optimizers import OPTIMIZERS, Seen
+
+
+class Looks:
+    """Notes when it is called."""
+
+    def __init__(self, folder: Path) -> None:
+        self.recorder = FlightRecorder(folder / "flight", 0, 1)
+        self.seen: deque[Seen] = deque(maxlen=2)
+        self.due_ns = inf
+        self.looked: list[list[float]] = []
+
+    def look(self, optimizer: Any) -> None:
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        self.looked.append([value for value, _ in self.seen[-1][1]])
+
+
+@pytest.fixture
+def looks(tmp_path: Path) -> Iterator[Looks]:
+    made = Looks(tmp_path)
+    detach = [OPTIMIZERS.attach(), BACKWARDS.attach()]
+    OPTIMIZERS.looks = made
+    yield made
+    for call in detach:
+        call()
+    made.recorder.close()
+    assert OPTIMIZERS.looks is None
+
+
+class Twice(torch.optim.SGD):
+    """Its step calls that of its parent class, which has hooks of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def weight() -> nn.Parameter:
+    return nn.Parameter(torch.ones(3))
+
+
+def train(optimizer: torch.optim.Optimizer, param: nn.Parameter, factor: float = 1.0) -> None:
+    (param.sum() * factor).backward()
+    param.grad = None  # nothing is changed by the step
+    optimizer.step()
+
+
+def test_an_optimizer_whose_step_calls_its_parents_step_steps_once(looks: Looks) -> None:
+    param = weight()
+    optimizer, counted, told = Twice([param], lr=0.1), list[Any](), list[Any]()
+    OPTIMIZERS.counts, OPTIMIZERS.counted = lambda one: bool(counted.append(one)), told.append
+    for _ in range(3):
+        train(optimizer, param)
+    assert counted == told == [optimizer] * 3
+
+
+def test_a_step_that_raises_is_not_counted_and_the_next_one_is(looks: Looks) -> None:
+    param, counted = weight(), list[Any]()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    OPTIMIZERS.counts = lambda one: bool(counted.append(one))
+
+    def fail() -> float:
+        raise ValueError("the closure's own")
+
+    with pytest.raises(ValueError, match="the closure's own"):
+        optimizer.step(fail)
+    assert counted == []
+    train(optimizer, param)
+    assert counted == [optimizer]
+
+
+def test_who_looks_is_called_where_a_loss_is_not_finite_or_none_is_known_or_it_is_due(looks: Looks) -> None:
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    train(optimizer, param)
+    assert looks.looked == []
+    train(optimizer, param, inf)
+    assert looks.looked == [[inf]]
+    train(optimizer, param)
+    (param.sum() * torch.nan).backward()
+    train(optimizer, param)  # of two losses the first
+    assert str(looks.looked) == "[[inf], [nan, 3.0]]"
+    optimizer.step()  # without a backward
+    assert looks.looked[2:] == [[]]
+    train(optimizer, param)
+    looks.due_ns = 0
+    train(optimizer, param)
+    assert looks.looked[3:] == [[3.0]]
+
+
+def test_losses_of_a_step_are_kept_until_the_next_with_the_step_they_were_in(looks: Looks) -> None:
+    param = weight()
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for step in range(4):
+        looks.recorder.set_step(step)
+        train(optimizer, param, step + 1)
+    assert [(step, [value for value, _ in losses]) for step, losses, _ in looks.seen] == [(2, [9.0]), (3, [12.0])]
+    assert BACKWARDS.recent == []

@@ -53,5 +53,5 @@ def test_the_odd_one_of_three_is_named(name: str, guilty: int, tmp_path: Path) -
     with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_HANG_S="2", LOCKSTEP_EVIDENCE="")) as run:
         for pattern in _says(DEMOS[name], guilty):
             run.await_text(pattern)
-        blamed = set(re.findall(r"^lockstep: .*Culprits?: (ranks? [\d,-]+)", run.text(), re.MULTILINE))
+        blamed = set(re.findall(r"\blockstep: .*Culprits?: (ranks? [\d,-]+)", run.text()))
         assert blamed == {f"rank {guilty}"}, run.text()

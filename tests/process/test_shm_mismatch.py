@@ -129,7 +129,7 @@ def of_another_device(comm: Communicator) -> None:
             lambda: ours.send(there, 1 - ours.rank),
             lambda: ours.irecv(there, 1 - ours.rank),
         ):
-            with pytest.raises(ConfigError, match="of a tensor on meta: this communicator is for tensors on the CPU"):
+            with pytest.raises(ConfigError, match="a tensor on the meta device has no values"):
                 call()
         with torch.device("meta"):
             assert {ours.empty(count).device.type for count in (0, 5)} == {"cpu"}

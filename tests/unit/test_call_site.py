@@ -187,11 +187,11 @@ def test_paths_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_REMEMBERED", 8)
     monkeypatch.setattr(module, "_kinds", {})
-    monkeypatch.setattr(module, "_sites", {})
+    monkeypatch.setattr(module, "SITES", {})
     for number in range(50):
         assert through(Path(f"made_{number}.py"), CALLS_BACK)(call_site) == f"made_{number}.py:2 through"
         assert len(module._kinds) <= 8
-        assert len(module._sites) <= 8
+        assert len(module.SITES) <= 8
 
 
 def test_a_script_in_another_folder(tmp_path: Path) -> None:

@@ -161,7 +161,16 @@ def _nobody_moves(scene: Scene, wait: Wait) -> bool:
 
 
 def _waits_for(scene: Scene, ranks: list[int]) -> list[Wait]:
-    return [wait for wait in scene.blocked.values() if wait.rank not in ranks and set(_roots(scene, wait)) & set(ranks)]
+    """The operations in which others wait for `ranks`; also of one that stood at its line when that was seen last."""
+    sure = [one for one in scene.blocked.values() if one.rank not in ranks and set(_roots(scene, one)) & set(ranks)]
+    others = [
+        wait
+        for wait in scene.waits
+        if wait.rank not in (*ranks, *scene.blocked)
+        and any(wait.is_part_of(one) for one in sure)
+        and wait.record.site in scene.status(wait.rank).stack
+    ]
+    return sorted([*sure, *others], key=lambda wait: wait.rank)
 
 
 # ------------------------------------------------------------------ in words

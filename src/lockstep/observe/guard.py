@@ -127,7 +127,10 @@ class Guard:
             step, clock = recorder.step + 1, recorder.clock
             is_followed = not clock.is_marked and get_ident() == clock.owner
             ended = clock.cut(step, now_ns) if is_followed else None
-            recorder.left.append(partial(self._keep, step, now_ns, ended, started))
+            if started or recorder.left:
+                recorder.left.append(partial(self._keep, step, now_ns, ended, started))
+            else:
+                self._keep(step, now_ns, ended)
             recorder.set_step(step)  # now that whoever enters finds what is of the one before
             if is_followed and clock.after_step is not None and step >= clock.after_from:
                 clock.after_step(step)
@@ -138,10 +141,11 @@ class Guard:
         if self._lookout.finding is not None:
             self.raise_if_found()
 
-    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started]) -> None:
+    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started] = ()) -> None:
         """What is left to be done of `step`, which ended at `now_ns`."""
         recorder = self.recorder
-        _enter(started, step - 1, now_ns)
+        if started:
+            _enter(started, step - 1, now_ns)
         if self._step_began_ns:
             self._account.steps_s.append((now_ns - self._step_began_ns) / 1e9)
         self._step_began_ns, self.operations = now_ns, recorder.started

@@ -210,8 +210,16 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
 
 
 def _went_on(scene: Scene, waits: list[Wait]) -> list[int]:
-    """Of a circle: those who have ended a step without an operation of it that others wait in; not if all have."""
-    lacking = {r for one in waits for r in one.absent if scene.sights[r].status.step > one.record.step}
+    """Of a circle: those who have ended a step without an operation of it that others wait in; not if all have.
+
+    Who waits there has made no more calls in that group than in the step before: else it may be its own fault.
+    """
+    lacking = set[int]()
+    for one in waits:
+        step, group = one.record.step, one.record.group
+        steps = [record.step for record in scene.records_of(one.rank) if record.group == group]
+        if not one.record.is_message and steps.count(step) <= steps.count(step - 1):
+            lacking |= {rank for rank in one.absent if scene.status(rank).step > step}
     ahead = sorted(lacking & {wait.rank for wait in waits})
     return ahead if len(ahead) < len(waits) else []
 

@@ -107,6 +107,8 @@ class Profile:
         """Write what is left. What is recorded from now on goes nowhere."""
         if self.clock.close_reader != self._give_way:
             return
+        if self._guard is not None:
+            self._guard.recorder.take_up()  # the last steps
         self.clock.close_reader = self.clock.after_step = self.clock.values = None
         while self._undo:
             self._undo.pop()()

@@ -56,6 +56,7 @@ class SharedPatches(ABC):
     def __init__(self) -> None:
         self._users = 0
         self._patches = Patches()
+        self._end()
 
     def attach(self) -> Callable[[], None]:
         """See it from now on. The result ends that, once all who have attached call it."""
@@ -76,4 +77,4 @@ class SharedPatches(ABC):
 
     @abstractmethod
     def _end(self) -> None:
-        """All is put back: forget what is the program's."""
+        """Be as at the beginning: all is put back, and nothing of the program is kept."""

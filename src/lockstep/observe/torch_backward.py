@@ -40,10 +40,6 @@ class Phases(Timed, Protocol):
 class Backwards(SharedPatches):
     """Those of one process. Nothing is kept unless somebody has attached it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._end()
-
     def _end(self) -> None:
         self.phases: Phases | None = None
         self.once: list[Callable[[], None]] = []  # to be called when the next backward begins

@@ -41,10 +41,6 @@ class Pass(Protocol):
 class Batches(SharedPatches):
     """Those of one process. Nothing is done unless somebody has attached it."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._end()
-
     def _end(self) -> None:
         self.phases: Timed | None = None
 

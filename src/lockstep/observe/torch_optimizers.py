@@ -37,10 +37,6 @@ class Looks(Protocol):
 class Optimizers(SharedPatches):
     """Those of one process. An optimizer whose step calls that of its parent class steps once: when that has ended."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._end()
-
     def _end(self) -> None:
         self.phases: Timed | None = None
         self.looks: Looks | None = None

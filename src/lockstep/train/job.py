@@ -122,9 +122,22 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
         data=text.digest,
         begins_after=begin.step,
     )
-    pulse = open_pulse(os.environ)
-    parts = (text, loader, model, optimizer, replica, equality, checkpointer, logs, pulse, profile, begin)
-    return Job(run, comm, console, *parts)
+    return Job(
+        run=run,
+        comm=comm,
+        console=console,
+        text=text,
+        loader=loader,
+        model=model,
+        optimizer=optimizer,
+        replica=replica,
+        equality=equality,
+        checkpointer=checkpointer,
+        logs=logs,
+        pulse=open_pulse(os.environ),
+        profile=profile,
+        begin=begin,
+    )
 
 
 def check_enough(run: RunConfig, loader: TokenLoader, text: TokenizedText) -> None:

@@ -170,7 +170,10 @@ def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> Non
     }
     if job.logs:
         job.logs.sync()  # whoever goes on from this checkpoint finds the lines of all its steps
-    (job.checkpointer.save if wait else job.checkpointer.save_async)(step, state)
+    if wait:
+        job.checkpointer.save(step, state)
+    else:
+        job.checkpointer.save_async(step, state)
 
 
 def validate(job: Job, step: int) -> float:

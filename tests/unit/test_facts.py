@@ -66,6 +66,32 @@ def test_ranks_that_forget_keep_steps_in_common() -> None:
     assert len(common) >= 8
 
 
+def test_what_is_shown_while_facts_are_compared_does_no_harm() -> None:
+    """The rank's own thread shows and hides facts while its guard's compares those of all ranks."""
+    one, two = Facts(), Facts()
+
+    class Interrupted(str):
+        """A topic; whoever compares its name is interrupted by the other thread."""
+
+        def __eq__(self, other: object) -> bool:
+            if self is not other:
+                one.show("gradients", 4)
+            return str.__eq__(self, other)
+
+        __hash__ = str.__hash__
+
+    topic = Interrupted("replica world")
+    for facts, digest in ((one, "d1"), (two, "d2")):
+        facts.tell(topic, 3, ["same"], rows("c"))
+        facts.tell("gradients", 4, ["same"], rows("c"))
+        facts.tell("model world/2", "wrapped", [digest, "t.py:1"], rows(digest))
+    one.show(topic, 3)
+    assert one.said()[DETAILS].keys() == {"replica world|3"}
+    compared(one, two)
+
+    assert details_of(status_of(one), "model world/2", "wrapped") == [["d1"]]
+
+
 def test_nothing_is_explained_while_all_agree() -> None:
     one, two = Facts(), Facts()
     for facts in (one, two):

@@ -3,19 +3,45 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from time import monotonic_ns
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
 
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.torch_flight_recorder import Entry
-from lockstep.observe.torch_groups import WatchedGroup
+from lockstep.observe.torch_groups import TorchGroups, WatchedGroup
 
 
 class Group:
     """What is asked of torch's."""
 
     group_name = "0"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+
+class Told:
+    """A guard that lets `meanwhile` happen in another thread whenever it is told of a group, and waits for it."""
+
+    rank, world_size = 0, 2
+
+    def __init__(self, recorder: FlightRecorder) -> None:
+        self.recorder = recorder
+        self.told: list[tuple[str, tuple[int, ...]]] = []
+        self.meanwhile: Callable[[], object] = list
+
+    def group(self, name: str, ranks: Sequence[int]) -> None:
+        self.told.append((name, tuple(ranks)))
+        other = threading.Thread(target=self.meanwhile)
+        other.start()
+        other.join(10.0)
+        assert not other.is_alive(), f"nobody else goes on while the guard is told of {name}"
 
 
 def entry(number: int, began_ns: int) -> Entry:
@@ -84,4 +110,34 @@ def test_what_is_left_and_what_is_seen_late_is_entered_once_by_whichever_thread(
     found = [(one.seq, one.step) for one in record.records() if not one.is_message]
     assert found == [(seq, seq // 2) for seq in range(2 * steps)]
     record.close()
+    recorder.close()
+
+
+def test_nobody_has_to_wait_for_a_group_of_which_the_guard_is_being_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever looks at the ranks keeps the guard from being told of one, and asks for all groups, new ones as well."""
+    recorder = FlightRecorder(tmp_path / "flight", 0, 2)
+    guard = Told(recorder)
+    one, two = Group(), Group()
+    world = SimpleNamespace(
+        pg_map={one: 0, two: 0}, pg_group_ranks={one: [0, 1], two: [1, 0]}, pg_backend_config={}, default_pg=one
+    )
+    monkeypatch.setattr("torch.distributed.distributed_c10d._world", world)
+    monkeypatch.setattr("lockstep.observe.torch_groups.is_the_job", lambda guard: True)
+    groups = TorchGroups(cast("Any", guard))
+    groups._world, groups.plain, groups.listed = world, Group, world.pg_map
+    seen_by_another: list[object] = []
+
+    def meanwhile() -> None:
+        guard.meanwhile = list
+        seen_by_another.extend((groups.followed.get(id(one)), groups.known(one), groups.known(two)))
+
+    guard.meanwhile = meanwhile
+    watched = groups.known(one)
+    assert watched is not None
+    early, *others = seen_by_another
+    assert early is None, "followed before the guard has been told of it"
+    assert others == [watched, groups.known(two)]
+    assert guard.told == [("WORLD", (0, 1)), ("WORLD", (0, 1)), ("0 [1, 0]", (1, 0))]
     recorder.close()

@@ -143,11 +143,13 @@ class Facts:
         self.sights = sights
         with self._lock:
             mine = [(topic, key, value) for topic, told in self._told.items() for key, value in told.items()]
+            explained = {topic for topic, _ in self._shown}
         others = [sight.status.facts for rank, sight in sights.items() if rank != me and sight.status.facts]
         for topic, key, value in mine:
-            if (topic, key) in self._details and not any(shown == topic for shown, _ in self._shown):
+            if (topic, key) in self._details and topic not in explained:
                 theirs = [facts[topic][key] for facts in others if key in facts.get(topic, {})]
                 if any(differ(topic, value, other) for other in theirs):
+                    explained.add(topic)
                     self._show(topic, key)
 
     def _show(self, topic: str, key: str) -> None:

@@ -50,7 +50,8 @@ class WatchedGroup:
         self._recorder = recorder
         self.collectives, self.messages = itertools.count(), itertools.count()  # the number that the next one has
         self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
-        self._lock = threading.Lock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
+        # who has it takes nothing up: `FlightRecorder.take_up` needs it. The collector may end a group within: `settle`
+        self._lock = threading.RLock()
 
     def learn(self, operation: tuple[Any, ...], site: str) -> Words:
         """What is recorded of a call from Python, which `words` has from now on. operation: the fields of one."""
@@ -137,6 +138,7 @@ class TorchGroups:
         self._guard = guard
         self._names: Counter[str] = Counter()  # how often a group of this name was made
         self._adopting = threading.Lock()
+        self._adopted: dict[int, WatchedGroup] = {}  # as `followed`, with those that are about to be
         self._world: Any = None  # of torch.distributed, once that is there
 
     def begin(self) -> None:
@@ -159,24 +161,26 @@ class TorchGroups:
         if group not in world.pg_map or not ranks or not is_the_job(self._guard):
             return None
         with self._adopting:
-            return self.followed.get(id(group)) or self._follow(group, is_new)
+            watched = self._adopted.get(id(group)) or self._watched(group, is_new)
+        # without that lock: the guard's thread, which has the one that this needs, may be about to adopt a group too
+        self._guard.group(watched.name, watched.ranks)
+        self.followed[id(group)] = watched  # not before: nothing is recorded of a group that nobody has been told of
+        return watched
 
-    def _follow(self, group: Any, is_new: bool) -> WatchedGroup:
+    def _watched(self, group: Any, is_new: bool) -> WatchedGroup:
         world = self._world
         ranks = world.pg_group_ranks[group]
         name = numbered(name_of(group.group_name, group is world.default_pg, tuple(ranks)), self._names)
         started = 0 if is_new else group._get_sequence_number_for_group()
         backends = str(world.pg_backend_config.get(group, ""))
         watched = WatchedGroup(group, name, tuple(ranks), self._guard.recorder, backends, started)
-        self.followed[id(group)] = watched
+        self._adopted[id(group)] = watched
         weakref.finalize(group, self._forget, id(group)).atexit = False
-        self._guard.group(name, tuple(ranks))
         return watched
 
     def _forget(self, key: int) -> None:
-        watched = self.followed.pop(key, None)
-        if watched is not None:
-            watched.settle(math.inf)
+        self.followed.pop(key, None)
+        self._adopted.pop(key).settle(math.inf)
 
     def all(self) -> list[tuple[Any, WatchedGroup]]:
         """All groups there are, and those that only C++ has used so far."""

@@ -285,11 +285,12 @@ def differing(comm: Communicator, what: str) -> None:
         for param in model.parameters():
             param.fill_(1.0)
         model[1].weight[0, 0] += comm.rank * (what == "value")
+        model[1].weight[0, comm.rank] += what == "order"  # the same numbers, in other places
     with pytest.raises(ModelMismatch, match=r"1\.weight"):
         ShardedOptimizer(model.named_parameters(), ADAMW, process_group=comm)
 
 
-@pytest.mark.parametrize("what", ["shape", "value"])
+@pytest.mark.parametrize("what", ["shape", "value", "order"])
 def test_ranks_with_different_models(what: str) -> None:
     run_threads(3, differing, what)
 

@@ -7,21 +7,21 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lockstep.checkpoint.checkpointer import Checkpointer
-from lockstep.checkpoint.foreign.export import export_checkpoint
+from lockstep.checkpoint.foreign.export import Exported, export_checkpoint
 from lockstep.checkpoint.generation import names_in
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.data.coverage import whole_tally
 from lockstep.data.sample_log import sample_ids, samples_by_epoch
-from lockstep.data.tokenizer import ByteTokenizer
+from lockstep.data.tokenizer import ByteTokenizer, load_tokenizer
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import rank_of
 from lockstep.testing.failures import RankFailed
@@ -105,7 +105,7 @@ def test_run_directory_holds_what_happened(run: RunConfig, capsys: pytest.Captur
     result = go(run, 2)[0]
     said = capsys.readouterr().out
     assert {path.name for path in run.out.iterdir()} == {
-        "checkpoints", "config.json", "metrics.jsonl", "samples.jsonl", "sample.txt", "profile"
+        "checkpoints", "config.json", "tokenizer.json", "metrics.jsonl", "samples.jsonl", "sample.txt", "profile"
     }  # fmt: skip
     assert steps_in(run.out / "checkpoints") == [2, 4, 6]
     records = lines_of(run, "metrics")
@@ -363,7 +363,7 @@ def test_transformers_builds_the_model_from_an_export_alone(
     result = go(run, 3)[0]
     with open_checkpoint(result.checkpoint) as reader:
         exported = export_checkpoint(reader, tmp_path / "exported")
-    assert exported.files == ["model.safetensors", "config.json"]
+    assert exported.files == ["model.safetensors", "config.json", "tokenizer.json", "tokenizer_config.json"]
     theirs, report = AutoModelForCausalLM.from_pretrained(exported.path, output_loading_info=True)
     assert not any(report.values()), report
     assert parameter_digest(theirs) == result.digest  # every bit of parameters and buffers, by name
@@ -374,6 +374,34 @@ def test_transformers_builds_the_model_from_an_export_alone(
     assert torch.equal(theirs(input_ids=tokens).logits, ours(input_ids=tokens).logits)
     written = theirs.generate(tokens[:, :3], max_new_tokens=4, do_sample=False)  # with a cache of keys and values
     assert torch.equal(written, ours.generate(tokens[:, :3], max_new_tokens=4, do_sample=False))
+
+
+@pytest.mark.parametrize(("tokens", "model"), [("bytes", {}), ("bpe", {}), ("bpe", LLAMA)], ids=str)
+def test_transformers_makes_the_tokens_of_the_training_from_an_export_alone(
+    run: RunConfig, tokens: Literal["bytes", "bpe"], model: dict[str, Any], tmp_path: Path
+) -> None:
+    run = replace(with_option(run, "model", width=16, **model), data=replace(run.data, tokens=tokens, vocab_size=300))
+    result = go(run, 2)[0]
+    ours = load_tokenizer(tokens, (run.out / "tokenizer.json").read_text())
+
+    def exported(name: str) -> Exported:
+        with open_checkpoint(result.checkpoint) as reader:
+            return export_checkpoint(reader, tmp_path / name)
+
+    theirs = AutoTokenizer.from_pretrained(exported("whole").path)
+    text = (
+        bytes(range(256)).decode("latin-1")
+        + " 13 bottles , don't\r\n\t h\N{LATIN SMALL LETTER E WITH ACUTE} \N{SNOWMAN}"
+    )
+    ids = ours.encode([text.encode()])[0].tolist()
+    assert theirs(text)["input_ids"] == ids
+    assert theirs.decode(ids) == text
+    assert (len(theirs), theirs.eos_token_id, theirs.bos_token_id) == (ours.vocab_size, *[ours.end_of_text] * 2)
+    assert theirs("a<|endoftext|>")["input_ids"][-1] == ours.end_of_text
+    (run.out / "tokenizer.json").write_text("{}")
+    assert exported("another").files == ["model.safetensors", "config.json"]
+    (run.out / "tokenizer.json").unlink()
+    assert exported("none").files == ["model.safetensors", "config.json"]
 
 
 def test_only_the_newest_checkpoints_are_kept(run: RunConfig) -> None:

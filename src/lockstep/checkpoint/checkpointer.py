@@ -21,6 +21,7 @@ from lockstep.checkpoint.snapshot import Snapshot
 from lockstep.checkpoint.state import State
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
+from lockstep.comm.meeting_point import say
 from lockstep.comm.pulse import open_pulse
 from lockstep.errors import CheckpointMissing, ConfigError, LockstepError
 from lockstep.observe.process_guard import activity
@@ -258,7 +259,7 @@ class Checkpointer:
         try:
             self.close()
         except LockstepError as error:  # the exception that is on its way says more
-            _say(str(error))
+            say(str(error))
 
 
 _unreported: set[PendingSave] = set()  # that have failed, and nobody was told
@@ -269,11 +270,6 @@ def _fail_for_lost_saves() -> None:
     """A process whose last save failed, and did not hear of it, does not end as if all were well."""
     if _unreported:
         for pending in _unreported:
-            _say(f"a save in the background has failed: {pending.error}")
+            say(f"a save in the background has failed: {pending.error}")
         sys.stdout.flush()
         os._exit(1)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"lockstep: {text}\n")
-    sys.stderr.flush()

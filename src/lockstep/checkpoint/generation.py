@@ -99,7 +99,7 @@ class Generation:
         self.number, self.folder = _claim(directory) if own is None else _claim_next(directory, own)
         sync_folder(directory)
         self.check()
-        with self.fenced():
+        with fenced(self.directory, self.number):
             for older in _numbers(directory):
                 if older < self.number:
                     self._end(_folder_of(directory, older))
@@ -113,15 +113,6 @@ class Generation:
         """Raises: StaleGeneration where a later generation has begun."""
         check_newest(self.directory, self.number)
 
-    @contextlib.contextmanager
-    def fenced(self) -> Iterator[None]:
-        """What fails in here because a later generation has taken the folders away is said so: StaleGeneration."""
-        try:
-            yield
-        except Exception:
-            self.check()
-            raise
-
     def begin(self, step: int) -> Path:
         """An empty folder in which the checkpoint of `step` can be written.
 
@@ -129,7 +120,7 @@ class Generation:
         """
         self.check()
         name = str(Name(self.number, step))
-        with self.fenced():
+        with fenced(self.directory, self.number):
             self._clear()
             folder = self.directory / name if self.mode == "marker" else self.folder / name
             folder.mkdir()
@@ -144,7 +135,7 @@ class Generation:
         Raises: StaleGeneration; OSError.
         """
         final = self.directory / unfinished.name
-        with self.fenced():
+        with fenced(self.directory, self.number):
             if self.mode == "rename":
                 unfinished.rename(final)
             else:
@@ -160,7 +151,7 @@ class Generation:
         """
         gone = self.directory / str(name)
         self.check()
-        with self.fenced():
+        with fenced(self.directory, self.number):
             if self.mode == "rename":
                 gone = gone.rename(self.folder / f"pruned-{name}")
                 sync_folder(self.directory)
@@ -203,6 +194,16 @@ def check_newest(directory: Path, number: int) -> None:
             "has taken over: it was left over from an earlier start, or two runs use one directory. Nothing was "
             "changed; end this process, or give each run a directory of its own"
         )
+
+
+@contextlib.contextmanager
+def fenced(directory: Path, number: int) -> Iterator[None]:
+    """What fails in here because a later generation has taken the folders away is said so: StaleGeneration."""
+    try:
+        yield
+    except Exception:
+        check_newest(directory, number)
+        raise
 
 
 def _claim(directory: Path) -> tuple[int, Path]:

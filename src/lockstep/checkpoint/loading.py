@@ -28,6 +28,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import AnyTensor, held, is_dtensor
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMismatch, CheckpointMissing, ConfigError
 
+Allowed = Callable[[str, str], bool]  # (kind of difference, path) -> whether it is no error
 _KINDS = ("dtype", "shape", "missing", "extra")
 
 
@@ -52,8 +53,7 @@ def load_newest(
     allow: Collection[str],
 ) -> Loaded | None:
     """See `Checkpointer.load`."""
-
-    allowed = _Allowed(allow)
+    allowed = _allowed(allow)
     what = f"cannot load {'the newest checkpoint' if step is None else f'step {step}'}"
     if type(step) not in (int, NoneType):
         raise ConfigError(f"step={step!r}: a number, or None for the newest checkpoint")
@@ -95,7 +95,7 @@ def _load(
     path: Path,
     into: State | None,
     shards: Sequence[int],
-    allowed: _Allowed,
+    allowed: Allowed,
     skipped: tuple[str, ...],
 ) -> Loaded:
     what = f"cannot load {path.name}"
@@ -118,34 +118,26 @@ def _load(
 # ------------------------------------------------------------------ what goes where
 
 
-class _Allowed:
-    """Which differences are no errors."""
-
-    def __init__(self, words: Collection[str]) -> None:
-        if isinstance(words, str):
-            words = (words,)
-        self._patterns: list[tuple[str, str]] = []
-        for word in words:
-            kind, _, pattern = word.partition(":")
-            if kind not in _KINDS:
-                raise ConfigError(f"allow={word!r}: use {', '.join(_KINDS)}, each alone or as 'missing:model/head.*'")
-            self._patterns.append((kind, pattern or "*"))
-
-    def __call__(self, kind: str, path: str) -> bool:
-        return any(kind == known and fnmatch.fnmatchcase(path, pattern) for known, pattern in self._patterns)
+def _allowed(words: Collection[str]) -> Allowed:
+    """Tells which differences are no errors. Raises: ConfigError for a word that says nothing."""
+    patterns: list[tuple[str, str]] = []
+    for word in (words,) if isinstance(words, str) else words:
+        kind, _, pattern = word.partition(":")
+        if kind not in _KINDS:
+            raise ConfigError(f"allow={word!r}: use {', '.join(_KINDS)}, each alone or as 'missing:model/head.*'")
+        patterns.append((kind, pattern or "*"))
+    return lambda kind, path: any(kind == known and fnmatch.fnmatchcase(path, each) for known, each in patterns)
 
 
 class _Plan:
     """Which tensors are filled from which of the checkpoint, once all that does not fit is known and allowed."""
 
-    def __init__(self, manifest: Manifest, into: State | None, shards: Sequence[int], allowed: _Allowed) -> None:
+    def __init__(self, manifest: Manifest, into: State | None, shards: Sequence[int], allowed: Allowed) -> None:
         self.manifest = manifest
         self.fills: dict[str, AnyTensor] = {}  # tensors that get the checkpoint's elements, by path
         self.kept: dict[str, Any] = {}  # tensors and values that stay as they are, as was allowed
         self.tied: dict[str, str] = {}  # tensors of `into` that are others
-        self.objects: dict[
-            str, tuple[tuple[Any, ...], Any]
-        ] = {}  # that load what was theirs, by path: keys to it, and it
+        self.objects: dict[str, tuple[tuple[Any, ...], Any]] = {}  # that load what was theirs: keys to it, and it
         self.shards = {number: join(SHARDS, str(number)) for number in dict.fromkeys(shards)}
         problems = []
         if into is None:
@@ -193,7 +185,7 @@ class _Plan:
 
     # ------------------------------------------------------------------ what fits
 
-    def _fit(self, into: State, there: Sequence[str], allowed: _Allowed) -> list[str]:
+    def _fit(self, into: State, there: Sequence[str], allowed: Allowed) -> list[str]:
         """Find out what is filled, of the tensors `there`. Returns: what does not fit and is not allowed."""
         absent: list[str] = []
         flat = flatten(self._rooms(into, (), absent))

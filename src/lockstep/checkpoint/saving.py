@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from lockstep.checkpoint.generation import CommitMode, Generation, Name, check_newest, names_in
+from lockstep.checkpoint.generation import CommitMode, Generation, Name, fenced, names_in
 from lockstep.checkpoint.manifest import NAME as MANIFEST
 from lockstep.checkpoint.manifest import UNFINISHED, Manifest, digest_of, file_name, to_text
 from lockstep.checkpoint.plan import Job
@@ -53,7 +53,12 @@ def write(comm: Communicator, what: str, job: Job, read: Callable[[int], Tensor]
 
     def take(action: Callable[[], Any], what: str = what) -> list[Any]:
         """What `action` returns on each rank. Where it fails because this process was left over, that is said."""
-        return together(comm, what, lambda: (None, _fenced(directory.path, number, action)))[1]
+
+        def attempt() -> tuple[None, Any]:
+            with fenced(directory.path, number):
+                return None, action()
+
+        return together(comm, what, attempt)[1]
 
     def publish() -> Any:
         if comm.rank == 0:
@@ -93,14 +98,6 @@ def _begin(rank: int, step: int, directory: Directory) -> Any:
 def _comes_last(name: Name, directory: Path) -> bool:
     """Whether it would be the newest checkpoint; not so for a step that was there, or has been gone back from."""
     return not (directory / str(name)).exists() and max(names_in(directory), default=name) <= name
-
-
-def _fenced(directory: Path, number: int, action: Callable[[], Any]) -> Any:
-    try:
-        return action()
-    except Exception:
-        check_newest(directory, number)
-        raise
 
 
 def _write_own(folder: Path, rank: int, job: Job, read: Callable[[int], Tensor]) -> Any:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from reprlib import repr as short
@@ -163,8 +163,13 @@ def raw_header(read_at: Callable[[int, int], bytes], size: int) -> bytes:
     return read_at(8, length)
 
 
-def header_text(header: dict[str, Any]) -> bytes:
-    """A header as it stands in a file, filled up so that what follows is aligned."""
+def header_text(metadata: dict[str, str], named: Iterable[tuple[str, Piece]]) -> bytes:
+    """The header of a file of these pieces, in the order of their data, filled up so that what follows is aligned."""
+    header: dict[str, Any] = {"__metadata__": metadata} if metadata else {}
+    end = 0
+    for name, piece in named:
+        begin, end = end, end + piece.nbytes
+        header[name] = {"dtype": piece.dtype, "shape": piece.part.shape, "data_offsets": (begin, end)}
     encoded = json.dumps(header, separators=(",", ":")).encode()
     return encoded + b" " * (-len(encoded) % 8)
 
@@ -248,12 +253,8 @@ def _header(pieces: Sequence[Piece]) -> bytes:
     """The header of a file of `pieces`, which are in the order of their data."""
     names = _names(pieces)
     starts = {name: piece.part.start for name, piece in zip(names, pieces, strict=True) if any(piece.part.start)}
-    header: dict[str, Any] = {"__metadata__": {"starts": json.dumps(starts, separators=(",", ":"))}} if starts else {}
-    end = 0
-    for name, piece in zip(names, pieces, strict=True):
-        start, end = end, end + piece.nbytes
-        header[name] = {"dtype": piece.dtype, "shape": piece.part.shape, "data_offsets": (start, end)}
-    return header_text(header)
+    metadata = {"starts": json.dumps(starts, separators=(",", ":"))} if starts else {}
+    return header_text(metadata, zip(names, pieces, strict=True))
 
 
 def _parsed(raw: bytes) -> list[Piece]:

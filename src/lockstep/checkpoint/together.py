@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.objects import all_gather_object
+from lockstep.comm.objects import all_gather_object, all_gather_rows
 from lockstep.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -74,7 +74,5 @@ def _said_by_all(comm: Communicator, mine: list[Any]) -> list[Any]:
     except (TypeError, ValueError):
         text = b""  # below it is said why
     row = torch.frombuffer(bytearray((text if len(text) <= _ROW_BYTES else b"").ljust(_ROW_BYTES)), dtype=torch.uint8)
-    whole = torch.empty(comm.world_size * _ROW_BYTES, dtype=torch.uint8, device=comm.device)
-    comm.all_gather_into_tensor(whole, row.to(comm.device), label="checkpoint")
-    rows = [bytes(one).strip() for one in whole.cpu().view(comm.world_size, _ROW_BYTES).numpy()]
+    rows = [bytes(one).strip() for one in all_gather_rows(comm, row.to(comm.device), "checkpoint").cpu().numpy()]
     return [json.loads(one) for one in rows] if all(rows) else all_gather_object(comm, mine, "checkpoint", _BYTES_MAX)

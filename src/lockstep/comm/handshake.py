@@ -7,15 +7,16 @@ Works over any key-value store with torch's store methods. Every rank reads one 
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypedDict
 
 from lockstep.comm.preflight import NOTICE_S
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, EnvironmentProblems
 
 _SHOWN = 8  # ranks named in one sentence
 _LINGER_S = 3.0  # the rank that holds the store lets the others read a bad verdict before it goes
+_PAUSE_S = 0.25  # between looks into the store, which all ranks ask
 
 
 class Store(Protocol):
@@ -71,7 +72,7 @@ def shake_hands(
         return verdict["records"]
     store.add("read", 1)
     if holds_store:
-        _await(lambda: store.add("read", 0) >= store.add("came", 0), _LINGER_S)
+        wait_until(lambda: store.add("read", 0) >= store.add("came", 0), _LINGER_S, _PAUSE_S)
     if "missing" in verdict:
         raise CollectiveTimeout(verdict["problem"], verdict["missing"])
     raise EnvironmentProblems([contradiction or verdict["problem"]])
@@ -132,11 +133,12 @@ def _arrive(store: Store, record: Record, where: str) -> str:
 
 
 def _verdict(store: Store, record: Record, timeout_s: float, where: str, say: Callable[[str], None]) -> dict[str, Any]:
-    if not _await(lambda: store.check(["verdict"]), min(NOTICE_S, timeout_s)):
+    # A store's own wait would print C++ warnings.
+    if not wait_until(lambda: store.check(["verdict"]), min(NOTICE_S, timeout_s), _PAUSE_S):
         missing, late, seen = _absent(store, record["world_size"])
         if timeout_s > NOTICE_S and missing and seen.startswith(who(record)):  # one rank says it
             say(f"waiting for {late} at {where}, up to {timeout_s:g} s; seen: {seen}")
-    if not _await(lambda: store.check(["verdict"]), max(timeout_s - NOTICE_S, 0.0)):
+    if not wait_until(lambda: store.check(["verdict"]), max(timeout_s - NOTICE_S, 0.0), _PAUSE_S):
         missing, late, seen = _absent(store, record["world_size"])
         problem = (
             f"{late} never arrived at {where} in {timeout_s:g} s; seen: {seen}. Look at the "
@@ -165,15 +167,3 @@ def listed(ranks: Sequence[int]) -> str:
 def _decide(store: Store, verdict: dict[str, Any]) -> None:
     """Write the verdict, unless there is one."""
     store.compare_set("verdict", "", json.dumps(verdict))
-
-
-def _await(condition: Callable[[], bool], timeout_s: float) -> bool:
-    """True when `condition` holds, False after `timeout_s`; a store's own wait would print C++ warnings."""
-    deadline = time.monotonic() + timeout_s
-    pause_s = 0.002
-    while not condition():
-        if time.monotonic() >= deadline:
-            return False
-        time.sleep(pause_s)
-        pause_s = min(pause_s * 1.5, 0.25)
-    return True

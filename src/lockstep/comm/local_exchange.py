@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import CommOp, describe, signature
+from lockstep.comm.op import ONE_ORDER, CommOp, describe, signature
 from lockstep.comm.operands import pieces
 from lockstep.comm.reduction import tree_reduce
 from lockstep.errors import CollectiveMismatch
@@ -38,10 +38,7 @@ def copy_message(send: CommOp, source: int, recv: CommOp, target: int) -> None:
 
 def _mismatch(problem: str, ops: Ops, *ranks: int) -> CollectiveMismatch:
     lines = "".join(f"\n  rank {rank}: {describe(ops[rank])}" for rank in ranks)
-    return CollectiveMismatch(
-        f"{problem}:{lines}\nNext: find the branch or loop that runs differently on these ranks; every rank must call "
-        f"the same operations in the same order"
-    )
+    return CollectiveMismatch(f"{problem}:{lines}\n{ONE_ORDER}")
 
 
 def _copy(target: Tensor, source: Tensor, ops: Ops, source_rank: int, target_rank: int) -> None:

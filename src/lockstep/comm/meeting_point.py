@@ -20,6 +20,7 @@ from lockstep.comm import preflight
 from lockstep.comm.handshake import Record, shake_hands
 from lockstep.comm.place import HINT, Place
 from lockstep.comm.shm.peers import is_running
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import EnvironmentProblems, PeerLost
 
 if TYPE_CHECKING:
@@ -141,12 +142,8 @@ def _join_meeting(settings: Settings, place: Place, addresses: list[str], taken:
         raise EnvironmentProblems([f"{stranger}{by}: {why.splitlines()[0]}. Choose another port"], HINT) from error
     if place.agent_store:
         return Meeting(store, place, found.address)
-    deadline = time.monotonic() + patience_s
-    while not store.check([_HOST_KEY]):
-        if time.monotonic() > deadline:
-            text = f"{stranger}: a torch store without a lockstep rank 0. Choose another port"
-            raise EnvironmentProblems([text], HINT)
-        time.sleep(0.02)
+    if not wait_until(lambda: store.check([_HOST_KEY]), patience_s):
+        raise EnvironmentProblems([f"{stranger}: a torch store without a lockstep rank 0. Choose another port"], HINT)
     host = json.loads(store.get(_HOST_KEY))
     if host["run"] != place.run_id:
         by = f"run {host['run'] or 'without a name'!r}, pid {host['pid']} on {host['host']}; this is {place.run_id!r}"

@@ -53,7 +53,7 @@ def all_gather_object(comm: Communicator, value: Any, label: str, limit: int = M
 
 def gather_object(comm: Communicator, value: Any, dst: int, label: str) -> list[Any] | None:
     """The ranks' values, in rank order, on rank `dst`; None on the others."""
-    sizes, mine = _exchange_sizes(comm, value, label)
+    sizes, mine = _exchange_sizes(comm, value, label, MAX_OBJECT_BYTES)
     rows = [torch.empty_like(mine) for _ in sizes] if comm.rank == dst else None
     comm.gather(mine, rows, dst, label=label or "object")
     return None if rows is None else [_decode(row[:size]) for row, size in zip(rows, sizes, strict=True)]
@@ -66,9 +66,7 @@ def all_gather_rows(comm: Communicator, mine: Tensor, label: str) -> Tensor:
     return rows.view(comm.world_size, -1)
 
 
-def _exchange_sizes(
-    comm: Communicator, value: Any, label: str, limit: int = MAX_OBJECT_BYTES
-) -> tuple[list[int], Tensor]:
+def _exchange_sizes(comm: Communicator, value: Any, label: str, limit: int) -> tuple[list[int], Tensor]:
     """Every rank's size, and this rank's bytes, as long as the longest."""
     payload, error = _encode(value, limit)
     mine = torch.tensor([-1 if error else len(payload)], device=comm.device)
@@ -77,9 +75,7 @@ def _exchange_sizes(
     return counts, _tensor(payload, max(counts), comm.device)
 
 
-def _check_sizes(
-    sizes: Sequence[int], ranks: Sequence[int], error: ConfigError | None, limit: int = MAX_OBJECT_BYTES
-) -> None:
+def _check_sizes(sizes: Sequence[int], ranks: Sequence[int], error: ConfigError | None, limit: int) -> None:
     if error is not None:
         raise error
     refused = [rank for rank, size in zip(ranks, sizes, strict=True) if size < 0]
@@ -90,7 +86,7 @@ def _check_sizes(
         )
 
 
-def _encode(value: Any, limit: int = MAX_OBJECT_BYTES) -> tuple[bytes, ConfigError | None]:
+def _encode(value: Any, limit: int) -> tuple[bytes, ConfigError | None]:
     try:
         data = json.dumps(value, separators=(",", ":")).encode()
     except (TypeError, ValueError, RecursionError) as error:

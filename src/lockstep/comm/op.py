@@ -93,6 +93,12 @@ def signature(op: CommOp) -> str:
     return " ".join(words)
 
 
+ONE_ORDER = (  # where ranks have called different operations
+    "Next: find the branch or loop that runs differently on these ranks; every rank must call the same operations in "
+    "the same order"
+)
+
+
 def describe(op: CommOp) -> str:
     """The signature with what only this rank knows: number, peer, label, sizes."""
     text = f"{signature(op)} (seq {op.seq}"

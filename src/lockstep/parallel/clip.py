@@ -18,7 +18,7 @@ from torch import Tensor
 
 from lockstep.comm.objects import all_gather_rows
 from lockstep.errors import ConfigError, TrainingError, UnsupportedArgument
-from lockstep.parallel.grad_pieces import HeldGradients, Lines, held_gradients, held_tensors, in_runs
+from lockstep.parallel.grad_pieces import HeldGradients, Lines, by_kind, held_gradients, held_tensors, in_runs
 
 _BLOCK_NUMEL = 1 << 17  # at a time in fp64: 1 MiB, which stays in the cache
 
@@ -125,7 +125,7 @@ def _total_norm(
 def _norm(pieces: Sequence[Tensor], power: float, foreach: bool | None, device: torch.device) -> Tensor:
     """The norm of this rank's pieces together, in fp64."""
     norms: list[Tensor] = []
-    for alike in _by_kind(piece.abs() if piece.is_complex() else piece for piece in in_runs(pieces)):
+    for alike in by_kind(piece.abs() if piece.is_complex() else piece for piece in in_runs(pieces)):
         if alike[0].device.type == "cpu":
             norms += _norms_on_cpu(alike, power)
         elif foreach is False:
@@ -178,18 +178,10 @@ def _scale(held: HeldGradients, max_norm: float, total: Tensor, foreach: bool | 
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     if coefficient.device.type == "cpu" and coefficient >= 1:
         return  # nothing would change; on a GPU, asking would cost more than multiplying
-    for alike in _by_kind(run for pieces in held.values() for run in in_runs(pieces)):
+    for alike in by_kind(run for pieces in held.values() for run in in_runs(pieces)):
         factor = coefficient.to(alike[0].device)
         if foreach is False:
             for piece in alike:
                 piece.mul_(factor)
         else:
             torch._foreach_mul_(alike, factor)
-
-
-def _by_kind(pieces: Iterable[Tensor]) -> list[list[Tensor]]:
-    """`pieces` in groups of one device and dtype, for which there are kernels that serve many tensors at once."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for piece in pieces:
-        kinds.setdefault((piece.device, piece.dtype), []).append(piece)
-    return list(kinds.values())

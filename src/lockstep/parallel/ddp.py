@@ -30,6 +30,7 @@ from lockstep.parallel.ddp_arguments import (
 )
 from lockstep.parallel.ddp_surface import TorchSurface
 from lockstep.parallel.eager import compile_only_the_module
+from lockstep.parallel.grad_exchange import GradExchange
 from lockstep.parallel.join import JoinableReplica
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
@@ -160,7 +161,7 @@ class DistributedDataParallel(TorchSurface):
         ]
         self._frozen = [p for p in self._synced_params() if not p.requires_grad]
         sparse = {id(param) for param in sparse_params(self.module)}
-        self.reducer = GradReducer(
+        exchange = GradExchange(
             [param for _, param in named],
             [name for name, _ in named],
             self._comm,
@@ -169,7 +170,8 @@ class DistributedDataParallel(TorchSurface):
             delayed=[i for i, (name, _) in enumerate(named) if name in self._delayed_names],
             skip_unused=self.skip_all_reduce_unused_params,
         )
-        self.reducer.exchange.watch = GradientWatch(os.environ.get("LOCKSTEP_GUARD", "on"))
+        exchange.watch = GradientWatch(os.environ.get("LOCKSTEP_GUARD", "on"))
+        self.reducer = GradReducer(exchange)
         self._lazy_init_ran = False
         self._comm_hooks = []
         self._builtin_hook = None

@@ -108,6 +108,14 @@ def in_runs(pieces: Sequence[Tensor]) -> list[Tensor]:
     return [first if first.numel() == numel else first.as_strided((numel,), (1,)) for first, numel in runs]
 
 
+def by_kind(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+    """`tensors` in groups of one device and dtype, for which one operation serves many at once."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
+
+
 class _Lines:
     """Communicators for layouts, as few different ones as possible: one collective serves all that use it."""
 

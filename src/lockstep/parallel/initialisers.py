@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lockstep.observe.replica import plain_name
+
 _RESETS = ("reset_parameters", "_reset_parameters")  # the second: MultiheadAttention, Transformer
-_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _GENERATOR_IN_USE = threading.Lock()  # torch has one default generator per process: ranks that are threads take turns
 
 
@@ -65,11 +66,6 @@ def seed_of(seed: int, initialiser: Initialiser, owner: str) -> int:
     """Where the random numbers of `initialiser` begin when it fills the tensors of the module `owner`."""
     text = "/".join((str(seed), initialiser.what, plain_name(initialiser.fqn), plain_name(owner)))
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
-
-
-def plain_name(fqn: str) -> str:
-    """A dotted name without what wrappers, torch.compile's too, add to it."""
-    return ".".join(part for part in fqn.split(".") if part not in _WRAPPERS)
 
 
 @contextlib.contextmanager

@@ -44,9 +44,7 @@ def find_tensors(value: Any, into_objects: bool = False, depth: int = 0) -> Iter
 
 def move_tensors(value: Any, device: torch.device) -> Any:
     """`value` with every tensor in it on `device`; what is there already is not copied."""
-    return _pytree.tree_map(
-        lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, Tensor) else leaf, value
-    )
+    return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
 def accumulates_gradients(node: torch.autograd.graph.Node) -> bool:

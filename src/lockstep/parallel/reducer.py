@@ -12,44 +12,32 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, ReplicaError
 from lockstep.observe.torch_steps import mark_averaged
 from lockstep.parallel.backward import BackwardPass, Runs, when_autograd_ends
 from lockstep.parallel.bucket import Bucket
-from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES
 from lockstep.parallel.grad_exchange import GradExchange
 from lockstep.parallel.outputs import accumulates_gradients
 
 
 class GradReducer:
-    """Averages the gradients of `params` over the ranks of `comm`, during backward.
+    """Averages the gradients of the exchange's parameters over its ranks, during backward.
 
     Collective: construction of equal reducers on every rank, then equally many synchronised backward passes.
     Memory: one element of a bucket per parameter element, for as long as the reducer lives.
     Source: Li et al. 2020, arXiv 2006.15704.
     """
 
-    def __init__(
-        self,
-        params: Sequence[Parameter],
-        names: Sequence[str],
-        comm: Communicator,
-        *,
-        caps_bytes: Sequence[int] = (FIRST_BUCKET_CAP_BYTES, BUCKET_CAP_BYTES),
-        sparse: Iterable[int] = (),
-        delayed: Iterable[int] = (),
-        skip_unused: bool = False,
-    ) -> None:
-        self.exchange = GradExchange(params, names, comm, caps_bytes, sparse, delayed, skip_unused)
-        self.params = self.exchange.params
+    def __init__(self, exchange: GradExchange) -> None:
+        self.exchange = exchange
+        self.params = exchange.params
         mark_averaged(self.params)
         self.sync = True  # what `no_sync` switches off
         # `sync` as the last forward saw it; None: no forward since the last backward

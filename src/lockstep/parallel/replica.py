@@ -13,6 +13,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.objects import all_gather_rows, broadcast_object
 from lockstep.errors import ModelMismatch
 from lockstep.observe.model_match import first_difference
+from lockstep.parallel.grad_pieces import by_kind
 
 BROADCAST_CHUNK_BYTES = 250 * 1024 * 1024
 
@@ -44,10 +45,7 @@ def broadcast_coalesced(comm: Communicator, tensors: Sequence[Tensor], src: int 
 
     Memory: one chunk, at most 250 MiB or the largest tensor.
     """
-    alike: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        alike.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for members in alike.values():
+    for members in by_kind(tensors):
         chunk, nbytes = [], 0
         for tensor in members:
             if chunk and nbytes + tensor.nbytes > BROADCAST_CHUNK_BYTES:

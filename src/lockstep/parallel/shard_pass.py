@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows
 from lockstep.comm.op import DONE
 from lockstep.errors import CollectiveMismatch
 
@@ -241,9 +242,7 @@ class ShardPass:
         Returns what was run, and what was said [W, 1 + width].
         """
         said = torch.tensor([code, *(vector or [0] * self._width)], dtype=torch.int32, device=self._comm.device)
-        everything = torch.empty(self._comm.world_size * said.numel(), dtype=said.dtype, device=said.device)
-        self._comm.all_gather_into_tensor(everything, said, label="shard.round")
-        everything = everything.view(self._comm.world_size, -1)
+        everything = all_gather_rows(self._comm, said, "shard.round")
         words = everything[:, 0].tolist()
         if min(words) <= _HELLO:
             self._refuse(words)

@@ -35,6 +35,4 @@ def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
     """`value` with every floating-point tensor in it as `dtype`; None leaves it alone."""
     if dtype is None:
         return value
-    return _pytree.tree_map(
-        lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, value
-    )
+    return _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -26,11 +27,7 @@ class ShardSlot:
         return self.group.fqns[self.index]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _no_slot, ()  # a copy of a parameter is not in the group, and must not bring it along
-
-
-def _no_slot() -> None:
-    return None
+        return NoneType, ()  # None: a copy of a parameter is not in the group, and must not bring it along
 
 
 def slot_of(param: Tensor) -> ShardSlot | None:

@@ -18,15 +18,16 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils import _pytree
 
 from lockstep.comm.tensor_parts import AnyTensor, is_dtensor, local_of
 from lockstep.errors import CheckpointMismatch
+from lockstep.observe.replica import plain_name
 from lockstep.parallel.dtensors import DTensor, Replicate, as_dtensor
 from lockstep.parallel.fsdp1.optim_state import named
 from lockstep.parallel.fsdp1.state import reshard_all, state_dict_type
 from lockstep.parallel.fsdp1.tensors import piece_of, sharded_like
 from lockstep.parallel.fsdp1.unit import units_in
-from lockstep.parallel.initialisers import plain_name
 from lockstep.parallel.named_state import unwrapped
 from lockstep.parallel.sharded_optimizer import ShardedOptimizer
 from lockstep.parallel.torch_fsdp import StateDictType
@@ -172,11 +173,10 @@ class OptimizerState:
         in_shape = keys_in_shape(entries, {name: param.shape for name, param in params.items()})
 
         def room(name: str, key: str, like: Any) -> Any:
-            if not isinstance(like, Tensor):
-                return _mapped(lambda inner: torch.empty_like(inner, device="cpu"), like)
             param = params[name]
-            if like.shape != param.shape or (like.ndim == 0 and key not in in_shape):
-                return torch.empty_like(like, device="cpu")
+            is_whole = not isinstance(like, Tensor) or like.shape != param.shape
+            if is_whole or (like.ndim == 0 and key not in in_shape):
+                return _room_for(like)
             if isinstance(param, DTensor):
                 return sharded_like(torch.empty_like(local_of(param), dtype=like.dtype), param)
             if isinstance(self._optimizer, ShardedOptimizer):
@@ -185,8 +185,7 @@ class OptimizerState:
 
         state = {name: {key: room(name, key, like) for key, like in entry.items()} for name, entry in entries.items()}
         self._rooms = [value for entry in state.values() for value in entry.values()]
-        groups = described.get("param_groups", [])
-        return {"state": state, "param_groups": _mapped(lambda like: torch.empty_like(like, device="cpu"), groups)}
+        return {"state": state, "param_groups": _room_for(described.get("param_groups", []))}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """See TrainState."""
@@ -272,10 +271,6 @@ def _state_like(param: Tensor, value: Any) -> Any:
     return as_dtensor(value.to(local_of(param).device), mesh, [Replicate()] * mesh.ndim, value.shape)
 
 
-def _mapped(change: Callable[[Tensor], Tensor], nested: Any) -> Any:
-    """`nested` dicts and lists with every tensor changed, and nothing but tensors in dicts."""
-    if isinstance(nested, Mapping):
-        return {key: _mapped(change, value) for key, value in nested.items()}
-    if isinstance(nested, list | tuple):
-        return [_mapped(change, value) for value in nested]
-    return change(nested) if isinstance(nested, Tensor) else nested
+def _room_for(nested: Any) -> Any:
+    """`nested` with room on the CPU for every tensor in it."""
+    return _pytree.tree_map_only(Tensor, lambda like: torch.empty_like(like, device="cpu"), nested)

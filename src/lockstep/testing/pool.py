@@ -56,7 +56,8 @@ class ProcessPool:
         try:
             if not self._processes:
                 self._start()
-            self._send(fn, args, kwargs, timeout_s, env, connect, f"waiting for {where}")
+            call = pickle.dumps((fn, tuple(args), dict(kwargs)))
+            self._send(call, timeout_s, env, connect, f"waiting for {where}")
             results, errors, missing = self._collect(time.monotonic() + timeout_s + _GRACE_S)
             if missing and not errors:
                 raise RankTimeout(missing, timeout_s, where, self.stacks())
@@ -101,7 +102,8 @@ class ProcessPool:
             if process.is_alive() and process.pid is not None:
                 os.kill(process.pid, STACKS)
         alive = [rank for rank, process in enumerate(self._processes) if process.is_alive()]
-        wait_until(lambda: all(len(self._log(rank)) > before[rank] for rank in alive), 2.0)
+        # Written piece by piece, the main thread last, from within to its outermost frame.
+        wait_until(lambda: all(self._log(rank)[before[rank] :].endswith("in <module>\n") for rank in alive), 2.0)
         return "\n".join(f"--- rank {rank} ---\n{self._log(rank)[-_LOG_BYTES:]}" for rank in before)
 
     # ------------------------------------------------------------------ one job
@@ -121,9 +123,7 @@ class ProcessPool:
 
     def _send(
         self,
-        fn: Callable[..., Any],
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any],
+        call: bytes,
         timeout_s: float,
         env: Environment | Sequence[Environment] | None,
         connect: bool,
@@ -132,7 +132,6 @@ class ProcessPool:
         assert self._folder is not None
         rendezvous = Path(self._folder.name) / f"job{self._jobs}"
         self._jobs += 1
-        call = pickle.dumps((fn, tuple(args), dict(kwargs)))
         for rank in range(self.world_size):
             job = Job(
                 call=call,
@@ -203,18 +202,9 @@ class ProcessPool:
 
 def open_files() -> set[int]:
     """This process's file descriptors (Linux; elsewhere none is known)."""
-    if not os.path.isdir("/proc/self/fd"):
-        return set()
-    listed = {int(name) for name in os.listdir("/proc/self/fd")}
-    return {number for number in listed if _is_open(number)}
-
-
-def _is_open(number: int) -> bool:
-    try:
-        os.fstat(number)
-    except OSError:  # the listing's own descriptor
-        return False
-    return True
+    folder = Path("/proc/self/fd")
+    listed = os.listdir(folder) if folder.is_dir() else []
+    return {int(name) for name in listed if (folder / name).is_symlink()}  # not the listing's own, which is closed
 
 
 def _environment(changes: Environment | None) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import secrets
@@ -46,7 +47,8 @@ def export_checkpoint(
     """Write what checkpoint `reader` has under the path `key` ("" for all of it) to `out`, which is new or empty.
 
     "hf": a folder, in files of at most `shard_bytes`, with a config.json: a copy of `config`, or for a model the text
-    that the state has as "model_config"; "safetensors": one file; both have tensors only, tied ones once, under the
+    that the state has as "model_config", and with the run's tokenizer where the state has the digest of it as
+    "tokenizer"; "safetensors": one file; both have tensors only, tied ones once, under the
     first of their names. "torch": a file that `torch.load(weights_only=True)` reads, with all values. `out` is there
     as a whole or not at all.
     Memory: one tensor; for "torch" all of them.
@@ -73,10 +75,11 @@ def export_checkpoint(
             return Exported(out, [out.name], len(tensors), left_out)
         files = write_huggingface_folder(unfinished, tensors, read, shard_bytes)
         about = _json_of(config) if config is not None else _known_config(reader, prefix)
-        if about:
-            with new_file(unfinished / "config.json") as file:
-                file.write(about)
-            files.append("config.json")
+        for name, data in {"config.json": about, **_known_tokenizer(reader, prefix)}.items():
+            if data:
+                with new_file(unfinished / name) as file:
+                    file.write(data)
+                files.append(name)
         return Exported(out, files, len(tensors), left_out)
 
 
@@ -139,6 +142,17 @@ def _nothing(reader: CheckpointReader, prefix: str) -> CheckpointError:
 def _known_config(reader: CheckpointReader, prefix: str) -> bytes:
     known = reader.manifest.values.get("model_config")
     return known.encode() if isinstance(known, str) and prefix.endswith("model") else b""
+
+
+def _known_tokenizer(reader: CheckpointReader, prefix: str) -> dict[str, bytes]:
+    """Files for transformers, from the run's own beside its checkpoints; none where that is gone, or another's."""
+    path = reader.folder.absolute().parent.parent / "tokenizer.json"
+    data = path.read_bytes() if prefix.endswith("model") and path.is_file() else b""
+    if hashlib.sha256(data).hexdigest() != reader.manifest.values.get("tokenizer"):
+        return {}
+    end = json.loads(data)["added_tokens"][0]["content"]
+    about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": end, "eos_token": end}
+    return {path.name: data, "tokenizer_config.json": json.dumps(about).encode()}
 
 
 def _json_of(path: Path) -> bytes:

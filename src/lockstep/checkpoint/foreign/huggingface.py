@@ -164,12 +164,8 @@ def write_huggingface_folder(
 def write_safetensors(path: Path, tensors: Sequence[Piece], read: Callable[[str], Tensor]) -> None:
     """Write a new file of whole `tensors` and make its bytes durable. Memory: one tensor."""
     ordered = sorted(tensors, key=lambda tensor: (-DTYPES[tensor.dtype].itemsize, tensor.path))  # so all are aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # some readers ask for it
-    end = 0
-    for tensor in ordered:
-        begin, end = end, end + tensor.nbytes
-        header[tensor.path] = {"dtype": tensor.dtype, "shape": tensor.part.shape, "data_offsets": (begin, end)}
-    encoded = header_text(header)
+    metadata = {"format": "pt"}  # some readers ask for it
+    encoded = header_text(metadata, ((tensor.path, tensor) for tensor in ordered))
     with new_file(path) as file:
         file.write(len(encoded).to_bytes(8, "little") + encoded)
         for tensor in ordered:

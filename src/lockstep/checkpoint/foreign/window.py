@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
+from lockstep.checkpoint.open_files import fill
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
 
 _BLOCK_BYTES = 1 << 20
@@ -54,17 +55,15 @@ class Window(NamedTuple):
         Raises: CheckpointDamaged where the file ends before, CheckpointError where it cannot be read.
         """
         part = self.part(start, len(out), self.name)
-        done = 0
-        while done < len(out):
+        for done in range(0, len(out), _BLOCK_BYTES):
             block = out[done : done + _BLOCK_BYTES]
             try:
-                count = os.preadv(self.descriptor, [block], part.start + done)
+                fill(self.descriptor, block, part.start + done)
+            except EOFError as error:
+                raise CheckpointDamaged(f"{self.name} became shorter while it was read") from error
             except OSError as error:
                 raise CheckpointError(f"cannot read {self.name}: {error}") from error
-            if not count:
-                raise CheckpointDamaged(f"{self.name} became shorter while it was read")
-            yield block[:count]
-            done += count
+            yield block
 
 
 class Folder(NamedTuple):

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.handshake import listed
-from lockstep.comm.op import CommOp, Work, signature
+from lockstep.comm.op import ONE_ORDER, CommOp, Work, signature
 from lockstep.comm.transport import Transport
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost
 
@@ -143,10 +143,7 @@ class Letters(abc.ABC):
             theirs = bytes(word[1:_CALLED_BYTES].tolist()).decode().rstrip()
             if theirs != ours:
                 lines = f"rank {self._leaders.rank}: {ours}; rank {host}: {theirs}"
-                raise CollectiveMismatch(
-                    f"ranks called different operations at the same point: {lines}. Next: find the branch or loop that "
-                    f"runs differently on these ranks; every rank must call the same operations in the same order"
-                )
+                raise CollectiveMismatch(f"ranks called different operations at the same point: {lines}. {ONE_ORDER}")
         return None
 
 

@@ -13,7 +13,8 @@ from lockstep.comm.transport import without_traceback
 from lockstep.errors import CommError, PeerLost
 
 # bits of a rank's word; above them 1 + the rank whose fault a failure was
-_FAILED, _LEFT = 1, 2
+_FAILED = 1
+LEFT = 2  # will not come any more
 GONE = 4  # never touches the group's memory again, but to look at these words
 SWEPT = 8  # never looks at these words again
 _FAULT_SHIFT = 4
@@ -86,7 +87,7 @@ class Attendance:
         culprit = error.rank if isinstance(error, PeerLost) else None
         is_ours = isinstance(error, CommError)
         self._failure = without_traceback(error) if is_ours else CommError(f"interrupted: {error!r}")
-        self._set(_FAILED | (0 if culprit is None else culprit + 1) << _FAULT_SHIFT)
+        self.say(_FAILED | (0 if culprit is None else culprit + 1) << _FAULT_SHIFT)
         return True
 
     def refusal(self, op: CommOp) -> CommError | None:
@@ -100,19 +101,8 @@ class Attendance:
         error.__cause__ = self._failure
         return error
 
-    def left(self) -> None:
-        """This rank will not come any more. The others must be woken."""
-        self._set(_LEFT)
-
-    def gone(self) -> None:
-        """This rank touches nothing of the group's any more. Its last store: the memory may be another's after it."""
-        self._set(GONE)
-
-    def swept(self) -> None:
-        """This rank never looks at the group's words again."""
-        self._set(SWEPT)
-
-    def _set(self, bits: int) -> None:
+    def say(self, bits: int) -> None:
+        """This rank has LEFT, is GONE, or has SWEPT. After GONE the group's memory may be another's."""
         with self._writing:
             if not self._is_gone or bits == SWEPT:
                 self._is_gone = bits == GONE

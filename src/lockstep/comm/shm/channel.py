@@ -84,10 +84,11 @@ class Channel:
     # ------------------------------------------------------------------ letters
 
     def free_letter(self) -> Letter | None:
-        """A letter the sender may use; None where all are in use."""
+        """A letter the sender may use, with its number; None where all are in use."""
         for sheet in self._sheets:
             for letter in sheet.letters:
                 if letter.words[STATE] == FREE:
+                    letter.words[NUMBER] = self._head[_WRITTEN] + 1
                     return letter
         return None
 
@@ -99,10 +100,6 @@ class Channel:
             fence()
         self._sheets[-1].words[_NEXT] = offset + 1
         self._sheets.append(sheet)
-
-    def next_number(self) -> int:
-        """The number of the sender's next letter."""
-        return self._head[_WRITTEN] + 1
 
     def letter_written(self, letter: Letter) -> None:
         """The sender has filled a letter."""

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
-import weakref
 from collections.abc import Sequence
 from typing import final
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.shm.peers import Peers
-from lockstep.comm.shm.segment import PAGE, Heap, Segment
+from lockstep.comm.shm.segment import PAGE, Heap, Segment, when_dropped
 from lockstep.comm.shm.waiting import fence
 
 _WORD = 8
@@ -54,8 +52,7 @@ class Commons:
         """This rank's tensor [numel > 0] in the block. `rank`: among `members`."""
         start = offset + _head(len(members))
         window = memoryview(self._segment.map)[start : start + numel * dtype.itemsize]
-        ended = weakref.finalize(window, _let_go, self, offset + _WORD * rank, os.getpid())
-        ended.atexit = False
+        when_dropped(window, self.let_go, offset + _WORD * rank)
         with torch.inference_mode(False):  # one made in that mode could be written in no other
             return torch.frombuffer(window, dtype=dtype)
 
@@ -76,8 +73,3 @@ class Commons:
 
 def _head(ranks: int) -> int:
     return -(-_WORD * ranks // PAGE) * PAGE
-
-
-def _let_go(commons: Commons, word: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the tensor too, but is not the rank
-        commons.let_go(word)

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import final
 
 from lockstep.comm.engine import Patience
-from lockstep.comm.op import CommOp, describe
+from lockstep.comm.op import ONE_ORDER, CommOp, describe
 from lockstep.comm.shm.announcement import SAME_SIZE, Announcement, code_of, words_for
-from lockstep.comm.shm.attendance import Attendance
+from lockstep.comm.shm.attendance import GONE, LEFT, Attendance
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.waiting import ORDERED, Parking, fence, yield_core
@@ -103,33 +103,24 @@ class Control:
         words[start + 1] = numel
         words[start + 2] = place
 
-    def tick(self) -> None:
-        """This rank has done its part of the phase; whoever sleeps until then is woken."""
+    def meet(self, op: CommOp) -> None:
+        """Tick: this rank has done its part of the phase. Return when every rank has ticked as often."""
         words = self.words
         if not ORDERED:
             fence()
-        self._ticks += 1
-        words[self._mine] = self._ticks
+        self._ticks = ticks = self._ticks + 1
+        words[self._mine] = ticks
         fence()  # the sleepers' words are read after the tick can be seen, so none is missed
         asleep = self.rank + 1
         for start, _ in self._others:
             if words[start + _ASLEEP] == asleep:
-                self.parking.wake(self.address + 8 * self._mine)
-                return
-
-    def wait(self, op: CommOp) -> None:
-        """Return when every rank has ticked as often as this one."""
-        words, ticks = self.words, self._ticks
+                self.parking.wake(self.address + 8 * self._mine)  # all of them
+                break
         for start, peer in self._others:
             if words[start] < ticks:
                 self._wait_for(start, peer, op)
         if not ORDERED:
             fence()
-
-    def meet(self, op: CommOp) -> None:
-        """Tick, and wait for everybody's."""
-        self.tick()
-        self.wait(op)
 
     def announced(self, rank: int) -> Announcement:
         """What `rank` said. After the wait that follows the announcement."""
@@ -153,11 +144,8 @@ class Control:
 
     def _raise_mismatch(self, op: CommOp, other: int) -> None:
         lines = "".join(f"\n  rank {rank}: {words_for(self.announced(rank))}" for rank in (0, other))
-        raise CollectiveMismatch(
-            f"{describe(op)} on rank {self.rank}: ranks called different operations at the same point:{lines}\n"
-            f"Next: find the branch or loop that runs differently on these ranks; every rank must call the same "
-            f"operations in the same order"
-        )
+        what = f"{describe(op)} on rank {self.rank}: ranks called different operations at the same point"
+        raise CollectiveMismatch(f"{what}:{lines}\n{ONE_ORDER}")
 
     # ------------------------------------------------------------------ bells, for messages
 
@@ -247,9 +235,9 @@ class Control:
 
     def leave(self) -> None:
         """This rank will not come any more, and touches nothing of the group's from here on."""
-        self.attendance.left()
+        self.attendance.say(LEFT)
         self._wake_others()
-        self.attendance.gone()
+        self.attendance.say(GONE)
 
     def _wake_others(self) -> None:
         fence()

@@ -45,7 +45,3 @@ class FreeList:
         else:
             self._starts.insert(index, start)
             self._ends.insert(index, end)
-
-    def in_use(self) -> int:
-        """Bytes taken and not given back."""
-        return sum(self._used.values())

@@ -110,7 +110,7 @@ class Host:
                 if group.offsets and group.control.attendance.have_all(GONE):
                     while group.offsets:
                         self.heap.give_back(group.offsets.pop())
-                    group.control.attendance.swept()
+                    group.control.attendance.say(SWEPT)
                 if not group.offsets and (not group.room.owns_control or group.control.attendance.have_all(SWEPT)):
                     self._forget(group)
 

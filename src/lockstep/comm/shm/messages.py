@@ -6,6 +6,7 @@ makes the passes itself; while nobody waits, a thread does. Between passes it sl
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -13,8 +14,10 @@ from typing import final
 
 from lockstep.comm.background import Background
 from lockstep.comm.op import CommOp, Work
+from lockstep.comm.shm.announcement import DTYPE_CODES
+from lockstep.comm.shm.channel import Channel, Letter
 from lockstep.comm.shm.control import Control
-from lockstep.comm.shm.post import Delivery, Post
+from lockstep.comm.shm.post import Post
 from lockstep.comm.shm.waiting import yield_core
 from lockstep.comm.transport import blamed_on
 from lockstep.comm.turn import Turn
@@ -26,24 +29,42 @@ _SPINS = 30  # passes without success before sleeping, some 100 us
 
 @final
 class Message(Work):
-    """The completion of one send or receive."""
+    """One send or receive, and how far it has come."""
 
-    def __init__(self, mail: Mail, delivery: Delivery) -> None:
+    def __init__(self, mail: Mail, op: CommOp, owner: object) -> None:
+        self.op = op
+        self.tensor = (op.inputs or op.outputs)[0]
+        self.address = self.tensor.data_ptr()
+        self.nbytes = self.tensor.nbytes
+        self.dtype = DTYPE_CODES[self.tensor.dtype]
+        self.moved = 0  # bytes that went over the belt
+        self.letter: Letter | None = None  # the one it has written or opened
+        self.channel: Channel | None = None  # with the letter
+        self.source: int | None = None  # of a receive: the rank whose letter it opened
+        self.deadline = math.inf  # on the monotonic clock, once somebody waits
+        self.limit_s = math.inf
+        self.done = False
+        self.error: CommError | None = None
+        self.owner = owner  # alive until it has ended
         self._mail = mail
-        self._delivery = delivery
+
+    def end(self, error: CommError | None = None) -> None:
+        """It is over, well or badly."""
+        self.error = error
+        self.done = True
+        self.owner = None
 
     def wait(self, timeout_s: float | None = None) -> None:
-        if not self._delivery.done:
-            self._mail.finish(self._delivery, timeout_s)
-        if self._delivery.error is not None:
-            raise self._delivery.error
+        if not self.done:
+            self._mail.finish(self, timeout_s)
+        if self.error is not None:
+            raise self.error
 
     def is_done(self) -> bool:
-        return self._delivery.done
+        return self.done
 
     def source_rank(self) -> int | None:
-        op = self._delivery.op
-        return self._delivery.source if op.kind == "recv" and op.peer is None else None
+        return self.source if self.op.kind == "recv" and self.op.peer is None else None
 
 
 @final
@@ -55,7 +76,7 @@ class Mail:
         self._closing = False
         self._post = post
         self._control = control
-        self._pending: list[Delivery] = []  # in order of submission; changed by whoever has the turn, grown by `submit`
+        self._pending: list[Message] = []  # in order of submission; changed by whoever has the turn, grown by `submit`
         self._turn = Turn()
         self._waiters = 0
         self._count = threading.Lock()  # of the waiters
@@ -63,11 +84,11 @@ class Mail:
 
     def submit(self, op: CommOp, owner: object) -> Message:
         """Begin a send or a receive. `owner` is kept alive until it has ended."""
-        message = Delivery(op, owner)
+        message = Message(self, op, owner)
         refusal = self._control.attendance.refusal(op)
         if refusal is not None:
             message.end(blamed_on(self._control.patience.aborted, refusal))
-            return Message(self, message)
+            return message
         self._pending.append(message)
         if op.async_op:
             try:
@@ -79,9 +100,9 @@ class Mail:
                 self._turn.give()
             if not message.done:
                 self._background.call(True)
-        return Message(self, message)
+        return message
 
-    def finish(self, message: Delivery, timeout_s: float | None) -> None:
+    def finish(self, message: Message, timeout_s: float | None) -> None:
         """Return when `message` has ended, moving whatever can be moved meanwhile."""
         owner = message.owner  # not let go before the turn is given back: its end closes this
         message.limit_s = self.timeout_s if timeout_s is None else timeout_s
@@ -187,13 +208,13 @@ class Mail:
             self._turn.tell()
         return bool(ended)
 
-    def _abandon(self, message: Delivery, error: CommError) -> None:
+    def _abandon(self, message: Message, error: CommError) -> None:
         """End a message that will not arrive. The tensor is the caller's again, so nobody may touch it after this."""
         if not self._post.withdraw(message):
             self._control.fail(error, message.op)  # the other side is in the middle of it
         message.end(blamed_on(self._control.patience.aborted, error))
 
-    def _late(self, message: Delivery) -> CollectiveTimeout:
+    def _late(self, message: Message) -> CollectiveTimeout:
         op = message.op
         who = "any rank" if op.peer is None else f"rank {op.peer}"
         did, do = ("nothing came from", "send") if op.kind == "recv" else ("it was not taken by", "receive")

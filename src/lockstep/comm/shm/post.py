@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Set
-from typing import final
+from typing import TYPE_CHECKING, final
 
-from lockstep.comm.op import CommOp
-from lockstep.comm.shm.announcement import DTYPE_CODES
 from lockstep.comm.shm.channel import (
     CHANNEL_BYTES,
     DTYPE,
     FREE,
     INLINE_BYTES,
     NBYTES,
-    NUMBER,
     PIECE_BYTES,
     PLACE,
     REFUSED,
@@ -33,41 +29,13 @@ from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.segment import Heap, Segment
 from lockstep.comm.shm.staging import move
 from lockstep.comm.shm.waiting import ORDERED, fence
-from lockstep.errors import CollectiveMismatch, CommError, SharedMemoryUnavailable
+from lockstep.errors import CollectiveMismatch, SharedMemoryUnavailable
+
+if TYPE_CHECKING:
+    from lockstep.comm.shm.messages import Message
 
 _LOOK_S = 50e-6
 _COPYING_S = 2.0  # a receiver that takes longer for its copy was stopped
-
-
-@final
-class Delivery:
-    """One send or receive, and how far it has come."""
-
-    def __init__(self, op: CommOp, owner: object) -> None:
-        self.op = op
-        self.tensor = (op.inputs or op.outputs)[0]
-        self.address = self.tensor.data_ptr()
-        self.nbytes = self.tensor.nbytes
-        self.dtype = DTYPE_CODES[self.tensor.dtype]
-        self.moved = 0  # bytes that went over the belt
-        self.letter: Letter | None = None  # the one it has written or opened
-        self.channel: Channel | None = None  # with the letter
-        self.source: int | None = None  # of a receive: the rank whose letter it opened
-        self.deadline = math.inf  # on the monotonic clock, once somebody waits
-        self.limit_s = math.inf
-        self.done = False
-        self.error: CommError | None = None
-        self.owner = owner  # alive until it has ended
-
-    def end(self, error: CommError | None = None) -> None:
-        """It is over, well or badly."""
-        self.error = error
-        self.done = True
-        self.owner = None
-
-    def is_done(self) -> bool:
-        """Whether it is over."""
-        return self.done
 
 
 @final
@@ -83,7 +51,7 @@ class Post:
         self._outgoing: list[Channel | None] = [None] * control.world_size
         self._incoming: list[Channel | None] = [None] * control.world_size
 
-    def advance(self, pending: Iterable[Delivery]) -> None:
+    def advance(self, pending: Iterable[Message]) -> None:
         """Move what can be moved now.
 
         Among deliveries that could take each other's place the older goes first, also where the younger one's partner
@@ -103,7 +71,7 @@ class Post:
 
     # ------------------------------------------------------------------ the sender's side
 
-    def _write_letter(self, message: Delivery) -> None:
+    def _write_letter(self, message: Message) -> None:
         peer = message.op.peer
         assert peer is not None
         try:
@@ -118,7 +86,6 @@ class Post:
         assert letter is not None
         place = self._segment.place_of(message.tensor)
         words = letter.words
-        words[NUMBER] = channel.next_number()
         words[TAG] = message.op.tag
         words[DTYPE] = message.dtype
         words[NBYTES] = message.nbytes
@@ -134,7 +101,7 @@ class Post:
         if is_small:
             message.end()
 
-    def _give_pieces(self, message: Delivery, letter: Letter) -> None:
+    def _give_pieces(self, message: Message, letter: Letter) -> None:
         peer, channel = message.op.peer, message.channel
         assert peer is not None
         assert channel is not None
@@ -159,7 +126,7 @@ class Post:
             if message.moved == message.nbytes:
                 message.end()
 
-    def withdraw(self, message: Delivery) -> bool:
+    def withdraw(self, message: Message) -> bool:
         """Take the tensor of an unfinished send back: nobody reads it after this.
 
         False where the receiver is in the middle of it, and cannot be left alone.
@@ -179,7 +146,7 @@ class Post:
 
     # ------------------------------------------------------------------ the receiver's side
 
-    def _match(self, message: Delivery, waiting: Set[tuple[int | None, int]]) -> None:
+    def _match(self, message: Message, waiting: Set[tuple[int | None, int]]) -> None:
         """Find the letter for a receive, unless an older receive has a right to it."""
         op = message.op
         sources = range(self._control.world_size) if op.peer is None else (op.peer,)
@@ -195,7 +162,7 @@ class Post:
                 if not letter.words[WITHDRAWN]:  # it must wait for the belt, and what came later behind it
                     break
 
-    def _open_letter(self, message: Delivery, source: int, letter: Letter) -> bool:
+    def _open_letter(self, message: Message, source: int, letter: Letter) -> bool:
         """Take what the letter is about; False where that cannot be now, or never."""
         channel, words = self._incoming[source], letter.words
         assert channel is not None
@@ -229,7 +196,7 @@ class Post:
             self._answer(source, letter, WANTED)
         return True
 
-    def _take_pieces(self, message: Delivery, letter: Letter) -> None:
+    def _take_pieces(self, message: Message, letter: Letter) -> None:
         channel, source = message.channel, message.source
         assert channel is not None
         assert source is not None
@@ -254,7 +221,7 @@ class Post:
         letter.words[STATE] = state
         self._control.ring(source)
 
-    def _refusal(self, message: Delivery, source: int, words: memoryview) -> CollectiveMismatch:
+    def _refusal(self, message: Message, source: int, words: memoryview) -> CollectiveMismatch:
         where = self._control.attendance.where(message.op)
         other = ", of another dtype" if words[DTYPE] != message.dtype else ""
         return CollectiveMismatch(
@@ -288,7 +255,7 @@ class Post:
         self.offsets.append(offset)
         return offset
 
-    def end_of_peer(self, message: Delivery) -> tuple[int, str] | None:
+    def end_of_peer(self, message: Message) -> tuple[int, str] | None:
         """The rank whose leaving makes a delivery impossible, and how it left."""
         peer = message.op.peer if message.op.peer is not None else message.source
         peers = [rank for rank in range(self._control.world_size) if rank != self._rank] if peer is None else [peer]

@@ -16,6 +16,7 @@ import tempfile
 import threading
 import weakref
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import final
 
@@ -156,14 +157,18 @@ class Heap:
         nbytes = numel * dtype.itemsize
         offset = self.allocate(nbytes)
         window = memoryview(self._segment.map)[offset : offset + nbytes]
-        ended = weakref.finalize(window, _return, self, offset, os.getpid())
-        ended.atexit = False
+        when_dropped(window, self.give_back, offset)
         return torch.frombuffer(window, dtype=dtype)
 
 
-def _return(heap: Heap, offset: int, owner: int) -> None:
-    if os.getpid() == owner:  # a forked child has the tensor too, but not the memory
-        heap.give_back(offset)
+def when_dropped(window: memoryview, tell: Callable[[int], None], place: int) -> None:
+    """Call `tell(place)` once nothing refers to `window` any more; at the end of the process nobody needs to know."""
+    weakref.finalize(window, _in_process, os.getpid(), tell, place).atexit = False
+
+
+def _in_process(owner: int, tell: Callable[[int], None], place: int) -> None:
+    if os.getpid() == owner:  # a forked child has the tensor too, but is not the rank
+        tell(place)
 
 
 def reserve(fd: int, offset: int, nbytes: int) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows
 from lockstep.comm.tensor_parts import TensorPieces
 from lockstep.errors import CheckpointError, ConfigError
 from lockstep.parallel.zero.chunk import Chunk, ReplicatedChunk, in_shape
@@ -97,12 +98,8 @@ def _gather_key(chunk: ReplicatedChunk, mine: States, key: str, dtype: str, to: 
         if isinstance(value, Tensor) and value.dim() and str(value.dtype) == f"torch.{dtype}":
             begin = at.setdefault(span.param, span.start)
             part[chunk.in_part(span)] = value[span.start - begin : span.start - begin + tensor.numel()]
-    if comm.world_size == 1:
-        return part.cpu() if to is not None else part
     if to is None:
-        whole = part.new_empty(chunk.layout.numel)
-        comm.all_gather_into_tensor(whole, part, label=_LABEL)
-        return whole
+        return all_gather_rows(comm, part, _LABEL).view(-1)
     parts = [torch.empty_like(part) for _ in range(comm.world_size)] if comm.rank == to else None
     comm.gather(part, parts, to, label=_LABEL)
     return None if parts is None else torch.cat([part.cpu() for part in parts])

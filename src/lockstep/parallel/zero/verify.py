@@ -5,16 +5,14 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.objects import all_gather_rows
 from lockstep.errors import ConfigError, ModelMismatch
+from lockstep.observe.tensor_digest import digests
 from lockstep.parallel.replica import verify_same_model
 from lockstep.parallel.zero.chunk import ReplicatedChunk
 
-_AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _LABEL = "optimizer.verify"
 
 
@@ -62,11 +60,6 @@ def verify_same_values(comm: Communicator, chunks: Sequence[ReplicatedChunk]) ->
 
 
 def _all_equal(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
-    """Whether the sums of the tensors' bits are the same on all ranks. Collective."""
-    mine = torch.stack([_sum_of_bits(tensor) for tensor in tensors])
-    return bool((all_gather_rows(comm, mine, _LABEL) == mine).all())
-
-
-def _sum_of_bits(tensor: Tensor) -> Tensor:
-    values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return values.contiguous().view(_AS_INTEGERS[values.element_size()]).sum(dtype=torch.int64)
+    """Whether the tensors' bits are the same on all ranks. Collective."""
+    said = comm.all_gather_object(digests(tensors), label=_LABEL)
+    return all(one == said[0] for one in said)

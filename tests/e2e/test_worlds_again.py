@@ -33,6 +33,8 @@ for world in range(3):
         call["init_method"] = f"file://{os.getcwd()}/meeting"
     elif way == "store":
         call["store"] = store
+    elif way == "launcher's store":
+        call["store"] = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), size, rank == 0)
     dist.init_process_group("gloo", timeout=timedelta(seconds=30), **call)
     half = dist.new_group([0, 1])
     total = torch.full((3,), rank + 1.0 + world)
@@ -58,9 +60,9 @@ def run(folder: Path, way: str, fault: int = -1, guard: str = "on") -> Run:
 
 
 @pytest.mark.limit_s(90)
-@pytest.mark.parametrize("way", ["same", "fresh", "other", "tcp", "file", "store"])
+@pytest.mark.parametrize("way", ["same", "fresh", "other", "tcp", "file", "store", "launcher's store"])
 def test_each_world_meets_afresh(way: str, tmp_path: Path) -> None:
-    """In the launcher's store, at ports of the program's own, in a file, or in the program's store."""
+    """In the launcher's store, at ports of the program's own, in a file, or in the program's store, if it is one."""
     said = run(tmp_path, way).end(0)
     for world in range(3):
         assert said.count(f"world {world} {[3.0 + 2 * world] * 3}") == 2
@@ -79,4 +81,4 @@ def test_the_third_world_is_guarded_as_the_first(tmp_path: Path) -> None:
     said = run(tmp_path, "same", fault=2).end(1)
     assert "MISMATCH in step 7, group WORLD'3." in said
     for rank, how in enumerate(("sum", "max")):
-        assert f"rank {rank}: all_reduce float32 [3] {how} at script.py:35 <module>" in said
+        assert f"rank {rank}: all_reduce float32 [3] {how} at script.py:37 <module>" in said

@@ -110,4 +110,6 @@ def _command(name: str, words: Sequence[str]) -> int:
         raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
     current_folder()
     command = getattr(import_module(f"lockstep.cli.{name}"), name)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # as __main__ has set it until here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(words)

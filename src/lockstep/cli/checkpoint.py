@@ -172,6 +172,9 @@ def _export(options: argparse.Namespace) -> int:
     print(f"{done.path}: {done.tensors} tensors of step {reader.manifest.step}, {size_text(size)} in {files}")
     if done.left_out:
         print(f"left out, as files of weights hold tensors only: {some(done.left_out)}", file=sys.stderr)
+    if options.format == "hf" and "tokenizer.json" not in done.files:
+        lacks = "no tokenizer is in it, as the run has left none: copy tokenizer.json and tokenizer_config.json into"
+        print(f"{lacks} {done.path}", file=sys.stderr)
     return 0
 
 

@@ -199,12 +199,13 @@ def _launch(command: TrainCommand, words: Sequence[str], processes: int, smalles
         os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before anything is loaded: nothing here is downloaded
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         server = stack.enter_context(loading_ahead(_MODULES))
-        from lockstep.launch.job import Launch, Supervision
+        from lockstep.launch.job import LOGGERS_GRACE_S, Launch, Supervision
         from lockstep.launch.launcher import launch, local_config
 
         supervision = Supervision(
             RestartPolicy(command.restarts, smallest, flag="--restarts"),
             grace_s=command.grace_s,
+            failure_grace_s=LOGGERS_GRACE_S if command.run.log else 0.2,
             tells_traces=True,
             again="the same command with --resume auto",
             fits=partial(_fits, command.run),

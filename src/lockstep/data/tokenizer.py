@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import abc
+import functools
+import hashlib
 from collections.abc import Iterable, Sequence
 from typing import Literal, final
 
@@ -34,7 +36,12 @@ class Tokenizer(abc.ABC):
 
     @abc.abstractmethod
     def to_json(self) -> str:
-        """What `load_tokenizer` needs."""
+        """What `load_tokenizer` needs: the `tokenizers` library's own file, which transformers reads too."""
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """sha256 of `to_json`."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 @final
@@ -51,7 +58,10 @@ class ByteTokenizer(Tokenizer):
         return bytes(ord("\n") if token == self.end_of_text else token for token in ids).decode(errors="replace")
 
     def to_json(self) -> str:
-        return "{}"
+        letters = set(pre_tokenizers.ByteLevel.alphabet())  # one for each byte: its own, or the next that is left
+        left = iter(sorted(letter for letter in letters if ord(letter) > 255))
+        vocabulary = {chr(byte) if chr(byte) in letters else next(left): byte for byte in range(256)}
+        return _byte_level(models.BPE(vocabulary, [])).to_str()
 
 
 @final
@@ -91,9 +101,7 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
     """A byte-pair encoding with at most `vocab_size` tokens, fewer for a short text. Equal for equal texts."""
     if not MIN_BPE_VOCAB <= vocab_size <= 2**20:
         raise ConfigError(f"a byte-pair vocabulary has {MIN_BPE_VOCAB} to {2**20} tokens, not {vocab_size}")
-    tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer = _byte_level(models.BPE())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[_END_OF_TEXT],
@@ -102,6 +110,15 @@ def train_bpe(texts: Iterable[bytes], vocab_size: int) -> BpeTokenizer:
     )
     tokenizer.train_from_iterator((text.decode() for text in texts), trainer)
     return BpeTokenizer(tokenizer)
+
+
+def _byte_level(model: models.BPE) -> tokenizers.Tokenizer:
+    """With the end of a text after the tokens that `model` has."""
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([_END_OF_TEXT])
+    return tokenizer
 
 
 def load_tokenizer(kind: TokenKind, saved: str) -> Tokenizer:

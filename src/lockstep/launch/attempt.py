@@ -105,6 +105,7 @@ class Attempt:
     def start(self) -> None:
         """Start the workers. Raises: LaunchError, StoppedEarly; some may run then, until `close`."""
         self.workers.start_with(self._start_worker)
+        self._starter.look(self.workers.running().values())
 
     def _start_worker(self, local_rank: int, start: Start) -> WorkerProcess:
         def bind(command: list[str]) -> list[str]:
@@ -116,6 +117,7 @@ class Attempt:
     def close(self) -> None:
         """End the workers, if they have not ended, and print the last of what they wrote."""
         self.workers.close(signal.SIGKILL)
+        self._starter.look(self.workers.running().values())
 
     # ------------------------------------------------------------------ while they run
 
@@ -126,8 +128,8 @@ class Attempt:
             handles = [process.handle for process in workers.running().values() if process.handle >= 0]
             signals.wait(handles, max(0.0, min(_LOOK_S, course.deadline_s - time.monotonic())))
             workers.look()
-            self._starter.look()
-            reap_strangers([*workers.pids().values(), self._starter.server_pid])
+            self._starter.look(workers.running().values())
+            reap_strangers(list(workers.pids().values()))
             now_s, beats = time.monotonic(), read_pulses(self._pulses)
             self._act(now_s, beats)
             self._look_at_states(now_s, beats)

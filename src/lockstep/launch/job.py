@@ -13,6 +13,8 @@ from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
 
+LOGGERS_GRACE_S = 15.0  # of a failure where there are any, as at the end of a program
+
 
 @dataclass(frozen=True)
 class Supervision:

@@ -98,20 +98,16 @@ class WorkerProcess:
         return True
 
     def _kill_group(self) -> None:
-        try:
+        with suppress(ProcessLookupError, PermissionError):  # it had no time to make its session
             os.killpg(self.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):  # it had no time to make its session
-            return
 
 
 def reap_strangers(known: Sequence[int]) -> None:
-    """Wait for children that have ended and are not `known`: orphans that this process has adopted."""
+    """Wait for children that have ended and are not `known`: orphans that this process has adopted, for the most."""
     for pid in children():
         if pid not in known:
-            try:
+            with suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
-            except ChildProcessError:
-                continue
 
 
 def children(pid: int | str = "self") -> list[int]:
@@ -169,11 +165,6 @@ class ForkServer:
     def suits(self, modules: Sequence[str], environ: Mapping[str, str]) -> bool:
         """True where another one made with these would do nothing else."""
         return self._settings == (tuple(modules), environ.get(_THREADS))
-
-    @property
-    def pid(self) -> int:
-        """Of the fork server itself."""
-        return self._process.pid
 
     def problem(self, wait: Waiting) -> str | None:
         """Why it cannot start workers; "" if it can, None where it has ended. Blocks in `wait` until it has loaded."""

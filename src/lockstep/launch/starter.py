@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import glob
 import os
+import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import final
+from typing import IO, cast, final
 
 from lockstep.launch.fork_server import Start
 from lockstep.launch.processes import HAS_PIDFD, ForkServer, Waiting, WorkerProcess, refuse_few_files, start_fresh
 from lockstep.launch.program import Program, python_command
 from lockstep.launch.worker import AGENT_PID
 
+_HEIR = "sh", "-c", 'while read -r now; do pids=$now; done; for pid in $pids; do kill -s KILL -- "-$pid"; done'
 _TRIES = 3  # of fork servers for one worker
 # what a machine with a GPU, or another accelerator, has: without any, torch need not be asked
 _ACCELERATORS = ("/dev/nvidia*", "/dev/kfd", "/dev/dxg", "/dev/dri/render*", "/dev/davinci*", "/dev/habanalabs*")
@@ -61,11 +63,7 @@ class Starter:
         if server is not None and not (self._is_warm and suits):
             server.close()
         self._server = (server if suits else self._new_server()) if self._is_warm else None
-
-    @property
-    def server_pid(self) -> int:
-        """Of the fork server; 0 where there is none."""
-        return 0 if self._server is None else self._server.pid
+        self._heir, self._named = None, b"\n"
 
     def start(self, start: Start, command: Callable[[list[str]], list[str]] = list) -> WorkerProcess:
         """One more worker. command: what becomes of the command of a fresh one, a binding to a NUMA node for example.
@@ -78,20 +76,33 @@ class Starter:
             worker = self._fork(self._server, start)
             if worker is not None:
                 return worker
-            self.close()
+            self._drop_server()
             tries += 1
         if self._is_warm:
             self._say(f"the fork server has ended {_TRIES} times: one worker is started as a fresh interpreter")
         return start_fresh(start, command([*python_command("program"), *start.program.words()]))
 
-    def look(self) -> None:
-        """Begin to load another fork server where the one that was there has ended: the next restart is warm again."""
+    def look(self, running: Iterable[WorkerProcess]) -> None:
+        """Begin to load another fork server where the one that was there has ended: the next restart is warm again.
+
+        running: what these have started does not outlive this process.
+        """
+        names = f"{' '.join(str(worker.pid) for worker in running)}\n".encode()
+        if names != self._named:
+            with suppress(OSError):  # there is no shell, or somebody has killed it
+                self._heir, self._named = self._heir or _heir(), names
+                cast(IO[bytes], self._heir.stdin).write(names)
         if self._server is not None and self._server.was_lost():
             self._server.close()
             self._server = self._new_server()
 
     def close(self) -> None:
-        """End the fork server. Workers stay."""
+        """End the fork server, and what is left of workers that were not seen to end."""
+        if self._heir is not None:
+            self._heir.communicate()
+        self._drop_server()
+
+    def _drop_server(self) -> None:
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -101,7 +112,7 @@ class Starter:
             problem = server.problem(self._wait)
             worker = server.start(start, self._wait) if problem == "" else None
         except BaseException:
-            self.close()  # an answer is outstanding: nothing else can be asked
+            self._drop_server()  # an answer is outstanding: nothing else can be asked
             raise
         if problem:
             self._is_warm = False
@@ -110,6 +121,14 @@ class Starter:
 
     def _new_server(self) -> ForkServer:
         return ForkServer(self._modules, os.environ)
+
+
+def _heir() -> subprocess.Popen[bytes]:
+    """A shell that outlives this process, to kill what workers have started, but for what has left their groups.
+
+    It reads lines that name all workers there are; when no more can come, the last line says whose groups are meant.
+    """
+    return subprocess.Popen(_HEIR, bufsize=0, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
 
 
 def default_processes() -> int:

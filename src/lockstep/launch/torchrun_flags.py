@@ -16,7 +16,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 from lockstep.errors import ConfigError
 from lockstep.launch.doctor.asked import read_machines
 from lockstep.launch.guess import new_record
-from lockstep.launch.job import Launch, Supervision
+from lockstep.launch.job import LOGGERS_GRACE_S, Launch, Supervision
 from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.launcher import LOOPBACK, SIGNALS, silence_torch
 from lockstep.launch.preload import modules_to_preload
@@ -47,7 +47,7 @@ _HELP = {  # where torchrun's words do not hold here
 _POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("ARGUMENTS", False)}
 _SECONDS = (
     ("--grace-s", 60.0, "after a signal: how long workers may save before they are killed"),
-    ("--failure-grace-s", 0.2, "after a worker failed: how long the others may say what they saw"),
+    ("--failure-grace-s", 0.2, "after a worker failed: how long others may say what they saw; with --log at least 15"),
     ("--stopped-limit-s", 10.0, "how long a worker may be stopped (SIGSTOP) before it counts as failed; 0: for ever"),
     ("--hang-limit-s", 600.0, "how long no worker may give a sign of life, once one has; 0: for ever"),
 )
@@ -224,10 +224,11 @@ def _program(args: Namespace) -> Program:
 
 def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Supervision:
     asks_first = args.shutdown_timeout is not None or "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
+    least_s = LOGGERS_GRACE_S if args.log else 0.0
     return Supervision(
         RestartPolicy(config.max_restarts, smallest),
         grace_s=args.grace_s,
-        failure_grace_s=float(config.shutdown_timeout or 0) if asks_first else args.failure_grace_s,
+        failure_grace_s=float(config.shutdown_timeout or 0) if asks_first else max(args.failure_grace_s, least_s),
         asks_first=asks_first,
         stopped_limit_s=args.stopped_limit_s,
         hang_limit_s=args.hang_limit_s,

@@ -7,7 +7,6 @@ import inspect
 import itertools
 import os
 import sys
-import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -78,7 +77,6 @@ class Meetings:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._given = dict(os.environ)  # by the launcher
-        self._stores: tuple[Callable[[], Any], int] = lambda: None, 0  # the program's own: which, and how often before
 
     def making(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """What makes a group: every rank of the job calls it, in the same order, and waits for the others."""
@@ -101,7 +99,7 @@ class Meetings:
 
     def meeting(self, old: Callable[..., None]) -> Callable[..., None]:
         """init_process_group: every rank of the job calls it, and waits for the others, by default for 30 minutes."""
-        signature, made = inspect.signature(old), itertools.count()
+        signature, made, with_store = inspect.signature(old), itertools.count(), itertools.count()
 
         @functools.wraps(old)
         def init_process_group(*args: Any, **kwargs: Any) -> None:
@@ -120,11 +118,8 @@ class Meetings:
             self._guard.group(_INIT, range(size))
             port = own_port(self._given, os.environ, given)
             number = self._guard.enter(_INIT, next(made), f"{_INIT}:port={port}" if port else _INIT, site)
-            if (store := given.get("store")) is not None:
-                before, self._stores = self._stores, (weakref.ref(store), 0)
-                if before[0]() is store:
-                    self._stores = before[0], before[1] + 1
-                given["store"] = _anew(store, self._stores[1])
+            if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
+                given["store"] = _anew(store, next(with_store))
             try:
                 return old(*bound.args, **bound.kwargs)
             finally:

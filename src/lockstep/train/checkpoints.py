@@ -4,6 +4,7 @@ model, optimizer      by the names of the parameters, cut in any way
 data                  the position in the text, and what was trained on so far
 step, tokens, config, world_size
 model_config          the config.json of an export, from which transformers builds the model again
+tokenizer             sha256 of the run's tokenizer.json, which an export takes along
 
 There are no random numbers in it: weights, order of the data and dropout follow from the seed, the step and the number
 of the microbatch. The learning rate follows from the step.

@@ -106,7 +106,7 @@ def prepare(run: RunConfig, comm: Communicator, console: Console, resume: str, l
         saved = loaded.path if is_own else None
         begin = Begin(loaded.step, loaded.state["tokens"], saved, (*news_of(loaded), *start.news))
     comm.barrier()  # nobody looks at the directory any more
-    moved = make_ready(run, comm, start, launch)
+    moved = make_ready(run, comm, start, launch, text.tokenizer.to_json())
     if moved:
         begin = replace(begin, news=(*begin.news, f"an older run is now in {moved}"))
     logs = Logs.open(run, begin.step) if comm.rank == 0 else None

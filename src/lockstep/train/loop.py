@@ -167,6 +167,7 @@ def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> Non
         "world_size": job.comm.world_size,
         "config": to_json(job.run),
         "model_config": config_text(job.model),
+        "tokenizer": job.text.tokenizer.digest,
     }
     if job.logs:
         job.logs.sync()  # whoever goes on from this checkpoint finds the lines of all its steps

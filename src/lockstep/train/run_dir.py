@@ -1,6 +1,7 @@
 """The directory of a run: what is in it, where a run begins, and where an older one goes.
 
 out/config.json      the options, resolved
+out/tokenizer.json   what made tokens of the text, as transformers reads it: an export takes it along
 out/metrics.jsonl    one line per logged step
 out/samples.jsonl    one line per step: which windows of the text it was trained on
 out/sample.txt       what the model writes in the end
@@ -36,7 +37,7 @@ from lockstep.train.config import RunConfig, changes_on_resume, to_json
 
 # Checkpoints first: once they are gone, nobody takes what is left for a run that could go on.
 _LOGS = ("metrics.jsonl", "samples.jsonl", "sample.txt")
-_OURS = ("checkpoints", "config.json", *_LOGS, "profile", "report.html", *LOGGED, ".launch")
+_OURS = ("checkpoints", "config.json", "tokenizer.json", *_LOGS, "profile", "report.html", *LOGGED, ".launch")
 _MARK = ".launch"
 
 
@@ -116,13 +117,13 @@ def news_of(loaded: Loaded) -> list[str]:
     return [*passed, f"resumed from {loaded.path} (step {loaded.step}, made by {ranks} ranks)"]
 
 
-def make_ready(run: RunConfig, comm: Communicator, start: Start, launch: Launch) -> str:
-    """Make `run.out` ready for this run; returns where an older one had to be moved to, else "".
+def make_ready(run: RunConfig, comm: Communicator, start: Start, launch: Launch, tokenizer: str) -> str:
+    """Make `run.out` ready, with `tokenizer` in it; returns where an older run had to be moved to, else "".
 
     Collective: every rank of `comm`; blocks.
     Raises: ConfigError on every rank where the directory cannot be written.
     """
-    return _tell_all(comm, lambda: _prepare(run, start, launch))
+    return _tell_all(comm, lambda: _prepare(run, start, launch, tokenizer))
 
 
 def goes_on(run: RunConfig, start: Start) -> bool:
@@ -134,7 +135,7 @@ def goes_on(run: RunConfig, start: Start) -> bool:
     return is_here and start.origin.step in (None, names_in(own)[0].step)
 
 
-def _prepare(run: RunConfig, start: Start, launch: Launch) -> str:
+def _prepare(run: RunConfig, start: Start, launch: Launch, tokenizer: str) -> str:
     out, moved = run.out, ""
     out.mkdir(parents=True, exist_ok=True)
     begun = next(iter(sorted(out.glob(".older-*.partial"))), None)  # a run was killed while it moved another aside
@@ -150,6 +151,7 @@ def _prepare(run: RunConfig, start: Start, launch: Launch) -> str:
         write_whole(out / _MARK, launch.name + "\n")
     checkpoints_of(run).mkdir(exist_ok=True)
     write_whole(out / "config.json", json.dumps(to_json(run), indent=2) + "\n")
+    write_whole(out / "tokenizer.json", tokenizer)
     return moved
 
 

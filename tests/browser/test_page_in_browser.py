@@ -221,6 +221,83 @@ def test_epoch_that_is_not_over_is_not_broken(show: Show) -> None:
     assert "not by the starts that are known" in tab.text("#coverage .legend")
 
 
+def test_what_a_sampler_does_so_that_ranks_have_equally_many_breaks_no_seal(show: Show) -> None:
+    document = run_document(2, 60)
+    padded, cut = document["coverage"]["epochs"]
+    padded |= {"samples": 6, "length": 5, "repeated": 1, "cells": [[0, 0, 2, 1], [1, 3, 4, 1], [1, 0, 0, 1]]}
+    cut |= {"samples": 4, "length": 5, "dropped": 1, "cells": [[0, 0, 1, 1], [1, 2, 3, 1]]}
+    tab = show(document)
+    assert "Each of 4 samples was read once, by one rank; the sampler leaves out 1 more." in tab.text("#coverage .seal")
+    legend = ["exactly once", "once more, or left out, as the sampler has it"]
+    assert tab.texts("#coverage .legend li") == legend
+    tab.click("#epoch-0")
+    assert "Each of 5 samples was read once" in tab.text("#coverage .seal")
+    assert "the sampler hands out 1 of them once more" in tab.text("#coverage .seal")
+    assert tab.texts("#coverage .legend li") == legend
+    tab.focus("#coverage-canvas")
+    tab.press("Home", "ArrowDown", "ArrowDown")
+    assert "once more, or left out" in tab.text("#live")
+
+
+def test_figures_of_ranks_that_left_nothing_are_not_those_of_all(show: Show) -> None:
+    """Rank 2 was killed before it had written down a step."""
+    document = run_document(3, 60)
+    document["overlap"]["ranks"].pop()
+    document["overlap"] |= {"samples_per_s": 512, "what_if": []}
+    document["owners"] = owners(2, sharded=False)
+    for rows in (document["heat"]["wall_us"], *document["heat"]["phases_us"].values()):
+        rows[2] = [None] * len(rows[2])
+    tab = show(document)
+    figures = dict(zip(tab.texts(".figures dt"), tab.texts(".figures dd"), strict=True))
+    assert figures["samples/s"].split(maxsplit=1) == ["512", "of 2 ranks"]
+    assert "over 2 of 3 ranks that have told:" in tab.text("#owners .lead")
+    assert "by all ranks" in tab.text("#overlap .missing")
+    assert "0 µs" not in tab.text("#heat .lead")
+
+
+def test_share_in_the_head_is_that_of_the_section(show: Show) -> None:
+    """Of ranks whose steps took differently long: of all their time, not of each one's."""
+    document = run_document(2, 60)
+    ranks = document["overlap"]["ranks"]
+    ranks[0] |= {"wall_us": 10_000, "exposed_us": 9000, "waited_us": 0}
+    ranks[1] |= {"wall_us": 30_000, "exposed_us": 3000, "waited_us": 0}
+    document["overlap"]["unseen"] = ""
+    tab = show(document)
+    figures = dict(zip(tab.texts(".figures dt"), tab.texts(".figures dd"), strict=True))
+    assert figures["exposed communication"].startswith("30 %")
+    assert "for 30 % of a step ranks stand still" in tab.text("#overlap .lead")
+
+
+def test_axes_have_whole_steps_and_one_way_to_write_numbers(show: Show) -> None:
+    document = run_document(2, 20)
+    document["curves"][0] |= {"steps": list(range(1, 21)), "values": [0.001] * 20, "low": None, "high": None}
+    tab = show(document)
+    marks = tab.run(
+        "[...document.querySelector('#curves figure').querySelectorAll('text[text-anchor=end]')]"
+        ".map((each) => each.textContent)"
+    )
+    assert len(marks) > 2
+    assert all("e-" in mark for mark in marks), marks
+    tab.run(
+        "(() => { window.painted = []; const paint = CanvasRenderingContext2D.prototype.fillText;"
+        "CanvasRenderingContext2D.prototype.fillText = function (text, ...rest) {"
+        "window.painted.push(text); paint.call(this, text, ...rest); }; })()"
+    )
+    tab.click("#phase-forward")
+    steps = [int(text) for text in tab.run("window.painted") if text.isdigit()]
+    assert {after - before for before, after in pairwise(steps)} == {5}
+
+
+def test_option_in_an_advice_is_one_word(show: Show) -> None:
+    document = run_document(2, 60)
+    document["cards"][0]["lever"] = "look at what rank 1 does: add --profile steps=10:13 for a trace"
+    tab = show(document)
+    assert tab.text(".card .lever") == "Do: look at what rank 1 does: add --profile steps=10:13 for a trace"
+    word = "document.querySelector('.card .lever .word')"
+    assert tab.run(f"{word}.textContent").strip() == "--profile"
+    assert tab.run(f"getComputedStyle({word}).whiteSpace") == "nowrap"
+
+
 # ------------------------------------------------------------------ for everybody
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from profiled_worlds import World
 from scripted_ranks import Act, backward, data, forward, optimizer, recorded, stand, start, wait
 
 from lockstep.observe.profile.run_record import Run
@@ -103,6 +104,25 @@ def test_answer_is_what_the_change_makes_of_it(tmp_path: Path, name: str) -> Non
     assert took_ms(after) < 0.95 * took_ms(before)
     assert answers[case.answer].step_ms == pytest.approx(took_ms(after), rel=0.001)
     assert not answers[case.answer].is_least
+
+
+@pytest.mark.parametrize(("every", "is_seen"), [(3, True), (1, False)])
+def test_what_holds_a_collective_up_in_some_steps_is_no_matter_of_the_network(
+    tmp_path: Path, *, every: int, is_seen: bool
+) -> None:
+    """A rank without a processor, say; what does so in each step cannot be told from a network that takes as long."""
+
+    def world(us: int, held_us: int = 9000) -> Run:
+        def held_up(step: int, number: int) -> int:
+            return held_us * (number == 1 and step % every == 0)
+
+        return World(work_us=lambda *_: 3000, moves_us=us, held_up_us=held_up).run(tmp_path / f"{us} {held_us}")
+
+    before, after = world(2000), world(1000) if is_seen else world(1000, 4500)
+    answers = {answer.name: answer.step_ms for answer in judge(before).what_ifs}
+    assert answers["as recorded"] == pytest.approx(took_ms(before), rel=0.001)
+    assert answers["network twice as fast"] == pytest.approx(took_ms(after), rel=0.001)
+    assert answers["communication for nothing"] == pytest.approx(9.0, rel=0.001)
 
 
 def test_ring_that_lets_ranks_go_at_different_times(tmp_path: Path) -> None:

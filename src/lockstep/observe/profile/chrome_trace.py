@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from collections.abc import Container, Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from lockstep.observe.profile.window import trace_of
 
 Event = dict[str, Any]
 _WAITS_THREAD, _OPEN_THREAD, _FIRST_THREAD = 1, 2, 3
+_THREADS = 1_000  # of a rank: Perfetto knows threads by their numbers, so those of two ranks are not alike
 _IS_DONE = re.compile("(gloo|nccl):")  # slices of torch's from where a collective begins to where it has ended
 _STOOD_US = 20  # below, an end says little of when the data had come
 
@@ -75,39 +77,36 @@ def align(moments: Moments, hosts: Mapping[int, str]) -> Clocks:
         for ops in moments
     ]
     for ops in stood:
-        ends = [moment.ended_us for rank, moment in ops.items() if hosts[rank] == reference]
+        here = [moment.ended_us for rank, moment in ops.items() if hosts[rank] == reference]
         for rank, moment in ops.items():
-            if ends and hosts[rank] != reference:
-                apart[hosts[rank]].append(moment.ended_us - statistics.median(ends))
+            if here and hosts[rank] != reference:
+                apart[hosts[rank]].append(moment.ended_us - statistics.median(here))
     ahead = {rank: statistics.median(apart[host]) if apart[host] else 0.0 for rank, host in hosts.items()}
-    spreads = [
-        max(ends) - min(ends)
-        for ops in stood
-        if len(ends := [moment.ended_us - ahead[rank] for rank, moment in ops.items()]) > 1
-    ]
-    return Clocks(ahead, statistics.median(spreads) if spreads else 0.0)
+    ends = [[moment.ended_us - ahead[rank] for rank, moment in ops.items()] for ops in stood if len(ops) > 1]
+    return Clocks(ahead, statistics.median(max(each) - min(each) for each in ends) if ends else 0.0)
 
 
 def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapping[int, str]) -> dict[str, Any]:
     """One trace. traces: what torch.profiler wrote, by rank; some may be missing."""
     clocks = align(moments, hosts)
-    bases_us = {rank: _base_us(trace) - clocks.ahead_us[rank] for rank, trace in traces.items()}
+    bases_us = {r: trace.get("baseTimeNanoseconds", 0) / 1e3 - clocks.ahead_us[r] for r, trace in traces.items()}
     times = [e["ts"] + bases_us[rank] for rank, trace in traces.items() for e in trace["traceEvents"] if "ts" in e]
     times += [m.zero_us + min(0, m.op.entered_us) - clocks.ahead_us[r] for ops in moments for r, m in ops.items()]
     zero_us = min(times, default=0.0) - 1  # of numbers that large the last digit is a quarter of a microsecond
     events: list[Event] = []
     seen: dict[int, list[Event]] = {}
+    arrows = count(len(hosts) << 32)  # their numbers
     for rank in sorted(hosts):
-        events.append(_named("process_name", rank, 0, f"rank {rank} ({hosts[rank]})"))
-        events.append({**_named("process_sort_index", rank, 0, ""), "args": {"sort_index": rank}})
+        events.append(_named("process_name", rank, _WAITS_THREAD, f"rank {rank} ({hosts[rank]})"))
+        events.append({**events[-1], "name": "process_sort_index", "args": {"sort_index": rank}})
         events.append(_named("thread_name", rank, _WAITS_THREAD, "stands in collectives"))
+        events.append(_named("thread_name", rank, _OPEN_THREAD, "collectives that are open"))
         trace = traces.get(rank)
         if trace is not None:
-            seen[rank] = list(_moved(trace, rank, bases_us[rank] - zero_us))
+            seen[rank] = _moved(trace, rank, bases_us[rank] - zero_us)
             events += seen[rank]
     if any(op.op.group == TAIL_GROUP for ops in moments for op in ops.values()) and seen.keys() == hosts.keys():
-        events += _bucket_arrows(seen)
-    arrows = 0
+        events += _bucket_arrows(seen, arrows)
     for ops in moments:
         placed = {rank: m._replace(zero_us=m.zero_us - clocks.ahead_us[rank] - zero_us) for rank, m in ops.items()}
         for rank, moment in placed.items():
@@ -116,36 +115,53 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
         found = compare({r: moment.op for r, moment in ops.items()}, zeros_us if len(set(hosts.values())) < 2 else None)
         if found is not None:
             events += _arrows(found, placed, arrows)
-            arrows += len(ops)
+    for event in events:
+        event["tid"] += event["pid"] * _THREADS
+        event |= {"ts": round(event["ts"], 3)} if "ts" in event else {}
+    events.sort(key=_begin)
     about = {"clock residual, median us": round(clocks.residual_us, 1), "ranks": len(hosts)}
     return {"displayTimeUnit": "ms", "otherData": about, "traceEvents": events}
-
-
-def _base_us(trace: Mapping[str, Any]) -> float:
-    return trace.get("baseTimeNanoseconds", 0) / 1e3
 
 
 def _named(what: str, rank: int, thread: int, name: str) -> Event:
     return {"ph": "M", "name": what, "pid": rank, "tid": thread, "args": {"name": name}}
 
 
-def _moved(trace: Mapping[str, Any], rank: int, shift_us: float) -> Iterator[Event]:
+def _moved(trace: Mapping[str, Any], rank: int, shift_us: float) -> list[Event]:
     """The events of one rank's profiler: in the process of the rank, its threads numbered, at the common time."""
-    threads: dict[tuple[Any, Any], int] = {}
-    names: dict[tuple[Any, Any], str] = {}
-    for event in trace["traceEvents"]:
-        place = event.get("pid"), event.get("tid")
-        if event["ph"] == "M":
-            if event["name"] == "thread_name":
-                names[place] = event["args"]["name"]
-            continue
-        thread = threads.setdefault(place, _FIRST_THREAD + len(threads))
-        moved = {**event, "pid": rank, "tid": thread, "ts": event["ts"] + shift_us}
-        if "id" in moved:  # arrows of one rank are none of another's
-            moved["id"] = f"{rank}.{moved['id']}"
-        yield moved
-    for place, thread in threads.items():
-        yield _named("thread_name", rank, thread, names.get(place) or str(place[1]) or "marks")
+    threads: dict[tuple[Any, ...], int] = {}
+    numbers: dict[Any, int] = {}
+    open_until: dict[tuple[Any, ...], list[float]] = {}
+    events: list[Event] = []
+    placed = [((event.get("pid"), event.get("tid")), event) for event in trace["traceEvents"]]
+    names = {place: event["args"]["name"] for place, event in placed if event["name"] == "thread_name"}
+    starting = {place for place, event in placed if event["name"].startswith("c10d::")}
+    for place, event in sorted((one for one in placed if one[1]["ph"] != "M"), key=lambda one: _begin(one[1])):
+        lane: tuple[Any, ...] = place
+        if event["ph"] == "X":
+            if place in starting and _IS_DONE.match(event["name"]):
+                lane = *lane, "beside"
+            while not _fits(open_until.setdefault(lane, []), event["ts"], event["dur"]):
+                lane = *lane, "beside"
+        thread = threads.setdefault(lane, _FIRST_THREAD + len(threads))
+        events.append({**event, "pid": rank, "tid": thread, "ts": event["ts"] + shift_us})
+        if "id" in event:  # arrows of one rank are none of another's; Perfetto takes numbers only
+            events[-1]["id"] = numbers.setdefault(event["id"], (rank << 32) + len(numbers))
+    for (pid, tid, *beside), thread in threads.items():
+        name = (names.get((pid, tid)) or str(tid) or "marks") + " (beside it)" * bool(beside)
+        events.append(_named("thread_name", rank, thread, name))
+    return events
+
+
+def _fits(open_until: list[float], begin_us: float, took_us: float) -> bool:
+    """Whether a slice lies in those of its thread, or after them: Perfetto drops one that ends in the middle."""
+    while open_until and open_until[-1] <= begin_us:
+        open_until.pop()
+    end_us = round(begin_us + took_us, 3)
+    if open_until and end_us > open_until[-1]:
+        return False
+    open_until.append(end_us)
+    return True
 
 
 def _slices(rank: int, moment: Moment) -> list[Event]:
@@ -164,19 +180,19 @@ def _slices(rank: int, moment: Moment) -> list[Event]:
     return events
 
 
-def _arrows(wait: Wait, moments: Mapping[int, Moment], number: int) -> Iterator[Event]:
+def _arrows(wait: Wait, moments: Mapping[int, Moment], numbers: Iterator[int]) -> Iterator[Event]:
     """From the rank that came last to each of the others."""
     came = moments[wait.last]
     begin_us = came.zero_us + came.op.began_us
-    for offset, (rank, moment) in enumerate(moments.items()):
+    for rank, moment in moments.items():
         if rank != wait.last and moment.ended_us >= begin_us:  # else it had its data without that rank's
-            common = {"name": "last to arrive", "cat": "collective", "id": f"arrow {number + offset}"}
+            common = {"name": "last to arrive", "cat": "collective", "id": next(numbers)}
             yield {**common, "ph": "s", "pid": wait.last, "tid": _WAITS_THREAD, "ts": begin_us}
             ends_us = max(begin_us, _end(moment.zero_us + moment.op.began_us, moment.op.waited_us))
             yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": _WAITS_THREAD, "ts": ends_us}
 
 
-def _bucket_arrows(seen: Mapping[int, Sequence[Event]]) -> Iterator[Event]:
+def _bucket_arrows(seen: Mapping[int, Sequence[Event]], numbers: Iterator[int]) -> Iterator[Event]:
     """From where the last rank started a collective to where it ended on the others, if all started the same ones."""
     slices = {rank: sorted((e for e in events if e["ph"] == "X"), key=_begin) for rank, events in seen.items()}
     begun_by = {rank: [e for e in ones if e["name"].startswith("c10d::")] for rank, ones in slices.items()}
@@ -188,13 +204,13 @@ def _bucket_arrows(seen: Mapping[int, Sequence[Event]]) -> Iterator[Event]:
         for rank in sorted(seen.keys() - {last["pid"]}):
             to = done[rank][number] if len(done[rank]) == len(begun_by[rank]) else {"ts": 0, "dur": 0}
             if to["ts"] + to["dur"] > last["ts"]:
-                common = {"name": "last to start", "cat": "collective", "id": f"start {number} for {rank}"}
+                common = {"name": "last to start", "cat": "collective", "id": next(numbers)}
                 yield {**common, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]}
                 yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": to["tid"], "ts": _end(to["ts"], to["dur"])}
 
 
-def _begin(event: Event) -> float:
-    return event["ts"]
+def _begin(event: Event) -> tuple[float, float]:
+    return event.get("ts", -1), -event.get("dur", 0)  # what lies in a slice comes after it
 
 
 def _end(begin_us: float, took_us: float) -> float:

@@ -17,6 +17,7 @@ No torch is imported here.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from threading import get_ident, main_thread
 from typing import Any, Final, NamedTuple, Protocol
@@ -115,7 +116,9 @@ def note_line(kind: str, at_us: int, fields: Mapping[str, Any]) -> str:
 def read_note(kind: str, values: dict[str, Any], attempt: str) -> Note:
     """The note in a line.  Raises: KeyError where it has no such kind, or lacks something; ValueError."""
     name, subject, at_us = SUBJECTS[kind], values.pop(kind), values.pop("at_us")
-    numbers = [at_us, *([subject] if name else ()), *([values[n] for n in _BUCKETS] if kind == "buckets" else ())]
-    if not all(isinstance(number, int | float) for number in numbers):
+    said = [*(values[n] for n in _BUCKETS), values.get("last_bytes", 0)] if kind == "buckets" else []
+    numbers = [at_us, *([subject] if name else ()), *said]
+    is_whole = all(isinstance(number, int | float) and math.isfinite(number) for number in numbers)
+    if not is_whole or not (name or isinstance(subject, dict)):
         raise ValueError(f"its {kind} are none")
     return Note(kind, at_us, attempt, {name: subject, **values} if name else subject)

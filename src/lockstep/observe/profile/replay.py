@@ -4,8 +4,9 @@ A rank's own thread computes, starts collectives, and stands in them until all r
 moved. What it computes between two such points is known, and how long the data took is how long the collective was open
 once the last rank had started it, and the one before was there: those of a group follow each other. From these the
 steps are put together again, one after the other on each rank, with some of them changed. Nothing is known of
-collectives that the thread did not stand in: they stay hidden. The result is an estimate, and the replay with nothing
-changed says how good: it should be the step that was recorded.
+collectives that the thread did not stand in: they stay hidden. What one takes longer than it does in other steps is no
+matter of the network: a rank that has no processor at that moment, say. The result is an estimate, and the replay with
+nothing changed says how good: it should be the step that was recorded.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ _STEPS_MAX, _STOPS_MAX = 64, 40_000  # that are played
 
 
 Key = tuple[str, str, int]
+Place = tuple[str, int, str]  # of a collective in a step: its group, the how manieth it is, and what
 
 
 class Stop(NamedTuple):
@@ -40,12 +42,15 @@ class Move(NamedTuple):
     hidden_us: float
     exposed_us: float
     last_part: float = 0.0  # of the data, which could not be sent before that work was done
+    held_up_us: float = 0.0  # of what is exposed: with whatever network
 
     def after(self, network: float) -> float:
         """What is left to stand for where data takes `network` times as long."""
-        all_us = self.hidden_us + self.exposed_us
-        least_us = network * min(self.exposed_us, self.last_part * all_us)
-        return max(least_us, all_us * network - self.hidden_us) if self.exposed_us else 0.0
+        exposed_us = self.exposed_us - self.held_up_us
+        all_us = self.hidden_us + exposed_us
+        least_us = network * min(exposed_us, self.last_part * all_us)
+        left_us = max(least_us, all_us * network - self.hidden_us) if exposed_us else 0.0
+        return left_us + self.held_up_us * (network > 0)
 
 
 class Track(NamedTuple):
@@ -68,8 +73,9 @@ class Play(NamedTuple):
     """One step on all ranks."""
 
     tracks: Mapping[int, Track]
-    moves: Mapping[Key, Mapping[int, Move]]  # until each rank had the data
+    moves: dict[Key, dict[int, Move]]  # until each rank had the data
     before: Mapping[Key, Key]  # the one whose data moves first
+    alone: Mapping[Key, Place]  # collectives whose data has the network for itself
 
 
 class Change(NamedTuple):
@@ -129,7 +135,11 @@ def play_of(
         key: _moves_of(wait, found.get(before[key]) if key in before else None, buckets or {})
         for key, wait in found.items()
     }
-    return Play({rank: track_of(line, left) for rank, line in lines.items()}, moves, before)
+    behind = {key for key in before if any(moves[key][r].exposed_us < us for r, us in found[key].moved_us.items())}
+    shared = behind | {before[key] for key in behind}
+    places = {key: (key[1], at, found[key].op.text) for at, key in enumerate(collectives)}
+    alone = {key: place for key, place in places.items() if key not in shared and key[1] != TAIL_GROUP}
+    return Play({rank: track_of(line, left) for rank, line in lines.items()}, moves, before, alone)
 
 
 def _was_left(ends: Mapping[int, Op], began_us: Mapping[int, float]) -> bool:
@@ -150,6 +160,18 @@ def _moves_of(wait: Wait, before: Wait | None, buckets: Mapping[int, Mapping[str
         behind_us = before.came_us[rank] + before.moved_us[rank] - wait.came_us[rank] if before else 0
         moves[rank] = Move(0.0, float(max(0, us - max(0, behind_us))))
     return moves
+
+
+def _steadied(plays: list[Play]) -> list[Play]:
+    """Tell what of each collective is longer than it is in most steps."""
+    took: dict[tuple[Place, int], list[float]] = defaultdict(list)
+    ones = [(play.moves[key], rank, at) for play in plays for key, at in play.alone.items() for rank in play.moves[key]]
+    for moves, rank, at in ones:
+        took[at, rank].append(moves[rank].exposed_us)
+    usual = {at: statistics.median(all_us) for at, all_us in took.items()}
+    for moves, rank, at in ones:
+        moves[rank] = moves[rank]._replace(held_up_us=max(0.0, moves[rank].exposed_us - usual[at, rank]))
+    return plays
 
 
 def replay_us(plays: Sequence[Play], change: Change) -> float:
@@ -253,7 +275,7 @@ def plays_of(run: Run) -> list[Play]:
     places = {bisect_left(behind, (n + 0.5) * behind[-1] / count) for n in range(count)} if whole else set[int]()
     buckets = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
     chosen = [whole[at] for at in sorted(places)]
-    return [play_of(by_step[step], began_us[step], buckets, is_one_clock=is_one_clock) for step in chosen]
+    return _steadied([play_of(by_step[step], began_us[step], buckets, is_one_clock=is_one_clock) for step in chosen])
 
 
 def buckets_of(record: RankRecord) -> Mapping[str, Any] | None:

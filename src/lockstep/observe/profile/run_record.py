@@ -209,6 +209,7 @@ def _line(values: dict[str, Any]) -> str:
 # ------------------------------------------------------------------ reading
 
 _Word = tuple[Any, ...]  # values of _WORD
+_NO_WORDS: Mapping[int, _Word] = {}
 
 
 @final
@@ -233,18 +234,24 @@ class RankReader:
                 if version != VERSION:
                     other = "an older" if version < VERSION else "a newer"
                     raise ValueError(f"its format is {version}, and this lockstep reads {VERSION}: take {other} one")
-                self._starts.append(Start(**values))
+                start, types = Start(**values), Start.__annotations__
+                kinds = {name: type(value).__name__ for name, value in vars(start).items()}
+                if any(kinds[name] not in (of, of.replace("float", "int")) for name, of in types.items()):
+                    raise ValueError("its values are not those of a process")
+                self._starts.append(start)
                 self._words = {}
             elif not self._starts:
                 raise ValueError("there is no start before it")
             elif kind == "word":
-                self._words[values["word"]] = tuple(values[name] for name in _WORD)
+                word = self._words[values["word"]] = tuple(values[name] for name in _WORD)
+                if [type(each) for each in word] != [str, str, str, str, int]:
+                    raise ValueError("it names no operation")
             elif kind == "step":
                 attempt = self._starts[-1].attempt
-                _replace(self._kept, _steps_of(values, self._words, attempt), attempt)
+                _replace(self._kept, steps_of(values, self._words, attempt), attempt)
             else:
                 self._notes.append(read_note(kind, values, self._starts[-1].attempt))
-        except (ValueError, TypeError, LookupError, StopIteration) as error:
+        except (ValueError, TypeError, LookupError, OverflowError, StopIteration) as error:
             what = error if isinstance(error, ValueError) else repr(error)
             raise ConfigError(f"line {self._number} is none of a record: {what}") from error
 
@@ -281,9 +288,10 @@ def _object(text: str) -> dict[str, Any]:
     return values
 
 
-def _steps_of(values: dict[str, Any], words: Mapping[int, _Word], attempt: str) -> Steps:
+def steps_of(values: dict[str, Any], words: Mapping[int, _Word] = _NO_WORDS, attempt: str = "") -> Steps:
+    """What a line of steps says.  Raises: ValueError, TypeError, LookupError where it is none."""
     values = {"operations": 0, "at_us": 0, "wall_us": 0, "longest_us": 0, "count": 1} | values
-    rows = values.pop("ops", [] if is_listed(values["step"]) else None)
+    rows = values.pop("ops", [] if is_listed(int(values["step"])) else None)
     hidden = values.pop("hidden_us", None if rows is None else 0)
     phases, spans = values.pop("phases_us", (0,) * len(PHASES)), values.pop("spans", ())
     numbers = [*values.values(), *phases, hidden or 0, *chain(*spans, *rows or ())]

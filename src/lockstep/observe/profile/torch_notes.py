@@ -181,8 +181,8 @@ class TorchNotes:
         sights = {} if self._guard is None else self._guard.facts.sights
         if self._guard is None or self._guard.rank != min(sights, default=None):
             return  # one rank notes it
-        for topic in topics_told(sights):
-            for key, told in topic.told.items() if topic.name.startswith("replica ") else ():
+        for topic in topics_told(sights, ("replica",)):
+            for key, told in topic.told.items():
                 if len(told) < max(2, topic.size) or (topic.name, key) in self._compared:
                     continue
                 folds = [value[0] for value in told.values()]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
-from lockstep.observe.profile.run_record import Op, RankRecord, Run
+from lockstep.observe.profile.run_record import RankRecord, Run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Waits, unseen, waits_of, weighted
 
@@ -28,9 +28,11 @@ _LEVERS = {
     "fewer processes per core",
     "data": "more num_workers, persistent_workers=True, a larger prefetch_factor, or prepare the data once",
     "other": "checkpoints in the background (save_async), validate less often, call .item() and print less often",
-    "small buckets": "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics "
-    "per step",
 }
+_SEND_LARGER = (  # as _SEND_LESS
+    "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics per step",
+    "shard larger units: fully_shard for several layers together, not for each",
+)
 
 
 class Share(NamedTuple):
@@ -184,7 +186,7 @@ def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
         return None  # the middle of a pipeline: all wait for it, and it does no more than they
     text = (
         f"rank {late} is late: the others wait {lost_ms:.1f} ms of a step of {mine.step_ms:.1f} ms for it, "
-        f"{caused[late]:.1f} s in all; it spends {mine.phases_ms[phase]:.1f} ms in {phase}, the others "
+        f"{caused[late]:.2f} s in all; it spends {mine.phases_ms[phase]:.1f} ms in {phase}, the others "
         f"{usual[phase]:.1f} ms"
     )
     lever = f"give rank {late} as much work as the others; else its core or device is slower: lockstep doctor"
@@ -198,7 +200,8 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
     """Many small collectives: each pays the latency anew."""
     record = run.ranks[min(run.ranks)]
     listed = [line for line, _ in weighted(record.lines) if line.ops][-_MANY:]
-    small = [[op.bytes for op in line.ops or () if _is_small(op)] for line in listed]
+    ops = [[op for op in line.ops or () if 0 < op.bytes < _SMALL_BYTES and op.began_us >= 0] for line in listed]
+    small = [[op.bytes for op in each if not op.is_message] for each in ops]
     count = statistics.fmean(map(len, small)) if small and min(map(len, small)) >= _MANY else 0.0
     size = statistics.fmean(itertools.chain(*small)) if count else 0.0
     sent = buckets_of(record)
@@ -207,13 +210,9 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
     if not count or moving < _COMMUNICATION / 3:
         return []
     text = f"{count:.0f} collectives of {size / 1024:.0f} KiB in each step pay their latency one by one"
-    return [Advice("small buckets", moving, text, _LEVERS["small buckets"])]
+    return [Advice("small buckets", moving, text, _SEND_LARGER[_is_sharded(run)])]
 
 
 def _is_sharded(run: Run) -> bool:
     layouts = [note.fields for record in run.ranks.values() for note in record.notes if note.kind == "layout"]
     return any(re.search("shard|FSDP|FullySharded", str(layout.get("strategy"))) for layout in layouts[-1:])
-
-
-def _is_small(op: Op) -> bool:
-    return 0 < op.bytes < _SMALL_BYTES and op.began_us >= 0 and not op.is_message

@@ -95,7 +95,8 @@ def _by_durations(ops: Mapping[int, Op]) -> _Parts:
     if _ended_unseen(ops[last]):
         inside = {rank: op.waited_us for rank, op in ops.items()}
         last = min(ops, key=lambda rank: (inside[rank], rank))
-    came = {rank: op.stood_until_us - inside[last] for rank, op in ops.items()}
+    ends = {r: op.stood_until_us if op.is_message else min(op.left_us, op.stood_until_us) for r, op in ops.items()}
+    came = {rank: end - inside[last] for rank, end in ends.items()}
     return last, came, dict.fromkeys(ops, inside[last])
 
 

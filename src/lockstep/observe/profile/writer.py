@@ -98,9 +98,9 @@ class RunWriter:
         self._size, self._memory = 0, (0, 0)
         self._notes: deque[_Pending] = deque(maxlen=_NOTES)
         self._valued: dict[str, int] = {}  # the last step of which there is a value of that name
-        self._is_broken = False
+        self._is_over = False
         self._window = window
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of the program's may run within, and end the run
         self._looked_s = time.monotonic()
 
     def look_now_and_then(self) -> None:
@@ -158,14 +158,17 @@ class RunWriter:
                 yield note_line(one.kind, (one.time_ns - self._about.clock_ns) // 1000, fields)
 
     def close(self) -> None:
-        """Append what is left and give back the file."""
+        """Append what is left and give back the file. Who is about to look in another thread finds nothing to do."""
+        if self._about.pid != os.getpid():  # of a process that was forked off, maybe while that thread was writing
+            return
         self.look()
         with self._lock:
-            if self._about.pid == os.getpid() and self._pending:
+            if self._pending:
                 self._append([self._flush()])
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
+            self._is_over = True
 
     def withdraw(self) -> None:
         """After `close`: take the file away, where nobody else has written to it."""
@@ -235,7 +238,7 @@ class RunWriter:
         )
 
     def _append(self, lines: Sequence[str]) -> None:
-        if not lines or self._is_broken:
+        if not lines or self._is_over:
             return
         try:
             text = "".join(lines)
@@ -249,7 +252,7 @@ class RunWriter:
                 text = start_line(about) + text
             self._size += os.write(self._file, text.encode())
         except OSError as error:  # training goes on
-            self._is_broken = True
+            self._is_over = True
             sys.stderr.write(f"lockstep: rank {self._about.rank} is not recorded any more: {error}\n")
 
 
@@ -302,7 +305,8 @@ def covered_ns(spans: Iterable[tuple[int, int]], began: int, ended: int) -> int:
 def _memory_mib() -> tuple[int, int]:
     """(resident memory of this process, most that torch has had of a CUDA device)."""
     try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
+        with open("/proc/self/statm", "rb", 0) as file:
+            pages = int(file.read().split()[1])
     except OSError:  # no Linux
         pages = 0
     cuda = getattr(sys.modules.get("torch"), "cuda", None)

@@ -12,7 +12,6 @@ from lockstep.observe.report.source import Source
 from lockstep.observe.report.step_bins import bins_of
 
 _POINTS_MAX, _ALL_POINTS_MAX, _CURVES_MAX = 1000, 9000, 30
-_UNITS = {"tokens/s": "tokens/s", "steps/s": "steps/s", "samples/s": "samples/s"}
 _FIRST = ("loss", "val_loss", "tokens/s", "steps/s", "samples/s", "lr", "grad_norm")  # then by name
 
 Points = dict[int, list[float]]  # of each step, of each rank
@@ -34,7 +33,6 @@ def _curve(name: str, points: Points, most: int) -> dict[str, Any]:
     is_thinned = any(min(seen) != max(seen) for seen in values if all(map(math.isfinite, seen)))
     return {
         "name": name,
-        "unit": _UNITS.get(name, ""),
         "steps": bins.last,
         "values": [_digits(sum(seen) / len(seen)) for seen in values],
         "low": [_digits(min(seen)) for seen in values] if is_thinned else None,
@@ -61,12 +59,8 @@ def values_of(source: Source) -> Iterator[tuple[str, int, int, float]]:
         for note in record.notes:
             if note.kind == "values":
                 step = note.fields["step"]
-                held.update({(n, step): v for n, v in note.fields.items() if n != "step" and _is_number(v)})
+                held.update({(n, step): v for n, v in note.fields.items() if n != "step" and type(v) in (int, float)})
         yield from ((name, step, rank, float(value)) for (name, step), value in held.items())
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _speed(run: Run) -> Mapping[str, Points]:

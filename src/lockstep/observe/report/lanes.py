@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -184,6 +185,10 @@ def _open_step(
     zeros = {
         rank: run.ranks[rank].starts[-1].time_ns / 1e3 + line.at_us - ahead_us[rank] for rank, line in lines.items()
     }
+    ends = {rank: zeros[rank] + line.wall_us for rank, line in lines.items()}
+    first_us = min((zeros[rank] for rank, line in lines.items() if line.ops or line.spans), default=0)
+    for rank in (rank for rank, ended_us in ends.items() if ended_us < first_us):  # seen in a step before, died in this
+        zeros[rank], lines[rank] = first_us, replace(lines[rank], wall_us=round(max(ends.values()) - first_us))
     absent = {
         (run.ranks[rank].starts[-1].attempt, op.group, op.seq): op.absent[0]
         for rank in lines

@@ -117,7 +117,7 @@ def line_of(moment: Moment, record: RankRecord) -> Steps:
     seen += [(began_ns - start.clock_ns) // 1000 for _, began_ns in moment.phases[:1]]
     until = (moment.until_ns - start.clock_ns) // 1000
     began = min([own[-1].at_us + own[-1].wall_us, *seen]) if own else 0
-    if own and own[-1].step < step - 1:  # killed before it had written down the last ones
+    if moment.steps and not (own and own[-1].step >= step - 1):  # killed before it had written down the last ones
         began = min(seen, default=until)
     wall = max(0, until - began)
     zero_ns = start.clock_ns + 1000 * began

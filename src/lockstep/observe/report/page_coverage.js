@@ -61,7 +61,18 @@ section("coverage", "Data, exactly once", ["coverage"], (document) => {
 // What an epoch under way has not read yet may come.
 const isBroken = (epoch) => epoch.twice > 0 || (epoch.missing > 0 && !epoch.running);
 
-const COVERED = { once: "exactly once", twice: "more than once", missing: "never", open: "not yet" };
+const COVERED = {
+  once: "exactly once",
+  twice: "more than once",
+  missing: "never",
+  open: "not yet",
+  meant: "once more, or left out, as the sampler has it",
+};
+
+// What a sampler does so that ranks have equally many.
+const meant = ({ repeated, dropped }) =>
+  (repeated ? `; the sampler hands out ${count(repeated)} of them once more` : "") +
+  (dropped ? `; the sampler leaves out ${count(dropped)} more` : "");
 
 function coverageSeal(epoch) {
   const digest = epoch.digest ? element("span", { class: "mono" }, `digest ${epoch.digest}`) : null;
@@ -69,7 +80,7 @@ function coverageSeal(epoch) {
     return seal(
       "whole",
       `Epoch ${epoch.epoch}: exactly once`,
-      `Each of ${plural(epoch.samples, "sample")} was read once, by one rank.`,
+      `Each of ${plural(epoch.samples - (epoch.repeated || 0), "sample")} was read once, by one rank${meant(epoch)}.`,
       digest,
     );
   if (!isBroken(epoch)) {
@@ -116,10 +127,11 @@ function coveragePicture(epoch) {
     bounds[column + 1] - bounds[column] === 1
       ? `sample ${count(bounds[column])}`
       : `samples ${count(bounds[column])}\u2013${count(bounds[column + 1] - 1)}`;
-  const none = epoch.running || epoch.earlier ? "open" : "missing";
+  const none = epoch.running || epoch.earlier ? "open" : epoch.sealed ? "meant" : "missing";
+  const twice = epoch.sealed ? "meant" : "twice";
   const words = epoch.running || !epoch.earlier ? COVERED : { ...COVERED, open: "not by the starts that are known" };
   const state = ({ mean, least, most }) =>
-    most > 1 + 1e-4 || mean > 1 + 1e-4 ? "twice" : least < 1 - 1e-4 && mean < 1 - 1e-4 ? none : "once";
+    most > 1 + 1e-4 || mean > 1 + 1e-4 ? twice : least < 1 - 1e-4 && mean < 1 - 1e-4 ? none : "once";
   const picture = matrix({
     id: "coverage-canvas",
     label: "Which rank read which samples.",
@@ -153,7 +165,7 @@ function coveragePicture(epoch) {
     element(
       "ul",
       { class: "legend" },
-      ["once", "twice", none].map((name) =>
+      [...new Set(["once", ...all.map(state)])].map((name) =>
         element("li", null, element("i", { class: `swatch seen-${name}` }), words[name]),
       ),
     ),

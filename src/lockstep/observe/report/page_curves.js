@@ -59,7 +59,6 @@ function curve(about, at, starts) {
       "figcaption",
       null,
       element("b", null, about.name),
-      about.unit && about.unit !== about.name ? element("span", { class: "unit" }, about.unit) : null,
       value,
       toggle,
     ),
@@ -119,6 +118,7 @@ function plot(id, about, width, isLogarithmic, starts, value) {
   const y = (each) =>
     top + (height - top - bottom) * (1 - (scale(each) - scale(bounds[0])) / (scale(bounds[1]) - scale(bounds[0])));
   const marks = curveMarks(bounds, isLogarithmic);
+  const least = Math.min(...marks.map(Math.abs).filter(Boolean));
   const steps = ticks(first, last, Math.max(2, (width - left) / 90)).filter((each) => Number.isInteger(each));
   const cursor = svg(
     "g",
@@ -143,7 +143,7 @@ function plot(id, about, width, isLogarithmic, starts, value) {
     },
     marks.map((each) => [
       svg("line", { class: "grid", x1: left, x2: width - right, y1: y(each), y2: y(each) }),
-      svg("text", { x: left - 6, y: y(each) + 3.5, "text-anchor": "end" }, brief(each)),
+      svg("text", { x: left - 6, y: y(each) + 3.5, "text-anchor": "end" }, brief(each, least)),
     ]),
     steps.map((each) =>
       svg(

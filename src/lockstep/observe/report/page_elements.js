@@ -44,10 +44,10 @@ const digits = (value, most) => value.toLocaleString("en-US", { maximumFractionD
 const count = (value) => digits(value, 0);
 
 // Four digits that count.
-function number(value) {
+function number(value, least = Math.abs(value)) {
   if (value === null || value === undefined) return "not finite";
   const size = Math.abs(value);
-  if (size !== 0 && (size < 1e-3 || size >= 1e7))
+  if (size !== 0 && (least < 1e-3 || size >= 1e7))
     return value
       .toExponential(3)
       .replace(/\.?0+e/, "e")
@@ -55,11 +55,11 @@ function number(value) {
   return size >= 1000 ? count(value) : value.toLocaleString("en-US", { maximumSignificantDigits: 4 });
 }
 
-// As short as it can be told, for axes.
-const brief = (value) =>
+// As short as it can be told, for axes. least: of their numbers, which are told alike.
+const brief = (value, least) =>
   Math.abs(value) >= 1e4
     ? value.toLocaleString("en-US", { notation: "compact", maximumFractionDigits: 3 })
-    : number(value);
+    : number(value, least);
 
 function percent(share) {
   const value = 100 * share;

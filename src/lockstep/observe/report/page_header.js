@@ -59,18 +59,20 @@ function figures(run) {
     ["duration", duration(run.wall_s)],
   ];
   const shares = (page.document.overlap?.ranks || []).filter((each) => each.wall_us > 0);
-  const mean = (of) => shares.reduce((sum, each) => sum + of(each), 0) / shares.length;
+  const sum = (of) => shares.reduce((all, each) => all + of(each), 0);
   const heat = page.document.heat;
   const step = heat && middleOf((heat.wall_us || []).flat().filter((each) => each !== null));
   if (step) found.push(["step, median", time(step)]);
   if (shares.length) {
     const overlap = page.document.overlap;
-    found.push(["step, mean", time(mean((each) => each.wall_us))]);
-    for (const [name, rate] of [["tokens/s", overlap.tokens_per_s], ["samples/s", overlap.samples_per_s]])
-      if (rate) found.push([name, count(Math.round(rate)), "all ranks"]);
+    const wall = sum((each) => each.wall_us);
+    found.push(["step, mean", time(wall / shares.length)]);
+    if (overlap.tokens_per_s) found.push(["tokens/s", count(Math.round(overlap.tokens_per_s)), "all ranks"]);
+    const counted = shares.length < run.world_size ? `of ${plural(shares.length, "rank")}` : "all ranks";
+    if (overlap.samples_per_s) found.push(["samples/s", count(Math.round(overlap.samples_per_s)), counted]);
     if (overlap.flops_per_s) found.push(["arithmetic", digits(overlap.flops_per_s / 1e12, 3), "TFLOP/s per rank"]);
-    const exposed = exposedShare(overlap, mean((each) => each.exposed_us / each.wall_us));
-    const waited = percent(mean((each) => Math.min(each.waited_us, each.exposed_us) / each.wall_us));
+    const exposed = exposedShare(overlap, sum((each) => each.exposed_us) / wall);
+    const waited = percent(sum((each) => Math.min(each.waited_us, each.exposed_us)) / wall);
     found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : `of a step, ${waited} waiting`]);
   }
   const strategy = page.document.owners?.strategy;
@@ -179,7 +181,11 @@ function card(about, at) {
           : null,
       ),
       about.text ? element("pre", null, about.text) : null,
-      about.lever ? element("p", { class: "lever" }, element("b", null, "Do: "), about.lever) : null,
+      about.lever ? element("p", { class: "lever" }, element("b", null, "Do: "), unbroken(about.lever)) : null,
     ),
   );
 }
+
+// An option is one word, though it has a hyphen.
+const unbroken = (text) =>
+  text.split(/( --[\w-]+)/).map((part, at) => (at % 2 ? element("span", { class: "word" }, part) : part));

@@ -84,7 +84,7 @@ function heatLines(heat, row, bin, name, what, value) {
 }
 
 function heatAxis(heat) {
-  const all = ticks(heat.first[0], heat.last.at(-1), 8);
+  const all = ticks(heat.first[0], heat.last.at(-1), 8).filter((each) => Number.isInteger(each));
   return all
     .map((step) => [heat.last.findIndex((last) => last >= step), step])
     .filter(([bin]) => bin >= 0)
@@ -136,7 +136,8 @@ function heatScale(low, high) {
 function heatLead(heat) {
   const rows = heatRows(heat, "work");
   if (!rows) return "Choose a cell to see its step.";
-  const own = heat.ranks.map((rank, row) => [rank, meanOf(rows[row], heat)]);
+  const own = heat.ranks.map((rank, row) => [rank, meanOf(rows[row], heat)]).filter(([, us]) => us > 0);
+  if (!own.length) return "Choose a cell to see its step.";
   const usual = middleOf(own.map(([, us]) => us));
   const [rank, most] = own.reduce((a, b) => (b[1] > a[1] ? b : a));
   if (own.length > 1 && most > usual * 1.08)

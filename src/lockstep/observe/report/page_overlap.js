@@ -80,7 +80,7 @@ function overlapBars(overlap) {
 
 function whatIfs(all) {
   if (!all.length)
-    return element("p", { class: "missing" }, "Too few steps were recorded in detail to play them again.");
+    return element("p", { class: "missing" }, "Too few steps were recorded in detail by all ranks to play them again.");
   const most = Math.max(...all.map((each) => each.step_us));
   const bar = (each) =>
     element(

@@ -63,8 +63,11 @@ function ownersLead(owners, ranks) {
   const [least, most] = [Math.min(...held), Math.max(...held)];
   const elements = owners.units.reduce((sum, unit) => sum + unit.numel, 0);
   const each = most - least < 0.01 * Math.max(1, most) ? size(most) : `${size(least)} to ${size(most)}`;
+  const all = page.document.run?.world_size ?? ranks.length;
+  const some = all > ranks.length ? `${count(ranks.length)} of ` : "";
+  const told = `${some}${plural(all, "rank")}${some && " that have told"}`;
   return (
-    `${owners.strategy || "The model"} over ${plural(ranks.length, "rank")}: ${scaled(elements)} parameters in ` +
+    `${owners.strategy || "The model"} over ${told}: ${scaled(elements)} parameters in ` +
     `${plural(owners.units.length, "unit")}, ${size(whole)} whole; a rank holds ${each} of them, ` +
     `${percent(most / Math.max(1, whole))}.`
   );

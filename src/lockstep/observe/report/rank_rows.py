@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
-from lockstep.observe.profile.step_clock import EXPOSED, PHASES
+from lockstep.observe.profile.run_record import Steps, steps_of
+from lockstep.observe.profile.step_clock import EXPOSED
 from lockstep.observe.scene import STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, Status
 from lockstep.observe.wording import names, seconds
@@ -36,16 +37,6 @@ class Stand(NamedTuple):
     def __str__(self) -> str:
         lasted = f" for {seconds(self.age_s)}" if self.age_s else ""
         return f"{self.text}{lasted}{f': {self.detail}' * bool(self.detail)}"
-
-
-class Pace(NamedTuple):
-    """Steps in a row, as the record of a rank has them."""
-
-    steps: int
-    wall_us: int
-    phases_us: tuple[int, ...]
-    tokens: int  # of all ranks
-    samples: int  # of this rank
 
 
 class RankRow(NamedTuple):
@@ -120,7 +111,7 @@ class Tail:
         self.host = ""
         self.step = 0
         self.memory_mib = 0
-        self.paces: deque[Pace] = deque(maxlen=_NEWEST)
+        self.paces: deque[Steps] = deque(maxlen=_NEWEST)
         self.values: dict[str, float] = {}  # the newest of each name
         self._path = path
         self._file = self._at = 0
@@ -145,22 +136,21 @@ class Tail:
 
     def _take(self, line: bytes) -> None:
         try:
-            values: Any = json.loads(line)
-        except ValueError:  # one that was cut off, here or by a kill
-            return
-        if "start" in values:
-            self.host = values["host"]
+            self._put(json.loads(line))
+        except (ValueError, TypeError, LookupError, OverflowError, StopIteration):
+            return  # cut off by a kill; or none of ours, which the report names
+
+    def _put(self, values: dict[str, Any]) -> None:
+        kind = next(iter(values))
+        if kind == "start":
+            self.host = str(values["host"])
             self.paces.clear()
-        elif "values" in values:
-            self.step = max(self.step, values["values"])
-            numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
-            self.values |= {name: numbers[name] for name in numbers if name not in ("values", "at_us")}
-        elif "step" in values:
-            self.step = values["step"]
-            self.memory_mib = values.get("cuda_mib") or values.get("rss_mib", 0)
-            numbers = (values.get(name, 0) for name in ("tokens", "samples"))
-            phases = tuple(values.get("phases_us", (0,) * len(PHASES)))
-            self.paces.append(Pace(values.get("count", 1), values.get("wall_us", 0), phases, *numbers))
+        elif kind == "values":
+            self.step = max(self.step, int(values.pop(kind)))
+            self.values |= {name: n for name, n in values.items() if isinstance(n, int | float) and name != "at_us"}
+        elif kind == "step":
+            self.paces.append(line := steps_of({**values, "ops": []}))
+            self.step, self.memory_mib = line.step, line.cuda_mib or line.rss_mib
 
 
 def row_of(rank: int, tail: Tail, status: Status | None, stand: Stand) -> RankRow:
@@ -172,7 +162,7 @@ def row_of(rank: int, tail: Tail, status: Status | None, stand: Stand) -> RankRo
         ranks=(rank,),
         host=tail.host if status is None else status.host,
         step=tail.step if status is None else max(tail.step, status.step),
-        steps_ms=tuple(pace.wall_us / pace.steps / 1000 for pace in paces),
+        steps_ms=tuple(pace.wall_us / pace.count / 1000 for pace in paces),
         shares=tuple(phase / wall_us for phase in phases) if wall_us else (),
         tokens_per_s=sum(pace.tokens for pace in paces) / wall_us * 1e6 if wall_us else 0.0,
         samples_per_s=sum(pace.samples for pace in paces) / wall_us * 1e6 if wall_us else 0.0,

@@ -53,6 +53,25 @@ def test_of_many_steps_the_newest_and_some_older_ones_are_kept() -> None:
     assert facts.said()["replica world"][str(kept[0])] == kept[0]
 
 
+def test_of_many_models_those_told_last_are_kept_and_what_is_disputed() -> None:
+    """A program may make one after the other: all of them would leave no room for anything else."""
+    facts = Facts()
+    facts.tell("caught", "caught", [3, "t.py:9", "an error"])
+    for number in range(1000):
+        facts.tell(f"model world/2/{number}", "wrapped", [number], rows(str(number)))
+        facts.tell("sync world/2/0", number, [1, 0, ""])
+        if number == 7:
+            facts.show("model world/2/7", "wrapped")
+
+    said = facts.said()
+
+    assert {"caught", "sync world/2/0", "model world/2/7", "model world/2/999"} < said.keys()
+    assert "model world/2/6" not in said
+    assert len(said) <= 300
+    assert len(facts._details) <= 300
+    assert details_of(status_of(facts), "model world/2/7", "wrapped") == [["7"]]
+
+
 def test_ranks_that_forget_keep_steps_in_common() -> None:
     """They are not equally far: the older steps that are kept are the same ones all the same."""
     one, two = Facts(), Facts()

@@ -97,6 +97,37 @@ def test_a_status_of_many_groups_fits(groups: int) -> None:
     assert (read.groups == whole.groups) == (groups <= 10)
 
 
+@pytest.mark.parametrize("models", [10, 400, 4000])
+def test_a_status_of_many_models_fits_and_tells_of_the_last_ones(models: int) -> None:
+    facts = {
+        f"sync world/8/{number}": {str(step): [1, 0, "train.py:7 train"] for step in range(9)}
+        for number in range(models)
+    }
+    whole = Status(0, 8, 1, "h", groups={"world": folded(3000)}, facts=facts)
+    text = whole.to_json()
+    assert len(text) <= 56_000
+    read = Status.from_json(text)
+    assert (read.facts == facts) == (models <= 10)
+    assert read.facts.items() <= facts.items()
+    assert [*read.facts] == [*facts][-len(read.facts) :]
+    assert read.groups["world"].marks[-1] == whole.groups["world"].marks[-1]
+
+
+def test_of_more_groups_than_fit_those_that_are_used_are_told() -> None:
+    """The first one, of all ranks, is used to the end; the others were made in one step each, and are gone."""
+    world = Folding(range(8))
+    for step in range(2001):
+        world.add(Mark(step, step, 1 << 61))
+    used = {"world": world.progress()}
+    gone = {f"group{step}": Progress((0, 1), 1, (Mark(0, step, 977 * step),)) for step in range(2000)}
+    whole = Status(0, 8, 1, "h", step=2000, groups=used | gone, facts={"caught": {"caught": [1, "t.py:1", "an error"]}})
+    read = Status.from_json(whole.to_json())
+    assert len(whole.to_json()) <= 56_000
+    assert {"world", "group1999", "group1800"} < read.groups.keys()
+    assert len(read.groups) >= 200
+    assert read.facts == whole.facts
+
+
 def test_without_room_for_groups_the_rest_is_told() -> None:
     whole = Status(0, 8, 1, "h", groups={"world": folded(3000)}, activity="checkpoint")
     assert Status.from_json(whole.to_json(room=220)) == replace(whole, groups={})

@@ -30,7 +30,7 @@ class Account:
     def __init__(self, recorder: FlightRecorder) -> None:
         self.facts = Facts()  # of this rank's training
         self.steps_s: deque[float] = deque(maxlen=_STEPS)
-        self.activity = ""
+        self.activities: list[str] = []  # of all threads: what may take long without anything wrong
         self.step_before = 0  # of which checkpoint the program goes on
         self.state: State = RUNNING
         self.words: LastWords | None = None
@@ -91,8 +91,8 @@ class Account:
 
     @property
     def oldest_ns(self) -> int:
-        """When the oldest of what is under way began; 0 where nothing is."""
-        return min((record.entered_ns for record in self._under_way.values()), default=0)
+        """When the oldest of what is under way began; 0 where nothing is. Any thread may ask."""
+        return min((record.entered_ns for record in tuple(self._under_way.values())), default=0)
 
     def records(self, since: int, until: int) -> list[Record]:
         """Numbers `since` to `until`, without that one, which are still there."""
@@ -137,7 +137,7 @@ class Account:
             stack=stand.stack,
             unmoved_s=stand.unmoved_s,
             looping_s=stand.looping_s,
-            activity=self.activity or stand.activity or ("debugger" if is_traced() else ""),
+            activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if is_traced() else ""),
             facts=self.facts.said(),
             **said,
         )

@@ -12,7 +12,7 @@ import json
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, final
 
 from lockstep.observe.replica_diff import agree
@@ -21,6 +21,7 @@ from lockstep.observe.status import Sight, Status
 
 DETAILS = "details"
 _NEWEST, _OLDER, _EVERY = 8, 16, 16  # keys of one topic that are kept: all of the newest, some of the older ones
+_TOPICS = 256  # with a number, of models and loops that a program makes one after the other
 _ROOM = 24_000  # characters of details in a status
 
 Rows = Sequence[Any]
@@ -69,6 +70,11 @@ class Topic(NamedTuple):
         return sorted(self.told, key=int)
 
     @property
+    def kind(self) -> str:
+        """What is told."""
+        return self.name.partition(" ")[0]
+
+    @property
     def place(self) -> str:
         """Which ranks these are, and which of what they have."""
         return self.name.partition(" ")[2]
@@ -79,12 +85,12 @@ class Topic(NamedTuple):
         return self.place.partition("/")[0]
 
 
-def topics_told(sights: Mapping[int, Sight]) -> Iterator[Topic]:
-    """All that ranks have told."""
+def topics_told(sights: Mapping[int, Sight], kinds: Container[str]) -> Iterator[Topic]:
+    """What ranks have told of these `kinds`."""
     told: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
     for rank, sight in sorted(sights.items()):
         for name, values in sight.status.facts.items():
-            if name != DETAILS:
+            if name.partition(" ")[0] in kinds:
                 for key, value in values.items():
                     told[name][key][rank] = value
     for name, keys in sorted(told.items()):
@@ -98,7 +104,7 @@ class Facts:
 
     def __init__(self) -> None:
         self.sights: Mapping[int, Sight] = {}  # of the last comparison
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a finalizer of the program's may run within, and tell something
         self._told: dict[str, dict[str, Any]] = {}
         self._details: dict[tuple[str, str], Callable[[], Rows]] = {}
         self._shown: dict[tuple[str, str], str] = {}  # what is disputed
@@ -112,13 +118,15 @@ class Facts:
         """A fact, in the place of an older one of that key."""
         key = str(key)
         with self._lock:
-            told = self._told.setdefault(topic, {})
+            told = self._told[topic] = self._told.pop(topic, {})  # the last one is that told last
             told.pop(key, None)
             told[key] = value
             if details is not None:
                 self._details[topic, key] = details
             if len(told) > _NEWEST + _OLDER:
                 self._forget(topic, told)
+            if len(self._told) > _TOPICS:
+                self._forget_oldest()
 
     def show(self, topic: str, key: str | int) -> None:
         """Show the details of a fact without being asked, for who may end before that."""
@@ -137,6 +145,12 @@ class Facts:
             if key not in kept and (topic, key) not in self._shown:
                 del told[key]
                 self._details.pop((topic, key), None)
+
+    def _forget_oldest(self) -> None:
+        disputed = {topic for topic, _ in self._shown}
+        topic = next((name for name in self._told if "/" in name and name not in disputed), "")
+        for key in self._told.pop(topic, {}):
+            self._details.pop((topic, key), None)
 
     def compare(self, sights: Mapping[int, Sight], me: int) -> None:
         """See what the others tell: what differs is explained from now on."""

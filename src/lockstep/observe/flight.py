@@ -139,7 +139,7 @@ class FlightRecorder:
         self.step = 0
         self.started = 0  # operations so far
         self.left: deque[Callable[[], object]] = deque()  # to be done by `take_up`
-        self._taking = threading.RLock()
+        self._taking, self._is_taking = threading.RLock(), False
         self.clock = StepClock()  # where the time of the thread that makes this goes
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
         self._numbers = itertools.count()
@@ -238,10 +238,12 @@ class FlightRecorder:
             self.left.clear()
             return
         with self._taking:
-            while self.left:
+            while self.left and not self._is_taking:  # else a signal handler or a finalizer came within
+                self._is_taking = True
                 try:
                     self.left[0]()
                 finally:
+                    self._is_taking = False
                     self.left.popleft()  # not before: who comes meanwhile waits until it is done
 
     def tell(self, status: bytes) -> None:
@@ -256,11 +258,8 @@ class FlightRecorder:
 
     def close(self) -> None:
         """Give back the memory; the file stays for whoever has it open. What is recorded from now on goes nowhere."""
-        words, memory = self._words, self._memory
-        self._memory = mmap.mmap(-1, _FILE_BYTES)
+        self._memory = mmap.mmap(-1, _FILE_BYTES)  # the old one goes with whoever writes to it at this moment
         self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
-        words.release()
-        memory.close()
 
 
 @final

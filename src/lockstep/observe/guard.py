@@ -123,7 +123,7 @@ class Guard:
         see `FlightRecorder.take_up`.
         """
         recorder, now_ns = self.recorder, time.monotonic_ns()
-        if self._account.activity != "join":  # some ranks have steps there that others have not
+        if "join" not in self._account.activities:  # some ranks have steps there that others have not
             step, clock = recorder.step + 1, recorder.clock
             is_followed = not clock.is_marked and get_ident() == clock.owner
             ended = clock.cut(step, now_ns) if is_followed else None
@@ -155,12 +155,12 @@ class Guard:
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
         """What happens within may take long without anything wrong: "checkpoint", "evaluate", "join"."""
-        account = self._account
-        before, account.activity = account.activity, name
+        activities = self._account.activities
+        activities.append(name)
         try:
             yield
         finally:
-            account.activity = before
+            activities.remove(name)
 
     # ------------------------------------------------------------------ what it raises
 

@@ -48,8 +48,9 @@ class InFlight:
     def started(self, work: Any, tensor: Tensor, what: str) -> None:
         """A collective that works on `tensor` has been called. Blocks until it has ended, a second at most."""
         place = tensor.untyped_storage().data_ptr()
-        for key in [key for key, flight in self._flights.items() if flight.place == place or flight.work() is None]:
-            del self._flights[key]  # what comes later works on the same values, and that may be meant
+        for key, flight in tuple(self._flights.items()):  # of other threads too
+            if flight.place == place or flight.work() is None:
+                self._flights.pop(key, None)  # what comes later works on the same values, and that may be meant
         deadline = time.monotonic() + _PATIENCE_S
         while not work.is_completed():
             if time.monotonic() > deadline:

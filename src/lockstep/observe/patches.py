@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from types import FunctionType
 from typing import Any, final
 
@@ -57,6 +59,7 @@ class SharedPatches(ABC):
         self._users = 0
         self._patches = Patches()
         self._end()
+        os.register_at_fork(after_in_child=partial(self._keep, 0))  # who has attached is a part of the parent
 
     def attach(self) -> Callable[[], None]:
         """See it from now on. The result ends that, once all who have attached call it."""
@@ -66,7 +69,10 @@ class SharedPatches(ABC):
         return self._detach
 
     def _detach(self) -> None:
-        self._users -= 1
+        self._keep(self._users - 1)
+
+    def _keep(self, users: int) -> None:
+        self._users = max(0, users)
         if self._users == 0:
             self._patches.undo()
             self._end()

@@ -48,6 +48,17 @@ def begin(environ: Mapping[str, str]) -> Guard | None:
     return guard
 
 
+def _forked() -> None:
+    """The record is the parent's, and a lock that its guard's thread had at that moment stays locked here for ever."""
+    for guard in (*_guards, *_listening):
+        guard.recorder.close()
+    _guards.clear()
+    _listening.clear()
+
+
+os.register_at_fork(after_in_child=_forked)
+
+
 def current_guard() -> Guard | None:
     """The guard that `begin` made."""
     return _guards[0] if _guards else None

@@ -228,8 +228,8 @@ def _asks(file: str) -> bool:
 
 def frame_of(thread_id: int) -> FrameType | None:
     """The innermost frame of another thread; None where it has none that is whole."""
-    is_on = gc.isenabled()
-    gc.disable()  # Python before 3.11.9 stands still for ever where garbage is collected in that call (gh-106883)
+    is_on = sys.version_info < (3, 11, 9) and gc.isenabled()  # else the program may ask for it, or change it, meanwhile
+    gc.disable() if is_on else None  # it stands still for ever where garbage is collected in that call (gh-106883)
     try:
         frame = sys._current_frames().get(thread_id)
     finally:

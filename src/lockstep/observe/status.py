@@ -85,13 +85,20 @@ class Status:
     is_blind: bool = False  # its guard cannot look at the others
 
     def to_json(self, room: int = 56_000) -> bytes:
-        """As `from_json` reads it. Where that is more than `room` bytes, older marks are left out, then the groups."""
-        for kept in (2 * _SPAN, 8, 1, 0):
-            groups = {n: (p.ranks, p.count, p.marks[-kept:]) for n, p in self.groups.items()} if kept else {}
-            text = json.dumps({**vars(self), "groups": groups}, separators=(",", ":")).encode()
-            if len(text) <= room:
-                break
-        return text
+        """As `from_json` reads it; in want of `room` without older marks, then without facts and groups of long ago."""
+        kept, facts = 2 * _SPAN, [*self.facts.items()]
+        groups = sorted(self.groups.items(), key=lambda one: max((mark.step for mark in one[1].marks), default=0))
+        while True:
+            told = {name: (one.ranks, one.count, one.marks[-kept:]) for name, one in groups}
+            text = json.dumps({**vars(self), "groups": told, "facts": dict(facts)}, separators=(",", ":")).encode()
+            if len(text) <= room or not (groups or facts):
+                return text
+            if kept > 1:
+                kept = min(8, kept // 8)
+            elif len(facts) > len(groups):
+                facts = facts[(len(facts) + 1) // 2 :]
+            else:
+                groups = groups[(len(groups) + 1) // 2 :]
 
     @classmethod
     def from_json(cls, text: bytes) -> Status:

@@ -11,6 +11,7 @@ import math
 import os
 import weakref
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -89,6 +90,7 @@ class DataWatch:
         self._followed: _Seen | None = None  # the first that is trained on whose samples can be told
         self._current: _Pass | None = None  # over that
         self._passes = 0
+        self._loops = Counter[str]()  # that have a name, by line
         self._patches = Patches()
 
     def watch_loaders(self) -> None:
@@ -175,8 +177,8 @@ class DataWatch:
         batches = None if loader is None else batches_of(loader)
         current.facts = facts = PassFacts(batches, current.first, order, current.rule)
         if not seen.place:
-            line = f"{zlib.crc32(current.site.encode()):08x}."
-            seen.place = f"{line}{sum(other.place.startswith(line) for other in self._datasets.values())}"
+            line = f"{zlib.crc32(current.site.encode()):08x}"
+            seen.place, self._loops[line] = f"{line}.{self._loops[line]}", self._loops[line] + 1
         if current.share is not None and self._followed in (None, seen):
             self._followed = seen
             self._follow_samples(current)

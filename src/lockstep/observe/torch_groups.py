@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.flight import FlightRecorder, Words, pack_words
@@ -50,8 +51,7 @@ class WatchedGroup:
         self._recorder = recorder
         self.collectives, self.messages = itertools.count(), itertools.count()  # the number that the next one has
         self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
-        # who has it takes nothing up: `FlightRecorder.take_up` needs it. The collector may end a group within: `settle`
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 
     def learn(self, operation: tuple[Any, ...], site: str) -> Words:
         """What is recorded of a call from Python, which `words` has from now on. operation: the fields of one."""
@@ -116,7 +116,8 @@ class WatchedGroup:
         """The rank's own thread has stood still until what `started` gave that number had ended."""
         with self._lock:
             self._recorder.stood(number, since_ns)
-            self.pending = deque(one for one in self.pending if one[1] != number)
+            for one in [one for one in tuple(self.pending) if one[1] == number]:  # any thread may append to it
+                self.pending.remove(one)
 
     def settle(self, ended: float) -> None:
         """Leave what has ended: all with torch's number `ended` and lower."""
@@ -137,7 +138,7 @@ class TorchGroups:
         self.plain: Any = None  # ProcessGroup: of other classes are groups that have a layer of their own
         self._guard = guard
         self._names: Counter[str] = Counter()  # how often a group of this name was made
-        self._adopting = threading.Lock()
+        self._adopting = threading.RLock()  # a finalizer of the program's may run within, and use a group
         self._adopted: dict[int, WatchedGroup] = {}  # as `followed`, with those that are about to be
         self._world: Any = None  # of torch.distributed, once that is there
 
@@ -161,15 +162,14 @@ class TorchGroups:
         if group not in world.pg_map or not ranks or not is_the_job(self._guard):
             return None
         with self._adopting:
-            watched = self._adopted.get(id(group)) or self._watched(group, is_new)
+            watched = self._adopted.get(id(group)) or self._watched(group, ranks, is_new)
         # without that lock: the guard's thread, which has the one that this needs, may be about to adopt a group too
         self._guard.group(watched.name, watched.ranks)
         self.followed[id(group)] = watched  # not before: nothing is recorded of a group that nobody has been told of
         return watched
 
-    def _watched(self, group: Any, is_new: bool) -> WatchedGroup:
+    def _watched(self, group: Any, ranks: Mapping[int, int], is_new: bool) -> WatchedGroup:
         world = self._world
-        ranks = world.pg_group_ranks[group]
         name = numbered(name_of(group.group_name, group is world.default_pg, tuple(ranks)), self._names)
         started = 0 if is_new else group._get_sequence_number_for_group()
         backends = str(world.pg_backend_config.get(group, ""))
@@ -179,8 +179,9 @@ class TorchGroups:
         return watched
 
     def _forget(self, key: int) -> None:
+        """A group is gone. The collector says so in any thread, whatever that has locked: nothing is locked here."""
         self.followed.pop(key, None)
-        self._adopted.pop(key).settle(math.inf)
+        self._guard.recorder.left.append(partial(self._adopted.pop(key).settle, math.inf))
 
     def all(self) -> list[tuple[Any, WatchedGroup]]:
         """All groups there are, and those that only C++ has used so far."""
@@ -194,8 +195,8 @@ def is_the_job(guard: Guard) -> bool:
     """Whether torch's ranks are the guard's: a program may make a world of its own in each process."""
     import torch.distributed as dist
 
-    mine = (guard.rank, guard.world_size)
-    return dist.is_initialized() and (dist.get_rank(), dist.get_world_size()) == mine
+    world = dist.GroupMember.WORLD  # asked for once: another thread may end it meanwhile
+    return world is not None and (world.rank(), world.size()) == (guard.rank, guard.world_size)
 
 
 def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:

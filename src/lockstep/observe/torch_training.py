@@ -150,7 +150,7 @@ class TrainingWatch:
             self._stamped = {key}
         elif key not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
             self._stamped.add(key)
-            for model in self._models.values():
+            for model in tuple(self._models.values()):
                 model.stamp = model.version()
 
     def _plan(self, unseen: Sequence[Model], before: int, step: int) -> None:
@@ -213,7 +213,7 @@ class TrainingWatch:
         self.gradients.finish(self._stepper())
         if not self._models and not self._guard.recorder.started:
             return
-        for model in self._models.values():  # loaded, cast or trained further by one rank for itself: to test it, say
+        for model in tuple(self._models.values()):  # loaded, cast or trained further by one rank: to test it, say
             model.is_another = model.version() != model.stamp
             model.is_later = len(self._stamped) > 1 and not self.replicas.is_trained_by_leader(model)
         self._compare_last()

@@ -279,9 +279,11 @@ class TorchWatch:
         number, watched, work, torch_number = call
         ended = flights.ended(watched.torch_name) if torch_number else None
         is_over = work() is None if ended is None else torch_number <= ended
-        if is_over and self._open.get(key) is call:
-            self._open.pop(key, None)
+        found = self._open.pop(key, None) if is_over else None
+        if found is call:
             self._recorder.leave(number)
+        elif found is not None:  # of a new Work at the same place
+            self._open.setdefault(key, found)
 
     def abort(self, error: CommError) -> None:
         """End what is under way in this process: it cannot end by itself any more."""

@@ -13,7 +13,7 @@ from rank_sights import running
 from watched_guard import Watched, failed, stopped
 
 from lockstep.errors import CommError, PeerFailed, PeerLost
-from lockstep.observe import account, diagnosis, divergence, lookout, voice
+from lockstep.observe import account, diagnosis, divergence, lookout, training_findings, voice
 from lockstep.observe.wording import Finding
 
 PARTS: dict[str, tuple[Any, str]] = {
@@ -22,7 +22,8 @@ PARTS: dict[str, tuple[Any, str]] = {
     "comparison": (account.Facts, "compare"),
     "record": (account.Account, "catch_up"),
     "status": (account.Account, "status"),
-    "notes": (lookout, "training_notes"),
+    "notes": (training_findings.Training, "notes"),
+    "training": (training_findings.Training, "find_training"),
     "diagnosis": (lookout, "diagnose"),
     "groups": (divergence, "_compare"),
     "scene": (diagnosis, "Scene"),

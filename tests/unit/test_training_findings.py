@@ -11,7 +11,7 @@ from lockstep.observe.facts import Facts
 from lockstep.observe.replica_diff import Entry, fold
 from lockstep.observe.scene import Limits, Scene
 from lockstep.observe.status import Sight, Status
-from lockstep.observe.training_findings import find_training, training_notes
+from lockstep.observe.training_findings import Training
 from lockstep.observe.wording import Finding
 
 SITE = "train.py:9 main"
@@ -19,8 +19,17 @@ MODEL = [["parameter", "weight", [4, 2], "float32", True], ["parameter", "bias",
 Tell = Callable[[Facts, int], object]  # what a rank tells
 
 
-def scene_of(tell: Tell, size: int = 3, steps: Mapping[int, int] | None = None, gone: Sequence[int] = ()) -> Scene:
-    """Ranks that have told it, and have seen what the others told. steps: how far each is, else at 5."""
+def scene_of(
+    tell: Tell,
+    size: int = 3,
+    steps: Mapping[int, int] | None = None,
+    gone: Sequence[int] = (),
+    unheard: Sequence[int] = (),
+) -> Scene:
+    """Ranks that have told it, and have seen what the others told. steps: how far each is, else at 5.
+
+    unheard: they said so a while ago, and their steps are those of their records.
+    """
     facts = [Facts() for _ in range(size)]
     for rank, one in enumerate(facts):
         tell(one, rank)
@@ -29,7 +38,7 @@ def scene_of(tell: Tell, size: int = 3, steps: Mapping[int, int] | None = None, 
         for rank, one in enumerate(facts):
             step = (steps or {}).get(rank, 5)
             status = Status(rank, size, 4710 + rank, "b", step=step, facts=one.said())
-            sights[rank] = Sight(Status.from_json(status.to_json()), 0.0, rank in gone)
+            sights[rank] = Sight(Status.from_json(status.to_json()), 1.5 * (rank in unheard), rank in gone)
         for rank, one in enumerate(facts):
             one.compare(sights, rank)
     return Scene(0, sights, lambda _: [], Limits(evidence=".lockstep/r7"))
@@ -37,7 +46,7 @@ def scene_of(tell: Tell, size: int = 3, steps: Mapping[int, int] | None = None, 
 
 def found(tell: Tell, size: int = 3, **about: Any) -> Finding:
     """What makes results wrong, which is said in at most 12 lines."""
-    finding = find_training(scene_of(tell, size, **about))
+    finding = Training().find_training(scene_of(tell, size, **about))
     assert finding is not None
     assert len(finding.text.splitlines()) <= 12
     assert all(len(line) <= 110 for line in finding.text.splitlines())
@@ -47,13 +56,13 @@ def found(tell: Tell, size: int = 3, **about: Any) -> Finding:
 def noted(tell: Tell, size: int = 3, **about: Any) -> list[Finding]:
     """What can be lived with."""
     scene = scene_of(tell, size, **about)
-    assert find_training(scene) is None
-    return training_notes(scene)
+    assert Training().find_training(scene) is None
+    return Training().notes(scene)
 
 
 def is_quiet(tell: Tell, size: int = 3, **about: Any) -> bool:
     scene = scene_of(tell, size, **about)
-    return find_training(scene) is None and not training_notes(scene)
+    return Training().find_training(scene) is None and not Training().notes(scene)
 
 
 # ------------------------------------------------------------------ models
@@ -158,6 +167,8 @@ def test_what_a_rank_told_of_an_earlier_step_holds_until_it_tells_another() -> N
 
     assert "in step 5" in found(tell, steps={0: 9, 1: 9, 2: 9}).text
     assert is_quiet(tell, steps={0: 4, 1: 9, 2: 4})  # they have not ended step 4 yet
+    assert is_quiet(tell, steps={0: 9, 1: 9, 2: 9}, unheard=[0, 2])  # who may have told the same meanwhile
+    assert "in step 5" in found(tell, steps={0: 9, 1: 9, 2: 9}, unheard=[2], gone=[2]).text
 
 
 def test_a_rank_without_steps_of_the_optimizer() -> None:
@@ -256,7 +267,7 @@ def test_models_of_a_part_of_the_ranks_are_compared_among_them() -> None:
 def test_of_pieces_only_those_who_hold_them_are_named() -> None:
     def tell(facts: Facts, rank: int) -> None:
         pieces = [Entry("parameter 'weight'", "ab"[rank == 3], (rank % 2, rank % 2 + 2))]
-        facts.tell("replica hand 0/4/0", 1, [fold(pieces), "ddp", "", []], lambda: pieces)
+        facts.tell("replica hand 0/4/0", 1, [fold(pieces), "pieces", "", []], lambda: pieces)
 
     finding = found(tell, size=4)
     assert finding.culprits == (1, 3)
@@ -390,6 +401,7 @@ def test_gradients_that_are_not_finite_are_told_once_all_have_come_by() -> None:
         if rank != 2:
             facts.tell("gradient", 3, ["loss is NaN" if rank == 1 else "", ["weight"], SITE])
 
+    assert is_quiet(tell, unheard=[2])  # it may have told it by now
     assert is_quiet(tell, steps={0: 5, 1: 5, 2: 4})  # what a step has applied may be seen by the loss of the next one
     [note] = noted(tell, steps={0: 5, 1: 5, 2: 5})
     assert (note.kind, note.culprits) == ("gradient", (1,))
@@ -475,7 +487,7 @@ def test_what_is_certain_comes_before_what_is_noted() -> None:
         wrap(facts, rank)
 
     scene = scene_of(both)
-    first = find_training(scene)
+    first = Training().find_training(scene)
     assert first is not None
     assert first.kind == "model"
-    assert [note.kind for note in training_notes(scene)] == ["data"]
+    assert [note.kind for note in Training().notes(scene)] == ["data"]

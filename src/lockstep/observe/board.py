@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar, final
+from typing import TypeVar, final
 
+from lockstep.comm.handshake import Store
 from lockstep.comm.preflight import process_state, state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import ConfigError
@@ -30,18 +31,6 @@ _WORKS = 0.02  # of a core: less is not work
 
 
 _T = TypeVar("_T")
-
-
-class Store(Protocol):
-    """What is used of a torch store."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-
-    def get(self, key: str, /) -> bytes: ...
-
-    def check(self, keys: list[str], /) -> bool: ...
-
-    def compare_set(self, key: str, expected: str, desired: str, /) -> bytes: ...
 
 
 def flight_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -199,9 +188,8 @@ class Board:
         if rank not in self._peers:
             return None
         if self._has_launcher:
-            with contextlib.suppress(FileNotFoundError):
-                return (self._folder / _ENDED.format(rank)).read_text()
-            return None
+            place = f"{self._folder}/{_ENDED.format(rank)}"
+            return Path(place).read_text() if os.path.exists(place) else None  # once written, it stays
         return "" if record.header().pid != os.getpid() and self._peers[rank].has_ended(0) else None
 
     def _ask(self, key: str) -> bytes | None:

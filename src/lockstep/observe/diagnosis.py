@@ -13,13 +13,12 @@ from lockstep.observe.endings import find_finished, find_gone, find_raised
 from lockstep.observe.hang import find_cycle, find_hang, find_stopped, find_waiting
 from lockstep.observe.scene import Limits, Records, Scene, message_text
 from lockstep.observe.status import Sight
-from lockstep.observe.training_findings import find_training
+from lockstep.observe.training_findings import Training
 from lockstep.observe.wording import Finding
 
 __all__ = ["Finding", "Limits", "diagnose", "message_text"]
 
 _CASES = (
-    find_training,
     find_mismatch,
     find_raised,
     find_gone,
@@ -37,6 +36,7 @@ def diagnose(
     records_of: Records,
     limits: Limits,
     spared: Callable[[str], AbstractContextManager[object]] = nullcontext,
+    training: Training | None = None,
 ) -> Finding | None:
     """What is wrong with the job, as rank `me` sees it; None where nothing is.
 
@@ -44,9 +44,10 @@ def diagnose(
     records_of: the records of a rank that can still be read, oldest first; empty where it is on another host. Only
         called once something differs, so it may be slow.
     spared: around each case, by its name; what it lets pass ends the case alone.
+    training: who has looked at these ranks before, if anybody has.
     """
     scene = Scene(me, sights, records_of, limits)
-    for case in _CASES:
+    for case in ((training or Training()).find_training, *_CASES):
         with spared(case.__name__):
             if (finding := case(scene)) is not None:
                 return finding

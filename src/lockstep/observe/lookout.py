@@ -20,7 +20,7 @@ from lockstep.observe.divergence import find_left_out
 from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_by
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
-from lockstep.observe.training_findings import training_notes
+from lockstep.observe.training_findings import Training
 from lockstep.observe.voice import Voice
 
 WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
@@ -41,6 +41,7 @@ class Lookout:
         self.before_look: list[Callable[[], None]] = []
         self._rank, self._account, self._board, self._voice, self._limits = rank, account, board, voice, limits
         self._period_s = period_s
+        self._training = Training()
         self._looked_s = self._blind_until_s = 0.0
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
@@ -104,7 +105,7 @@ class Lookout:
         self._voice.say_if_over(sights)
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
-            for note in training_notes(self._scene(sights)) if is_first else ():
+            for note in self._training.notes(self._scene(sights)) if is_first else ():
                 if self._voice.is_news(note, sights):
                     self._voice.say(note)
         if not is_last and (not is_first or self._looked_s < self._blind_until_s):
@@ -130,7 +131,7 @@ class Lookout:
         return Scene(self._rank, sights, self._board.records_of, self._limits)
 
     def _diagnosed(self, sights: Mapping[int, Sight], limits: Limits) -> Finding | None:
-        return diagnose(self._rank, sights, self._board.records_of, limits, self._voice.part)
+        return diagnose(self._rank, sights, self._board.records_of, limits, self._voice.part, self._training)
 
     def put_up(self, found: Finding, sights: Mapping[int, Sight]) -> None:
         """For all ranks to see; said, unless another one was up before."""

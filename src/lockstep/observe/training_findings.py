@@ -6,9 +6,8 @@ Pure, like `diagnosis`. What is certain makes results wrong; the rest is only sa
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, final
 
 from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, shared_paths
 from lockstep.observe.divergence import END, SYNC_ALIKE
@@ -16,29 +15,37 @@ from lockstep.observe.facts import Topic, shown, topics_told
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import agree, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
-from lockstep.observe.scene import Scene
+from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.wording import Finding, compose, listed, names, step_after
 
+_PASSES = 8  # the newest, of which ranks tell all: those before were looked at when they were new
 _AHEAD = 3  # steps: whoever is so far ahead of a rank that goes on computing has not waited for it
 
 
-def find_training(scene: Scene) -> Finding | None:
-    """The first of the facts that makes the run's results wrong."""
-    return next((finding for finding in _findings(scene) if finding.is_certain), None)
+@final
+class Training:
+    """Of the same ranks, look after look: what they tell is read again once one of them tells something else."""
 
+    def __init__(self) -> None:
+        self._told: object = None
+        self._found: dict[str, list[Finding]] = {}  # in that, by kind
 
-def training_notes(scene: Scene) -> list[Finding]:
-    """What one should know of, and can live with."""
-    return [finding for finding in _findings(scene) if not finding.is_certain]
+    def find_training(self, scene: Scene) -> Finding | None:
+        """The first of the facts that makes the run's results wrong."""
+        return next((finding for finding in self._findings(scene) if finding.is_certain), None)
 
+    def notes(self, scene: Scene) -> list[Finding]:
+        """What one should know of, and can live with."""
+        return [finding for finding in self._findings(scene) if not finding.is_certain]
 
-def _findings(scene: Scene) -> Iterator[Finding]:
-    topics: dict[str, list[Topic]] = defaultdict(list)
-    for topic in topics_told(scene.sights):
-        topics[topic.name.partition(" ")[0]].append(topic)
-    for kind, case in _CASES.items():
-        for topic in topics[kind]:
-            yield from case(scene, topic)
+    def _findings(self, scene: Scene) -> list[Finding]:
+        told = {rank: (one.status.facts, one.status.state, one.is_gone) for rank, one in scene.sights.items()}
+        kinds = _OF_STEPS if told == self._told else _CASES.keys()
+        found: dict[str, list[Finding]] = {kind: [] for kind in kinds}
+        for topic in topics_told(scene.sights, kinds):
+            found[topic.kind] += _CASES[topic.kind](scene, topic)
+        self._told, self._found = told, {**self._found, **found}
+        return [finding for kind in _CASES for finding in self._found[kind]]
 
 
 # ------------------------------------------------------------------ models
@@ -134,7 +141,8 @@ def _synced(scene: Scene, topic: Topic) -> Iterator[Finding]:
     for step in topic.steps:
         now = topic.told[step]
         latest.update(now)
-        told = {r: value for r, value in latest.items() if scene.status(r).step > int(step)}  # of those that ended it
+        heard = {r for r in latest if scene.sights[r].age_s <= GRACE_S or not scene.is_running(r)}  # else old facts
+        told = {r: v for r, v in latest.items() if r in heard and scene.status(r).step > int(step)}  # that ended it
         counts = {rank: value[0] for rank, value in told.items()}
         most = max([_AHEAD, *counts.values()])
         stays = [r for r in now if scene.status(r).step == int(step) < scene.step - _AHEAD and now[r][0] > most]
@@ -188,11 +196,10 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
     """Gradients that are NaN or infinite when the optimizer is about to apply them."""
     for step in topic.steps:
         told = topic.told[step]
-        silent = [scene.status(rank) for rank in scene.sights if rank not in told and scene.is_running(rank)]
+        silent = [scene.sights[rank] for rank in scene.sights if rank not in told and scene.is_running(rank)]
         is_heard = len(scene.sights) == scene.status(scene.me).world_size
-        if any(one.step <= int(step) + 1 and END not in one.facts for one in silent) or (
-            scene.step <= int(step) and not is_heard
-        ):
+        before = [one for one in silent if one.status.step <= int(step) + 1 or one.age_s > GRACE_S]
+        if any(END not in one.status.facts for one in before) or (scene.step <= int(step) and not is_heard):
             return  # they may yet tell
         origins = {rank: value[0] for rank, value in told.items() if value[0]}
         lines = [f"rank {rank}: {value[0]} at {value[2]}" for rank, value in told.items() if value[0]]
@@ -216,7 +223,7 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
     """Ranks of one team that train on the same samples, in the same order again, or on other numbers of batches."""
     if topic.team == "hand" and not _has_equal_replicas(scene):
         return
-    for number in topic.steps:
+    for number in topic.steps[-_PASSES:]:
         told = topic.told[number]
         site = next(iter(told.values()))["site"]
         texts = {"order": next((value["order"] for value in told.values() if value["order"]), None)}
@@ -241,7 +248,7 @@ _HEADS = {
 
 
 def _has_equal_replicas(scene: Scene) -> bool:
-    topics = [topic for topic in topics_told(scene.sights) if topic.name.startswith("replica hand")]
+    topics = [topic for topic in topics_told(scene.sights, ("replica",)) if topic.place.startswith("hand")]
     steps = [told for topic in topics for told in topic.told.values() if len(told) > 1]
     return any(agree([value[0] for value in told.values()]) for told in steps)
 
@@ -270,3 +277,4 @@ _CASES = {
     "data": _data,
     "save": _saved,
 }
+_OF_STEPS = frozenset(("sync", "gradient"))  # what these mean changes with how far the ranks are

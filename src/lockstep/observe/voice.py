@@ -25,6 +25,7 @@ from lockstep.observe.status import Sight, Stalled
 from lockstep.observe.wording import Finding, step_after
 
 _BREATH_S = 1e-6  # the kernel makes 50 times that of it: as long as it takes to wake who waits
+_GO_S = 3e-4  # and after so long it is taken: what wakes up too often is in the way, too
 _SHOWN = 16  # of what was said
 
 
@@ -37,6 +38,7 @@ class Voice:
         self.stalled: Stalled | None = None  # what it said last of ranks that stand still
         self.failures = 0  # of parts of the guard
         self.looker = 0  # the thread that looks now and then
+        self._breathed_s = 0.0
         self._rank, self._evidence, self._records_of = rank, evidence, records_of
         self._said: dict[str, None] = {}  # keys of findings, in their order
 
@@ -99,14 +101,15 @@ class Voice:
 
     @contextlib.contextmanager
     def part(self, what: str) -> Iterator[None]:
-        """A part of a look, `spared`. The `looker` takes a breath after it.
+        """A part of a look, `spared`. The `looker` takes a breath after it, if the last one was a while ago.
 
         For as long as it goes on in one go, it may hold the interpreter, for which the rank's own thread waits.
         """
         with self.spared(what):
             yield
-        if get_ident() == self.looker:
+        if get_ident() == self.looker and time.monotonic() - self._breathed_s > _GO_S:
             time.sleep(_BREATH_S)
+            self._breathed_s = time.monotonic()
 
     def call(self, hooks: Sequence[Callable[..., None]], *told: object) -> None:
         """Each of them, whatever becomes of the others."""

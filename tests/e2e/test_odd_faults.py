@@ -36,6 +36,37 @@ for step in range(1, 41):
     optimizer.zero_grad()
     time.sleep(0.02)
 """
+_EPOCHS = """
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+for epoch in range(3):
+    dist.broadcast(torch.ones(9), 0)
+    for batch in range(8):
+        loss = ddp(torch.randn(8, 4)).square().mean()
+        if epoch == {epoch} and batch == 2 and rank == {guilty}:
+            continue
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+_TWICE = (
+    r"MISMATCH in step \d+, .*Culprit: (rank \d) (?s:.*)\n  \1 called its model 2 times in step (3|11): was a backward"
+)
+_CUT = """
+from torch.distributed.fsdp import fully_shard
+torch.manual_seed(5 + (rank == {guilty}))
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))
+for layer in model:
+    fully_shard(layer)  # here
+fully_shard(model)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(5):
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+_SEEDS = r"REPLICAS differ: built from different seeds\.  "
+_OF = r"  parameter '0\.weight' is \w+ on ranks? [\d, ]+, \w+ on rank \d\n(?s:.*): cut at train\.py:HERE <module>\n"
 _SAID = {  # name -> ranks, program, what is said
     "a model of another dtype, whose rank Gloo aborts": (
         2, "DDP(torch.nn.Linear(4, 4, dtype=torch.float64 if rank == 0 else torch.float32))  # here\ntime.sleep(1)",
@@ -67,6 +98,31 @@ _SAID = {  # name -> ranks, program, what is said
         r"MISMATCH.*Culprit: rank 1 (?s:.*)differ in ranks\n(?s:.*)rank 1: new_group \[1, 2\] at train\.py:HERE",
     ),
     "a backward that is left out in the first step": (3, _TRAIN, r"STEPS differ since step 1.*Culprit: rank 1 "),
+    "two ranks that end early": (
+        4, "for step in range(20):\n    if step == 10 and rank in (0, 3):\n        sys.exit(0)\n"
+        "    dist.all_reduce(torch.ones(4))  # here\n    time.sleep(0.02)",
+        r"FINISHED too early.*Culprits: ranks 0,3\n(?s:.*)rank \d wanted a 11th \(all_reduce, train\.py:HERE",
+    ),
+    "a batch that rank 0 of two leaves out, in the first epoch": (2, _EPOCHS.format(epoch=0, guilty=0), _TWICE),
+    "a batch that rank 1 of two leaves out, in the second epoch": (2, _EPOCHS.format(epoch=1, guilty=1), _TWICE),
+    "a batch too many on rank 0 of two, in the second epoch": (
+        2, _EPOCHS.format(epoch=9, guilty=1).replace("range(8)", "range(8 + (epoch == 1 and rank == 0))"),
+        r"MISMATCH in step 17.*Culprit: rank 0 (?s:.*)rank 1: broadcast float32 \[9\] root=0 at train\.py",
+    ),
+    "a batch too many on rank 1 of two, in the first epoch": (
+        2, _EPOCHS.format(epoch=9, guilty=1).replace("range(8)", "range(8 + (epoch == 0 and rank == 1))"),
+        r"MISMATCH in step 9.*Culprits: ranks 0,1\n",
+    ),
+    "statistics of BatchNorm, soon": (
+        2, "model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))\n"
+        "ddp = DDP(model, broadcast_buffers=False)\noptimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)\n"
+        "for step in range(10):\n    ddp(torch.randn(8, 4) + rank).square().mean().backward()\n"
+        "    optimizer.step()\ntime.sleep(60)",
+        r"BUFFERS differ on ranks 0,1",
+    ),
+    "another seed on rank 1 of two, then cut": (2, _CUT.format(guilty=1), _SEEDS + r"Culprits: ranks 0,1\n" + _OF),
+    "another seed on rank 0 of three, then cut": (3, _CUT.format(guilty=0), _SEEDS + r"Culprit: rank 0 .*\n" + _OF),
+    "another seed on rank 2 of three, then cut": (3, _CUT.format(guilty=2), _SEEDS + r"Culprit: rank 2 .*\n" + _OF),
 }  # fmt: skip
 
 
@@ -81,6 +137,58 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
         run.await_text(pattern.replace("HERE", "".join(map(str, here))))
 
 
+_MADE_ONE = """
+from torch.distributed.checkpoint import load, save
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+def build():
+    return torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.LayerNorm(6), torch.nn.Linear(6, 3))
+
+def cut(model):
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model)
+
+def train(model):
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(5):
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+
+source = cut(build())
+save(get_model_state_dict(source), checkpoint_id="saved")
+torch.manual_seed(5 + rank)
+model, whole = cut(build()), build().state_dict() if rank == 0 else {}
+set_model_state_dict(model, whole, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+train(model)
+model = cut(build())
+state = get_model_state_dict(model)
+load(state, checkpoint_id="saved")
+train(model)
+model = cut(build())
+model.load_state_dict({name: value.clone() for name, value in source.state_dict().items()}, assign=True)
+train(model)
+model = cut(build())
+for mine, given in zip(model.parameters(), source.parameters()):
+    mine.to_local().data.copy_(given.to_local())
+train(model)
+model = build()
+for parameter in model.parameters():
+    dist.broadcast(parameter.data, 0)
+train(cut(model))
+with torch.device("meta"):
+    model = cut(build())
+model.to_empty(device="cpu")
+for parameter in model.parameters():
+    torch.nn.init.normal_(parameter.to_local().detach())
+train(model)
+model = cut(build())
+with torch.no_grad():
+    model(torch.randn(8, 4))
+model.load_state_dict(source.state_dict())
+train(model)
+"""
 _QUIET = {
     "accumulation that waits for each sample": (
         "ddp = DDP(torch.nn.Linear(4, 2))\nfor _ in range(2):\n    with ddp.no_sync():\n        for _ in range(5):\n"
@@ -92,6 +200,7 @@ _QUIET = {
         "    to = subprocess.Popen(['sh', '-c', 'sleep 5; cat > /dev/null'], stdin=subprocess.PIPE)\n"
         "    torch.save({'weights': torch.zeros(3_000_000)}, to.stdin)\ndist.barrier()"
     ),
+    "models of other seeds that are cut, and then made one": _MADE_ONE,
 }
 
 
@@ -101,6 +210,34 @@ def test_nothing_is_said(name: str, tmp_path: Path) -> None:
     words = ("run", "--record=off", "--nproc-per-node=2", "train.py")
     with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_HANG_S="1", LOCKSTEP_EVIDENCE="")) as run:
         assert complaints(run.end(0)) == []
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_slow_batch_is_said_to_be_waited_for_and_then_to_have_come(guilty: int, tmp_path: Path) -> None:
+    body = """
+class Data(torch.utils.data.Dataset):
+    def __len__(self): return 24
+    def __getitem__(self, index):
+        time.sleep(5 * (rank == GUILTY and index == 11))  # here
+        return torch.ones(4) * index
+ddp = DDP(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.001)
+for batch in torch.utils.data.DataLoader(Data(), batch_size=4):
+    ddp(batch).square().mean().backward()
+    optimizer.step()
+dist.destroy_process_group()
+"""
+    source = f"{_HEAD}{body}".replace("GUILTY", str(guilty))
+    (tmp_path / "train.py").write_text(source)
+    (here,) = [number for number, line in enumerate(source.splitlines(), 1) if "# here" in line]
+    words = ("run", "--nproc-per-node=2", "train.py")  # with a record, which tells that it loads
+    with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_HANG_S="2", LOCKSTEP_EVIDENCE="")) as run:
+        text = run.end(0)
+    head = rf"lockstep: HANG: no batch for \d\.\d s in step 3\.  Culprit: rank {guilty} .*\n"
+    where = rf"  rank {guilty} is loading data: at train\.py:{here} __getitem__, unmoved for "
+    assert len(re.findall(head + where, text)) == 1, text
+    assert "DEADLOCK" not in text, text
+    assert re.search(rf"lockstep: HANG, above, is over: rank {guilty} goes on", text), text
 
 
 _BY_HAND = """

@@ -210,6 +210,32 @@ def test_interrupt_while_it_starts_is_one_sentence_and_leaves_nothing(
     assert not {name for name in set(os.listdir("/dev/shm")) - before if name.startswith("lockstep")}
 
 
+# it is interrupted while a module is imported, which could swallow an exception, or die of it with a traceback
+_WHILE_IT_IMPORTS = """
+import os, runpy, signal, sys
+
+class Interrupt:
+    def find_spec(self, name, *_):
+        if name == module:
+            os.kill(os.getpid(), signal.SIGINT)
+
+module = sys.argv.pop(1)
+sys.meta_path.insert(0, Interrupt())
+runpy.run_module("lockstep", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.parametrize("module", ["lockstep.cli", "lockstep.launch.words", "lockstep.cli.run", "argparse", "torch"])
+def test_interrupt_of_an_import_ends_without_a_traceback(tmp_path: Path, module: str) -> None:
+    (tmp_path / "x.py").write_text("print('it ran')\n")
+    command = [sys.executable, "-c", _WHILE_IT_IMPORTS, module, "run", "x.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    has_begun = module == "torch"
+    assert done.returncode == (130 if has_begun else -signal.SIGINT)
+    assert done.stdout == ""
+    assert done.stderr == ("lockstep: stopped while the processes were starting\n" if has_begun else "")
+
+
 def test_interrupt_of_a_command_that_starts_nothing_is_one_sentence(tmp_path: Path) -> None:
     code = "import os, signal, sys, lockstep.cli as cli; cli._command = lambda *_: os.kill(os.getpid(), signal.SIGINT)"
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main(['report']))"]

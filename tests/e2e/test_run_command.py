@@ -112,11 +112,23 @@ if os.fork() == 0:
 raise SystemExit(75)
 """
 
+_STARTS = """
+import os, subprocess, time
+for kind, apart in (("child", False), ("daemon's child", True)):
+    child = subprocess.Popen(["sleep", "600"], start_new_session=apart)
+    print(f"rank {os.environ['RANK']} starts {kind} pid {child.pid}", flush=True)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+if os.environ["RANK"] == "2":
+    os._exit(0)
+time.sleep(600)
+"""
+
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
-    for name, text in (("ddp.py", _DDP), ("fails.py", _FAILS), ("waits.py", _WAITS), ("haunts.py", _HAUNTS)):
-        (tmp_path / name).write_text(text)
+    texts = {"ddp": _DDP, "fails": _FAILS, "waits": _WAITS, "haunts": _HAUNTS, "starts": _STARTS}
+    for name, text in texts.items():
+        (tmp_path / f"{name}.py").write_text(text)
     runs: list[Run] = []
 
     def one(*words: str, **variables: str) -> Run:
@@ -132,7 +144,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
 
 
 def offspring_in(run: Run) -> list[int]:
-    """What the ranks of `_WAITS` have forked, and leave to itself."""
+    """What the ranks of `_WAITS` and `_STARTS` have started, and leave to itself."""
     return [int(pid) for pid in re.findall(r"child pid (\d+)", run.text())]
 
 
@@ -307,13 +319,32 @@ def test_nothing_is_left_of_a_launcher_that_was_killed_nor_of_its_workers(start:
     run.process.kill()
     run.end(-signal.SIGKILL)
     wait_for(lambda: not any(map(is_alive, others)), "the fork server was gone", run.text)
+    wait_for(lambda: not any(map(is_alive, offspring_in(run))), "the workers' children were gone", run.text)
+
+
+@pytest.mark.parametrize("how", ["warm", "fresh"])
+def test_killed_launcher_takes_along_what_its_workers_have_started_but_no_daemons(
+    start: Callable[..., Run], how: str
+) -> None:
+    """Nor what a rank has left that ended well, which stays as without a launcher."""
+    run = start(f"--start={how}", "--nproc-per-node=3", "--record=off", "starts.py")
+    wait_for(lambda: len(offspring_in(run)) == 6 and len(run.pids()) == 3, "all had started theirs", run.text)
+    plain = {int(r): int(p) for r, p in re.findall(r"rank (\d) starts child pid (\d+)", run.text())}
+    daemons = [pid for pid in offspring_in(run) if pid not in plain.values()]
+    wait_for(lambda: not Path(f"/proc/{run.pid_of(2)}").exists(), "it was seen that rank 2 ended well", run.text)
+    (heir,) = [pid for pid in children(run.process.pid) if "while read" in Path(f"/proc/{pid}/cmdline").read_text()]
+    run.process.kill()
+    run.end(-signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, (heir, plain[0], plain[1]))), "the plain children were gone", run.text)
+    assert len(daemons) == 3
+    assert all(map(is_alive, [*daemons, plain[2]]))
 
 
 def test_run_that_was_shown_is_stopped_where_the_watcher_is_killed(start: Callable[..., Run], tmp_path: Path) -> None:
     watcher = start("--watch", "--record=kept", "waits.py", "0")
     wait_for(lambda: len(children(watcher.process.pid)) == 1, "the run was started", watcher.text)
     (launcher,) = children(watcher.process.pid)
-    wait_for(lambda: len(children(launcher)) == 2, "its rank and its fork server came up", watcher.text)
+    wait_for(lambda: len(children(launcher)) == 3, "its rank, its fork server and its heir came up", watcher.text)
     left = [launcher, *children(launcher)]
     watcher.process.kill()
     watcher.end(-signal.SIGKILL)

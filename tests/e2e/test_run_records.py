@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +17,37 @@ from lockstep.observe.tally import Tally, tally_from
 from whole_records import read_run
 
 pytestmark = pytest.mark.limit_s(120)
+
+# a logger whose import or login takes longer than the run: until well after another rank has gone
+_SLOW_WANDB = """
+import os, time
+
+class Run:
+    def log(self, values, step):
+        print("logged", step, values, flush=True)
+
+    def finish(self, exit_code):
+        print("finished", exit_code, flush=True)
+
+def init(**about):
+    while not os.path.exists("gone"):
+        time.sleep(0.02)
+    time.sleep(3)
+    return Run()
+"""
+
+_LOGS = """
+import os, pathlib, signal, torch, torch.distributed as dist, lockstep
+dist.init_process_group("gloo")
+for step in range(1, 9):
+    dist.all_reduce(torch.ones(3))
+    lockstep.log(step, loss=1.0 / step)
+    if step == 3:
+        dist.barrier()
+        if dist.get_rank() == 1:
+            pathlib.Path("gone").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+"""
 
 _KILLED = """
 import os, signal, sys, torch, torch.distributed as dist, lockstep
@@ -172,3 +204,14 @@ def test_one_process(start: Callable[..., Run], tmp_path: Path) -> None:
     assert [one["step"] for one in values] == list(range(1, 56))
     assert all(one["loss"] >= 0 and one["lr"] == 0.5 for one in values)
     assert [next(iter(line)) for line in launch_of(folder)] == ["launch", "attempt", "ended", "over"]
+
+
+def test_loggers_that_are_still_beginning_get_all_where_another_rank_fails(tmp_path: Path) -> None:
+    (tmp_path / "logs.py").write_text(_LOGS)
+    (tmp_path / "wandb.py").write_text(_SLOW_WANDB)
+    words = ("run", "--nproc-per-node=2", "--record=kept", "--log=wandb", "logs.py")
+    text = Run(tmp_path, *words, PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])).end(1)
+    assert re.findall(r"^(?:logged|finished) .*", text, re.MULTILINE) == [
+        *(f"logged {step} {{'loss': {1.0 / step}}}" for step in (1, 2, 3)), "finished 1"
+    ]  # fmt: skip
+    assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL", text)

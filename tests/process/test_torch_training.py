@@ -216,7 +216,7 @@ WRONG: dict[Case, tuple[str, ...]] = {
     frozen_elsewhere: ("MODELS differ", "rank 1 has parameter '0.weight' with requires_grad True, rank 0"),
     other_size: ("MODELS differ", "'weight' with shape [9, 4], rank 0 with shape [8, 4]", "test_torch_training.py:"),
     other_order: ("rank 1 has parameter 'b.weight' where rank 0 has parameter 'a.weight'", "ModelMismatch"),
-    other_seed_by_hand: ("REPLICAS differ after step 2", "'0.weight' is", "Start all ranks alike", "optimizer made at"),
+    other_seed_by_hand: ("REPLICAS differ after step 1", "'0.weight' is", "Start all ranks alike", "optimizer made at"),
     past_the_wrapper: ("REPLICAS differ after step 1, equal when they were wrapped", ".module", "ReplicaDrift"),
     other_rate: ("REPLICAS differ", "lr of parameter group 0 is 0.1 on rank 0, 1.1 on rank 1"),
     flipped_bit: ("REPLICAS differ after step 4, equal after step 2", "parameter '2.weight' is", "a bit flipped"),

@@ -243,9 +243,9 @@ def test_server_that_has_ended_is_noticed(tmp_path: Path) -> None:
         try:
             assert server.problem(at_once) == ""
             start = Start(Program("script", "x.py"), dict(os.environ), os.getcwd(), "", "")
-            os.kill(server.pid, signal.SIGSTOP)
+            os.kill(server._process.pid, signal.SIGSTOP)
             assert server.start(start, lambda descriptor, limit_s: bool(wait_for([descriptor], 0.1))) is None
-            os.kill(server.pid, signal.SIGKILL)
+            os.kill(server._process.pid, signal.SIGKILL)
             assert server.start(start, at_once) is None
         finally:
             server.close()

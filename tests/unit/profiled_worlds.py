@@ -22,6 +22,7 @@ class World:
     world_size: int = 2
     collectives: int = 3
     moves_us: int = 500
+    held_up_us: Callable[[int, int], int] = lambda step, number: 0  # more, of one collective of a step
     steps: int = 20
     ahead_us: Sequence[int] = ()  # of each rank's clock, on a machine of its own
     elements: int = 65536
@@ -42,10 +43,10 @@ class World:
             begun, waits = list(now), [list[Wait]() for _ in range(size)]
             for rank in range(size):
                 now[rank] += self.data_us(rank, step)
-            for _ in range(self.collectives):
+            for at in range(self.collectives):
                 for rank in range(size):
                     now[rank] += self.work_us(rank, step)
-                ended = max(now) + self.moves_us
+                ended = max(now) + self.moves_us + self.held_up_us(step, at)
                 for rank in range(size):
                     entered_ns, left_ns = (1000 * (t + ahead[rank]) for t in (now[rank], ended))
                     number = len(records[rank])

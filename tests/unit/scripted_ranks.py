@@ -32,6 +32,10 @@ class Act(NamedTuple):
     what: str  # a phase of PHASES, "start", "wait", "stand"
     us: int = 0
     name: str = ""
+    ranks: tuple[int, ...] = ()  # of the group; () is all
+
+
+Ends = dict[tuple[int, ...], list[int]]  # of each group, when its collectives begin or end
 
 
 def forward(us: int) -> Act:
@@ -50,16 +54,16 @@ def optimizer(us: int) -> Act:
     return Act("optimizer", us)
 
 
-def start(name: str, us: int) -> Act:
-    return Act("start", us, name)
+def start(name: str, us: int, *ranks: int) -> Act:
+    return Act("start", us, name, ranks)
 
 
 def wait(name: str) -> Act:
     return Act("wait", 0, name)
 
 
-def stand(name: str, us: int) -> Act:
-    return Act("stand", us, name)
+def stand(name: str, us: int, *ranks: int) -> Act:
+    return Act("stand", us, name, ranks)
 
 
 class Clock:
@@ -94,8 +98,8 @@ class Network:
 
     name, world_size, device, timeout_s = "known", 2, torch.device("cpu"), 1.0
 
-    def __init__(self, rank: int, size: int, clock: Clock, ends_ns: Sequence[int]) -> None:
-        self.rank, self.global_ranks, self.clock, self.ends_ns = rank, tuple(range(size)), clock, ends_ns
+    def __init__(self, rank: int, ranks: Sequence[int], clock: Clock, ends_ns: Sequence[int]) -> None:
+        self.rank, self.global_ranks, self.clock, self.ends_ns = rank, tuple(ranks), clock, ends_ns
         self.began_ns: list[int] = []
 
     def submit(self, op: CommOp) -> Work:
@@ -113,7 +117,7 @@ class Watching:
     def group(self, name: str, ranks: Sequence[int]) -> None: ...
 
 
-def played(rank: int, size: int, acts: Sequence[Act], ends_ns: Sequence[int], folder: Path) -> list[int]:
+def played(rank: int, size: int, acts: Sequence[Act], ends_ns: Ends, folder: Path) -> Ends:
     """Do `acts` in each step, and record that; when each collective was started."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
@@ -122,15 +126,19 @@ def played(rank: int, size: int, acts: Sequence[Act], ends_ns: Sequence[int], fo
         recorder = FlightRecorder(folder / f"flight-{rank}", rank, size)
         steps = recorder.clock
         steps.close_reader = lambda: None
-        network = Network(rank, size, clock, ends_ns)
-        layer: Any = GuardLayer(network, Watching(recorder))  # pyright: ignore[reportArgumentType]
+        networks: dict[tuple[int, ...], Any] = {
+            ranks: Network(rank, ranks or range(size), clock, ends_ns.get(ranks, ()))
+            for ranks in dict.fromkeys(act.ranks for act in acts)
+        }
+        guard: Any = Watching(recorder)
+        layers: Any = {ranks: GuardLayer(one, guard, name=f"group {ranks}") for ranks, one in networks.items()}
         steps.restart()
         works: dict[str, Work] = {}
         for step in range(1, STEPS + 1):
             for number, act in enumerate(acts):
                 if act.what in ("start", "stand"):
                     op = CommOp(number, "all_reduce", (torch.ones(1000),), reduce="sum", label=act.name)
-                    works[act.name] = layer.submit(op._replace(async_op=act.what == "start"))
+                    works[act.name] = layers[act.ranks].submit(op._replace(async_op=act.what == "start"))
                 elif act.what == "wait":
                     if step > 1 or act.name in works:  # else it is one of the step before
                         works.pop(act.name).wait()
@@ -144,29 +152,43 @@ def played(rank: int, size: int, acts: Sequence[Act], ends_ns: Sequence[int], fo
         writer.close()
         record.close()
         recorder.close()
-    return network.began_ns
+    return {ranks: one.began_ns for ranks, one in networks.items()}
 
 
 def recorded(folder: Path, *ranks: Sequence[Act], is_one_link: bool = False, later_us: Sequence[int] = ()) -> Run:
     """Each rank does its acts `STEPS` times; a collective ends when its data has moved after its last rank's start.
 
-    is_one_link: it carries the data of one collective after the other. later_us: by which each rank has its own later.
+    is_one_link: it carries the data of one collective of a group after the other. later_us: by which each rank has its
+    own later.
     """
-    moves = [[act.us for act in acts if act.what in ("start", "stand")] for acts in ranks]
-    assert all(ones == moves[0] for ones in moves)
     later_ns = [1000 * us for us in later_us] or [0] * len(ranks)
-    ends: list[int] = []
+    moves: dict[tuple[int, ...], list[int]] = {}
+    for rank, acts in enumerate(ranks):
+        for group in {act.ranks for act in acts if act.what in ("start", "stand")}:
+            ones = [act.us for act in acts if act.what in ("start", "stand") and act.ranks == group]
+            assert moves.setdefault(group, ones) == ones
+            assert rank in (group or [rank])
+    ends: Ends = {}
     for attempt in range(200):  # until the starts that follow from the ends are those that they follow from
         place = folder / str(attempt)
         place.mkdir(parents=True)
         begun = [
-            played(rank, len(ranks), acts, [at + later_ns[rank] for at in ends], place)
+            played(
+                rank,
+                len(ranks),
+                acts,
+                {group: [at + later_ns[rank] for at in ones] for group, ones in ends.items()},
+                place,
+            )
             for rank, acts in enumerate(ranks)
         ]
-        before, ends, free_ns = ends, list[int](), 0
-        for *times, us in zip(*begun, moves[0] * STEPS, strict=True):
-            ends.append(max(*times, free_ns) + 1000 * us)
-            free_ns = ends[-1] if is_one_link else 0
+        before, ends = ends, {}
+        for group, took_us in moves.items():
+            free_ns, ends[group] = 0, []
+            members = group or range(len(ranks))
+            for *times, us in zip(*(begun[rank][group] for rank in members), took_us * STEPS, strict=True):
+                ends[group].append(max(*times, free_ns) + 1000 * us)
+                free_ns = ends[group][-1] if is_one_link else 0
         if ends == before:
             return read_run(place)
     raise AssertionError("no end")

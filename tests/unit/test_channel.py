@@ -38,7 +38,7 @@ class Pair:
             self.next_sheet += -(-SHEET_BYTES // PAGE) * PAGE
             letter = self.sender.free_letter()
         assert letter is not None
-        letter.words[NUMBER] = number = self.sender.next_number()
+        number = letter.words[NUMBER]
         letter.words[TAG] = tag
         self.sender.letter_written(letter)
         return number
@@ -87,7 +87,6 @@ def test_letters_written_while_the_receiver_looks_are_left_out(segment: Segment)
     first = pair.send(1)
     letter = pair.sender.free_letter()
     assert letter is not None
-    letter.words[NUMBER] = pair.sender.next_number()
     letter.words[STATE] = OPEN  # it can be seen, but is not counted
     assert [found.words[NUMBER] for found in pair.receiver.open_letters()] == [first]
     pair.sender.letter_written(letter)

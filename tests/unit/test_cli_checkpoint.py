@@ -228,6 +228,8 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     said = Said(capsys, "export", run, tmp_path / "hf", "--step", 50)
     assert said.code == 0
     assert said.out == f"{tmp_path / 'hf'}: 2 tensors of step 50, 1.02 kB in model.safetensors\n"
+    lacks = "no tokenizer is in it, as the run has left none: copy tokenizer.json and tokenizer_config.json into"
+    assert said.err == f"{lacks} {tmp_path / 'hf'}\n"
     held = load_file(tmp_path / "hf" / "model.safetensors")
     assert torch.equal(held["wte.weight"], state(50)["model"]["wte.weight"])
     said = Said(capsys, "export", run, tmp_path / "all.pt", "--format", "torch", "--key", "")

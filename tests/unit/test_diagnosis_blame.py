@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from rank_sights import REDUCE, PaperRank, found_in, world
+from rank_sights import FIRST, REDUCE, PaperRank, found_in, running, waiting_for_rank_1, world
 
+from lockstep.observe.profile.step_clock import BACKWARD, DATA
 from lockstep.observe.scene import message_text
+from lockstep.observe.torch_groups import FROM_CPP
 
 OTHER = "all_reduce float32 [9] max"
 
@@ -68,3 +70,69 @@ def test_of_equal_calls_the_one_that_was_left_out_or_put_in_is_named(fault: str,
     assert guilty in finding.culprits
     line = 3 if fault == "skipped" else 2
     assert f"rank {guilty} {fault} {REDUCE} at train.py:{line} f" in finding.text, finding.text
+
+
+@pytest.mark.parametrize(("early", "size"), [((1, 2), 3), ((0, 2), 4), ((0, 3), 4), ((2,), 4)])
+def test_all_that_have_finished_too_early_are_named(early: tuple[int, ...], size: int) -> None:
+    ranks = running(size)
+    for one in ranks:
+        if one.rank in early:
+            one.finishes()
+        else:
+            one.waits(one.call(REDUCE, FIRST), 1.5)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("finished", early), finding.text
+    assert "\n".join(f"  rank {rank} finished normally after 6 collectives," for rank in early) in finding.text
+    names = {(1, 2): "ranks 1,2", (0, 2): "ranks 0,2", (0, 3): "ranks 0,3", (2,): "rank 2"}[early]
+    assert f"Likely fix: {names} ha" in finding.text
+
+
+def epochs(extra: int, guilty: int, fault_in: int) -> list[PaperRank]:
+    """Two ranks with a call at the beginning of each epoch of five steps, of which one has too few or many of one."""
+    ranks = world(2)
+    for one in ranks:
+        for epoch in range(fault_in + 1):
+            one.call("broadcast int64 [9] root=0", "data.py:8 epoch")
+            is_odd = one.rank == guilty and epoch == fault_in
+            for step in range(5 + extra * is_odd):
+                one.calls(*["train.py:9 main"] * (1 + (epoch == 0 and step < 2)), text=FROM_CPP)
+        if (one.rank == guilty) == (extra > 0):  # it is still in its epoch
+            one.step -= 1
+            one.waits(one.records[-1].number, 0.6)
+        else:
+            one.waits(one.call("broadcast int64 [9] root=0", "data.py:8 epoch"), 0.6)
+    return ranks
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("extra", [-1, 1])
+@pytest.mark.parametrize(("fault_in", "is_known"), [(2, True), (1, True), (0, False)])
+def test_of_two_the_one_whose_epoch_is_not_as_long_as_before_is_named(
+    fault_in: int, is_known: bool, extra: int, guilty: int
+) -> None:
+    """In the first epoch nobody knows how long one is: then no one rank is blamed."""
+    finding = found_in(epochs(extra, guilty, fault_in))
+    assert (finding.kind, finding.culprits) == ("mismatch", (guilty,) if is_known else (0, 1)), finding.text
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_of_two_the_one_that_called_its_model_twice_in_a_step_left_a_backward_out(guilty: int) -> None:
+    ranks = epochs(-1, guilty, 0)
+    for one in ranks:
+        told = {"0": [1, 0, ""], **({"2": [2, 0, ""], "3": [1, 0, ""]} if one.rank == guilty else {})}
+        one.status_fields.update(facts={"sync world/2/1": told})
+    finding = found_in(ranks)
+    assert finding.culprits == (guilty,), finding.text
+    assert f"rank {guilty} called its model 2 times in step 3: was a backward left out?" in finding.text
+
+
+def test_a_rank_that_waits_for_its_batch_is_said_to_do_that() -> None:
+    ranks = waiting_for_rank_1()
+    ranks[1].status_fields.update(phases=((DATA, 7),))
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("hang", (1,), False)
+    assert finding.text.startswith("lockstep: HANG: no batch for 12.4 s in step 4.  Culprit: rank 1 ")
+    assert "rank 1 is loading data: at data.py:31 load_batch, unmoved for 12.4 s" in finding.text
+    assert "no deadlock" in finding.text
+    ranks[1].status_fields.update(phases=((DATA, 7), (BACKWARD, 9)))
+    assert "HANG: nothing has moved" in found_in(ranks).text

@@ -42,10 +42,10 @@ def test_against_a_list_of_pages(calls: list[int]) -> None:
             start = parts.pop((0, -1, len(parts) // 2)[call])
             free.give_back(start)
             pages = [None if page == start else page for page in pages]
-        assert free.in_use() == GRAIN * sum(page is not None for page in pages)
+        assert sum(free._used.values()) == GRAIN * sum(page is not None for page in pages)
     for start in parts:
         free.give_back(start)
-    assert free.in_use() == 0
+    assert not free._used
     assert free.take(PAGES * GRAIN) == 0  # all holes have become one again
 
 

@@ -340,7 +340,7 @@ def test_where_a_fork_cannot_be_a_fresh_interpreter_is_started(
     said: list[str] = []
     made, commands = starter_with(monkeypatch, [], said, program, is_warm=case != "--start fresh")
     assert made.start(Start(program, {}, "", "", "")) == "fresh"
-    assert (commands, said, made.server_pid) == ([name], [], 0)
+    assert (commands, said, made._server) == ([name], [], None)
 
 
 def test_another_ranks_end_is_told_from_an_error_of_ones_own() -> None:

@@ -6,6 +6,7 @@ import json
 import os
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,23 @@ def test_killed_rank_that_had_not_begun_the_step_stands_where_it_was_seen_last(t
     row, late = lanes_of(run, 0.0, moments=[moments_of(run, ended=9)[0], alone])["steps"][-1]["ranks"]
     assert row["began_us"] < late["began_us"] == late["ended_us"]
     assert late["ended_us"] <= row["ended_us"]
+
+
+@pytest.mark.parametrize("lines", [0, 3])
+def test_killed_rank_that_was_seen_last_before_the_others_began_the_step_died_within_it(
+    tmp_path: Path, lines: int
+) -> None:
+    """Its pulse is a quarter of a second old, and so may its last lines be, or there are none."""
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    before, dead = moments_of(run, ended=6)
+    dead = dead._replace(ops=[], until_ns=run.ranks[1].starts[-1].clock_ns + 2 * 10**6)
+    kept = run.ranks[1]
+    kept = replace(kept, lines=kept.lines[:lines], attempts=kept.attempts[:lines])
+    run = replace(run, ranks={**run.ranks, 1: kept})
+    row, late = lanes_of(run, 0.0, moments=[before, dead], culprits=[1])["steps"][-1]["ranks"]
+    assert late["began_us"] == pytest.approx(row["began_us"], abs=10_000), "whose clock began otherwise"
+    assert late["ended_us"] == row["ended_us"]
+    assert late["spans"] == [["open", late["began_us"], late["ended_us"]]]
 
 
 @pytest.mark.parametrize(("code", "culprits"), [(1, [True, False]), (130, [False, True])])

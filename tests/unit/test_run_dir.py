@@ -19,6 +19,7 @@ from lockstep.train.run_dir import Launch, Start, _begin_at, _prepare, goes_on, 
 OLD = {
     "checkpoints/step-00000007-g1/manifest.json": "manifest",
     "config.json": "old config",
+    "tokenizer.json": "old tokenizer",
     "metrics.jsonl": "old metrics",
     "samples.jsonl": "old samples",
     "sample.txt": "old sample",
@@ -85,20 +86,21 @@ def test_killed_anywhere_while_an_older_run_is_moved_aside(after: str, tmp_path:
         run = old_run(tmp_path / str(number))
         try:
             with killed_at(number):
-                _prepare(run, FRESH, Launch("this", 0))
+                _prepare(run, FRESH, Launch("this", 0), "new tokenizer")
             break
         except Killed:
             start = start_of(run, resume, launch)
-        _prepare(run, start, launch)
+        _prepare(run, start, launch, "new tokenizer")
         files = files_in(run.out)
         if start.origin is not None:
             gone_on += 1
             assert files.keys() == OLD.keys()
-            assert {name for name in OLD if files[name] != OLD[name]} <= {"config.json", ".launch"}
+            assert {name for name in OLD if files[name] != OLD[name]} <= {"config.json", "tokenizer.json", ".launch"}
         else:
             assert {name: files[f"older-1/{name}"] for name in OLD} == OLD, "whole, and in one place"
             own = {name for name in files if not name.startswith("older-1/")}
-            assert own == {"config.json", *([".launch"] if launch.name or ".launch" in own else [])}
+            assert files["tokenizer.json"] == "new tokenizer"
+            assert own == {"config.json", "tokenizer.json", *([".launch"] if launch.name or ".launch" in own else [])}
             assert (run.out / "checkpoints").is_dir()
         assert not list(run.out.glob(".*.partial"))
         assert not (run.out / "older-2").exists()
@@ -108,20 +110,20 @@ def test_killed_anywhere_while_an_older_run_is_moved_aside(after: str, tmp_path:
 
 def test_a_run_that_its_launcher_starts_again_is_never_moved_aside(tmp_path: Path) -> None:
     run = RunConfig(out=tmp_path / "out")
-    _prepare(run, FRESH, Launch("this", 0))
+    _prepare(run, FRESH, Launch("this", 0), "new tokenizer")
     (run.out / "metrics.jsonl").write_text("mine")
     again = start_of(run, "", Launch("this", 1))
     assert again == Start(None, True, {}, ())  # nothing was saved
-    assert _prepare(run, again, Launch("this", 1)) == ""
+    assert _prepare(run, again, Launch("this", 1), "new tokenizer") == ""
     checkpoint(run.out / "checkpoints" / "step-00000003-g1")
     again = start_of(run, "", Launch("this", 2))
     assert again.origin == Origin(run.out / "checkpoints")
     assert goes_on(run, again)
-    assert _prepare(run, again, Launch("this", 2)) == ""
+    assert _prepare(run, again, Launch("this", 2), "new tokenizer") == ""
     assert (run.out / "metrics.jsonl").read_text() == "mine"
     assert start_of(run, "", Launch("other", 1)) == FRESH, "another launch, killed before it came here"
     assert start_of(run, "", Launch("this", 0)) == FRESH
-    assert _prepare(run, FRESH, Launch("other", 1)) == str(run.out / "older-1")
+    assert _prepare(run, FRESH, Launch("other", 1), "new tokenizer") == str(run.out / "older-1")
 
 
 def test_what_the_environment_says() -> None:

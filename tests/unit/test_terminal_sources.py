@@ -15,7 +15,7 @@ from lockstep.observe.board import flight_path
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.profile.run_record import Start, Steps, file_of, start_line, steps_line
 from lockstep.observe.report.onlooker import Onlooker
-from lockstep.observe.report.rank_rows import Tail
+from lockstep.observe.report.rank_rows import Stand, Tail, row_of
 from lockstep.observe.report.source import places_of
 from lockstep.observe.report.terminal import TerminalView
 from lockstep.observe.status import Status
@@ -68,7 +68,7 @@ def test_a_record_is_read_on_as_it_grows(tmp_path: Path) -> None:
 
     assert (tail.host, tail.step, tail.memory_mib) == ("node-7", 10, 640)
     assert tail.values == {"loss": 0.5, "lr": 0.1}
-    assert [pace.wall_us // pace.steps for pace in tail.paces] == [100_000] * 3
+    assert [pace.wall_us // pace.count for pace in tail.paces] == [100_000] * 3
 
 
 def test_of_a_long_record_the_end_is_read(tmp_path: Path) -> None:
@@ -79,6 +79,26 @@ def test_of_a_long_record_the_end_is_read(tmp_path: Path) -> None:
     tail.read()
 
     assert (tail.host, tail.step, len(tail.paces)) == ("node-7", 1999, 32)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("5", "null", "[]", '["start"]', '"start"', "{}", '{"start": 1}', '{"step": "x"}', '{"step": 3, "count": 0}'),
+        *('{"step": 3, "phases_us": 7}', '{"step": 3, "phases_us": [1]}', '{"step": 3, "wall_us": "long"}'),
+        *('{"values": "x"}', '{"values": NaN}', '{"values": [], "loss": 7}', "\x00\x00", '{"step": 9, "tokens": null}'),
+    ],
+)
+def test_line_that_is_none_of_a_record_is_left_out(tmp_path: Path, line: str) -> None:
+    path = file_of(tmp_path, 0)
+    append(path, start_line(start()), steps_line(steps(1)), line + "\n", '{"values": 2, "loss": 0.5}\n')
+    tail = Tail(path)
+    tail.read()
+    append(path, line + "\n", steps_line(steps(2)))
+    tail.read()
+    row = row_of(0, tail, None, Stand("good", "running"))
+    assert (row.step, row.host, len(row.steps_ms), tail.values) == (2, "node-7", 2, {"loss": 0.5})
+    assert row.step_ms == pytest.approx(100.0)
 
 
 def test_a_rank_that_starts_again_begins_anew(tmp_path: Path) -> None:

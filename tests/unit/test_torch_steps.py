@@ -18,16 +18,21 @@ SHARED = frozenset("ABC")  # the parameters of the others are a rank's own, as f
 
 
 def counted(story: str, operations: int = 1) -> list[int]:
-    """What each step of the story counts: a letter per optimizer, a blank where the rank communicates."""
-    optimizers = {name: Optimizer() for name in story if name != " "}
+    """What each step of the story counts: a letter per optimizer, a blank where the rank communicates.
+
+    A bar where a backward begins, if nobody has seen parameters that ranks share.
+    """
+    optimizers = {name: Optimizer() for name in story if name not in " |"}
     names = {id(optimizer): name for name, optimizer in optimizers.items()}
     counter = StepCounter(lambda optimizer: names[id(optimizer)] in SHARED)
-    counts, started = [], 0
+    counts, started, begun = [], 0, None
     for name in story:
         if name == " ":
             started += operations
+        elif name == "|":
+            begun = started
         else:
-            counts.append(counter.stepped(optimizers[name], started))
+            counts.append(counter.stepped(optimizers[name], started, begun=begun))
     return counts
 
 
@@ -42,6 +47,11 @@ def counted(story: str, operations: int = 1) -> list[int]:
         ("s s s A A", [0, 2, 1, 1, 1]),  # and while others ask for something: the shared one takes over
         (" x x x", [0, 2, 1]),  # gradients averaged by the program's own calls
         (" xy xy xy", [0, 0, 2, 0, 1, 0]),
+        ("| x| x| x", [1, 1, 1]),  # these calls are seen to come between a backward and its step
+        (" |x |x |x", [0, 2, 1]),  # what was asked for before the backward may be anything
+        (" |x| x| x", [0, 2, 1]),
+        ("| xy| xy", [1, 0, 1, 0]),
+        ("|x|x|x", [0, 0, 0]),
         (" A A B B B", [1, 1, 0, 1, 1]),  # a second phase of training
         (" A A BBBB", [1, 1, 0, 0, 0, 0]),  # one rank goes on with its copy of the model, alone
         ("xxxx", [0, 0, 0, 0]),

@@ -9,12 +9,13 @@ import json
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, final
+from typing import TYPE_CHECKING, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.op import CommOp, Work
+from lockstep.comm.operands import writing_to
 from lockstep.comm.torch_work import Refused
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CollectiveMismatch, CommError
@@ -25,18 +26,12 @@ from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.tensor_digest import digests
 from lockstep.observe.wording import step_after
 
+if TYPE_CHECKING:
+    from lockstep.observe.guard import Guard
+
 _SAID_BYTES = 512  # of what a rank says of its collective
 _TEXT_MAX = 300
 _SHOWN_MAX = 8  # different collectives that a message lists
-
-
-class Steps(Protocol):
-    """What is used of a `Guard`."""
-
-    step_before: int
-
-    @property
-    def step(self) -> int: ...
 
 
 class Said(NamedTuple):
@@ -58,9 +53,9 @@ class CheckLayer(TransportLayer):
     exchange. After a difference nothing of the group is sent any more.
     """
 
-    def __init__(self, inner: Transport, counter: Steps, steps: int = CHECKED_STEPS) -> None:
+    def __init__(self, inner: Transport, guard: Guard, steps: int = CHECKED_STEPS) -> None:
         super().__init__(inner)
-        self._counter = counter
+        self._guard = guard
         self._steps = steps
         self._is_over = False
         self._failure: CommError | None = None
@@ -71,7 +66,7 @@ class CheckLayer(TransportLayer):
             self._land_the_dropped()
         if self._is_over or op.kind in ("send", "recv", "batch_send_recv"):
             return self.inner.submit(op)
-        said = Said(self._counter.step, text_of(op, self.global_ranks), call_site())
+        said = Said(self._guard.step, text_of(op, self.global_ranks), call_site())
         if self._failure is None and self.world_size > 1:
             try:
                 self._compare(op, said)
@@ -82,7 +77,7 @@ class CheckLayer(TransportLayer):
         return self._start(op, said) if op.async_op else self.inner.submit(op)
 
     def over(self, inner: Transport) -> CheckLayer:
-        return CheckLayer(inner, self._counter, self._steps)
+        return CheckLayer(inner, self._guard, self._steps)
 
     # ------------------------------------------------------------------ before it is sent
 
@@ -95,7 +90,7 @@ class CheckLayer(TransportLayer):
         voices = [Said(*json.loads(bytes(row.tolist()))) for row in whole.cpu().view(self.world_size, -1)]
         if any(voice[:2] != voices[0][:2] for voice in voices):
             raise CollectiveMismatch(_difference(voices, self.rank, self.global_ranks))
-        self._is_over = max(voice.step for voice in voices) >= self._counter.step_before + self._steps
+        self._is_over = max(voice.step for voice in voices) >= self._guard.step_before + self._steps
 
     # ------------------------------------------------------------------ while it is under way
 
@@ -142,8 +137,7 @@ class Flight:
             return
         changed = self._changed()
         self.work.wait(timeout_s)
-        is_inference = any(output.is_inference() for output in self._outputs)
-        with torch.inference_mode() if is_inference else torch.no_grad():
+        with writing_to(self._outputs):
             for output, result in zip(self._outputs, self._results, strict=True):
                 output.copy_(result)
         self.has_landed = True

@@ -101,14 +101,14 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
     is_majority = len(classes[0]) > len(classes[1])
     blamed = odd if is_majority else histories.unusual(parting) if parting.is_origin else None
     everybody = {rank for ranks in classes for rank in ranks}
-    unsynced = _unsynced(scene, everybody, parting.step)
+    unsynced, twice = _suspects(scene, everybody, parting.step)
     if blamed is None:
-        without = [side for side in (odd, usual) if unsynced.keys() & set(side.ranks)]
+        without = [side for side in (odd, usual) if {*unsynced, *twice} & set(side.ranks)]
         blamed = without[0] if len(without) == 1 else None
     if blamed is usual:  # two ranks: the roles were only a guess
         parting, fault = parting.swapped(), histories.INVERSE[fault]
     culprits = tuple(sorted(everybody - set(parting.usual.ranks) if blamed is not None else everybody))
-    return _report(scene, group, parting, fault, culprits, unsynced)
+    return _report(scene, group, parting, fault, culprits, unsynced, [twice[r] for r in culprits if r in twice])
 
 
 def _may_yet_be_decided(
@@ -171,27 +171,40 @@ def _is_used_often(progress: Progress, status: Status) -> bool:
     return len({mark.step for mark in newest}) * _SELDOM >= status.step - since + 1
 
 
-def _unsynced(scene: Scene, ranks: Iterable[int], step: int) -> dict[int, str]:
-    """The ranks that ran fewer synchronised backwards in that step than others, and others in no_sync(); and where."""
-    told: dict[str, dict[int, Any]] = defaultdict(dict)
+def _suspects(scene: Scene, ranks: Iterable[int], step: int) -> tuple[dict[int, str], dict[int, str]]:
+    """Who ran fewer synchronised backwards in that step, and others in no_sync(); who ran more forwards in one."""
+    told: dict[str, dict[int, list[tuple[int, Any]]]] = defaultdict(dict)
     for rank in sorted(ranks):
         for topic, values in scene.status(rank).facts.items():
-            is_it = topic.startswith("sync ")
-            for value in [value for key, value in values.items() if is_it and int(key) <= step]:
-                told[topic][rank] = value  # the last one holds
-    return {
-        rank: f"{names([rank])} ran {unsynced} backward in no_sync(), at {site}"
-        for values in told.values()
-        for rank, (synced, unsynced, site) in values.items()
-        if unsynced and synced < max(value[0] for value in values.values()) and scene.status(rank).step > step
-    }
+            past = [
+                (int(key), value) for key, value in values.items() if topic.startswith("sync ") and int(key) <= step
+            ]
+            told[topic].update({rank: past} if past else {})
+    unsynced, twice = dict[int, str](), dict[int, str]()
+    for by_rank in told.values():
+        last = {rank: past[-1][1] for rank, past in by_rank.items()}  # which holds
+        most = {rank: max((value[0], -key) for key, value in past) for rank, past in by_rank.items()}
+        for rank, (synced, apart, site) in last.items():
+            if apart and synced < max(value[0] for value in last.values()) and scene.status(rank).step > step:
+                unsynced[rank] = f"{names([rank])} ran {apart} backward in no_sync(), at {site}"
+            count, key = most[rank]
+            if count > min(most.values())[0]:
+                done = f"called its model {count} times in {step_after(-key)}"
+                twice[rank] = f"{names([rank])} {done}: was a backward left out?"
+    return unsynced, {} if unsynced else twice
 
 
 # ------------------------------------------------------------------ in words
 
 
 def _report(
-    scene: Scene, group: str, parting: Parting, fault: Fault, culprits: tuple[int, ...], unsynced: Mapping[int, str]
+    scene: Scene,
+    group: str,
+    parting: Parting,
+    fault: Fault,
+    culprits: tuple[int, ...],
+    unsynced: Mapping[int, str],
+    signs: Sequence[str],
 ) -> Finding:
     usual, odd, a, b, is_origin, is_step = parting
     step = parting.step
@@ -207,13 +220,13 @@ def _report(
         first = f"first difference: collective #{a.seq}" + how * bool(is_same)
     body = [counts, first] if counts else [first]
     body += [f"  {names(side.ranks)}: {call(r)} ({step_after(r.step)})" for side, r in ((usual, a), (odd, b))]
-    body += [*unsynced.values(), *_deed(parting, fault)]
+    is_known = not {*culprits} & {*usual.ranks}  # whose fault it is
+    body += [*unsynced.values(), *signs, *(_deed(parting, fault) if is_known else ())]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = (
         bool(differing) and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
     )
-    is_known = not {*culprits} & {*usual.ranks}  # whose fault it is
     advice = _FIX[fault] if is_known and fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
     head = "MISMATCH"
     if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first

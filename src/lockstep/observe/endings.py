@@ -163,24 +163,25 @@ def find_gone(scene: Scene) -> Finding | None:
 
 
 def find_finished(scene: Scene) -> Finding | None:
-    """A rank that came to its end while others want one more operation of it."""
+    """Ranks that came to their end while others want one more operation of them."""
     for wait in scene.waits:
         is_early = wait.age_s < scene.limits.grace_s
         if is_early or wait.is_any or (wait.record.is_message and wait.rank not in scene.blocked):
             continue
-        for rank in sorted(scene.ended.intersection(wait.absent)):
-            status = scene.status(rank)
-            if status.state == FINISHED and not saw_another(status):
-                return _finding(
-                    scene,
-                    "finished",
-                    [rank],
-                    "FINISHED too early, in",
-                    status.step,
-                    [f"{how_it_ended(scene.sights[rank], wait.record.group)},", _wanted(wait)],
-                    fix=f"{names([rank])} has a shorter loop or left it early: equal numbers of batches, or join().",
-                    waits=[wait for wait in scene.waits if rank in wait.absent],
-                )
+        ended = [scene.status(rank) for rank in sorted(scene.ended.intersection(wait.absent))]
+        early = [one.rank for one in ended if one.state == FINISHED and not saw_another(one)]
+        if early:
+            loops = "have shorter loops or left them" if early[1:] else "has a shorter loop or left it"
+            return _finding(
+                scene,
+                "finished",
+                early,
+                "FINISHED too early, in",
+                min(scene.status(rank).step for rank in early),
+                [*(f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early), _wanted(wait)],
+                fix=f"{names(early)} {loops} early: equal numbers of batches, or join().",
+                waits=[wait for wait in scene.waits if set(early).intersection(wait.absent)],
+            )
     return None
 
 

@@ -10,6 +10,7 @@ import math
 from typing import Literal
 
 from lockstep.observe import wording
+from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait
 from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import FINISHED, RAISED
@@ -17,6 +18,7 @@ from lockstep.observe.wording import Finding, names, seconds, step_after
 
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
+_LOADS = "is loading data"
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
 _Root = Literal["unseen", "ended", "silent", "active", "moving", "looping", "stuck", "inside"]
@@ -263,15 +265,21 @@ def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Findin
 def _report_hang(scene: Scene, wait: Wait, ranks: list[int]) -> Finding:
     waits = _waits_for(scene, ranks) or [wait]
     lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, _not_there(scene, rank))]
+    are = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'}"
+    what, why = "nothing has moved", "every rank must issue the same collectives in the same order."
+    fix = f"see what {are} stuck in, or which condition led there."
+    if all(_not_there(scene, rank) == _LOADS for rank in ranks):
+        what, why = "no batch", f"no deadlock: all go on once {are} given the batch."
+        fix = "see what it waits for: disk, network, a lock, a worker. Is that usual: a longer LOCKSTEP_HANG_S."
     return wording.compose(
         scene,
         "hang",
         _key(scene, ranks),
-        f"HANG: nothing has moved for {seconds(wait.age_s)} in {step_after(scene.step)}.",
+        f"HANG: {what} for {seconds(wait.age_s)} in {step_after(scene.step)}.",
         ranks,
         [*lines, *wording.waiters(waits)],
-        why="every rank must issue the same collectives in the same order.",
-        fix=f"see what {names(ranks)} {'is' if len(ranks) == 1 else 'are'} stuck in, or which condition led there.",
+        why=why,
+        fix=fix,
         least=wording.stacks(scene, [*ranks, *(wait.rank for wait in waits)]),
         done=scene.step,
     )
@@ -281,6 +289,9 @@ def _not_there(scene: Scene, rank: int) -> str:
     state = scene.status(rank).state
     if not scene.is_running(rank):
         return f"has {state}" if state in (RAISED, FINISHED) else "is gone"
+    phases = scene.status(rank).phases  # known where the run is recorded
+    if phases and phases[-1][0] == DATA:
+        return _LOADS
     return "is not there" if rank not in scene.blocked else "waits"
 
 

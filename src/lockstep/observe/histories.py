@@ -141,12 +141,31 @@ def is_whole(side: Side, step: int) -> bool:
 
 
 def unusual(parting: Parting) -> Side | None:
-    """Of two: the one whose calls in the step are not those of any other step; None where that cannot be said."""
-    known = _shapes((parting.usual, parting.odd), parting.step)
-    knows_usual, knows_odd = (_is_known(side.history, parting.step, known) for side in (parting.usual, parting.odd))
-    if knows_usual == knows_odd:
+    """Of two: the one whose calls in the step are those of no other, or come out of turn; None where nobody knows."""
+    sides, known = (parting.usual, parting.odd), _shapes((parting.usual, parting.odd), parting.step)
+    knows_usual, knows_odd = (_is_known(side.history, parting.step, known) for side in sides)
+    past = [[record for record in side.history if record.seq <= parting.a.seq] for side in sides]
+    if knows_usual and knows_odd:
+        before = [_line(record) for record in past[0][:-1]]
+        seldom = min((_line(mine[-1]) for mine in past), key=before.count)  # that which begins an epoch, say
+        knows_usual, knows_odd = (_is_in_turn(mine, seldom) for mine in past)
+    if knows_usual == knows_odd or _has_begun_anew(past[knows_usual]):
         return None
     return parting.odd if knows_usual else parting.usual
+
+
+def _has_begun_anew(history: Sequence[Record]) -> bool:
+    """Whether the last call was made in the first step, of which not all may be known, and not since."""
+    last = _line(history[-1])
+    return {record.step for record in history[:-1] if _line(record) == last} == {history[0].step}
+
+
+def _is_in_turn(history: Sequence[Record], seldom: tuple[str, str]) -> bool:
+    """Whether the last step's calls are those that came so many steps after `seldom` the time before."""
+    rounds = sorted({record.step for record in history[:-1] if _line(record) == seldom})
+    now = history[-1].step
+    shape = _shape(history, now)
+    return len(rounds) > 1 and _shape(history, rounds[-2] + now - rounds[-1])[: len(shape)] == shape
 
 
 def _is_known(history: Sequence[Record], step: int, known: set[Shape]) -> bool:

@@ -15,7 +15,7 @@ from lockstep.comm import init as comm_init
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.segment import default_directory
 from lockstep.comm.transport import Transport
-from lockstep.observe.board import Board, Store, flight_path
+from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.group_layers import is_watched, watched_by
 from lockstep.observe.guard import Guard
@@ -96,7 +96,8 @@ def meet(settings: GuardSettings, transport: Transport, machines: Sequence[str],
             if rank == 0:
                 warnings.warn(f"this run has no guard: {problem}", RuntimeWarning, stacklevel=2)
             return None
-        board = Board(folders[here[0]], recorder, here, _own_connection(store))
+        own_store = None if store is None else store.clone()  # a call of the rank's own thread may hold its connection
+        board = Board(folders[here[0]], recorder, here, own_store)
         board.open_all()
         guard = Guard(recorder, board, settings)
         comm.barrier(label="guard")  # all have opened all
@@ -107,8 +108,3 @@ def meet(settings: GuardSettings, transport: Transport, machines: Sequence[str],
     guard.before_close.append(attach(guard))
     guard.start()
     return guard
-
-
-def _own_connection(store: Any) -> Store | None:
-    """The store for the guard's thread: a call of the rank's own thread may hold the connection for long."""
-    return None if store is None else store.clone()

@@ -26,7 +26,9 @@ def layout_of(module: Module | None, optimizer: Optimizer | None, wrappers: Iter
 
     module: None where only the optimizer is known. wrappers: other modules that hold its parameters.
     """
-    params = _parameters(module, optimizer)
+    groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
+    named = enumerate(param for group in groups for param in group["params"])
+    params = [(f"parameter {n}", param) for n, param in named] if module is None else [*module.named_parameters()]
     device = next((str(param.device) for _, param in params), "")
     return {
         "strategy": strategy_of([*wrappers, *([] if module is None else [module])], optimizer),
@@ -35,7 +37,7 @@ def layout_of(module: Module | None, optimizer: Optimizer | None, wrappers: Iter
         "memory": {
             "parameters": sum(held_bytes(param) for _, param in params),
             "gradients": sum(held_bytes(param.grad) for _, param in params if param.grad is not None),
-            "optimizer": sum(_state_bytes(optimizer, param) for _, param in params),
+            "optimizer": sum(held_bytes(state[param]) for _, param in params if param in state),
             "buffers": 0 if module is None else sum(held_bytes(buffer) for buffer in module.buffers()),
         },
     }
@@ -57,13 +59,6 @@ def modules_training(optimizer: Any) -> list[Module]:
     return sorted(holding, key=lambda module: sum(1 for _ in module.modules()))
 
 
-def _parameters(module: Module | None, optimizer: Optimizer | None) -> list[tuple[str, Tensor]]:
-    if module is not None:
-        return [*module.named_parameters()]
-    groups = [] if optimizer is None else optimizer.param_groups
-    return [(f"parameter {n}", param) for n, param in enumerate(p for group in groups for p in group["params"])]
-
-
 def _row(name: str, param: Any) -> Row:
     whole = getattr(param, "_unpadded_unsharded_size", None)  # torch's flat parameter does not say so by its shape
     numel = param.numel() if whole is None else whole.numel()
@@ -80,10 +75,6 @@ def held_bytes(value: Any) -> int:
         return sum(held_bytes(tensor) for _, tensor in value.pieces)
     local = getattr(value, "_local_tensor", value)  # of a DTensor
     return local.numel() * local.element_size() if isinstance(local, Tensor) else 0
-
-
-def _state_bytes(optimizer: Optimizer | None, param: Tensor) -> int:
-    return held_bytes(optimizer.state[param]) if optimizer is not None and param in optimizer.state else 0
 
 
 def folded(rows: Sequence[Row]) -> list[Row]:

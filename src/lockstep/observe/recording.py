@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from sys import _getframe
 from time import monotonic_ns
 from types import CodeType, FrameType
-from typing import NoReturn, Protocol, final
+from typing import TYPE_CHECKING, NoReturn, final
 
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work, signature
 from lockstep.comm.operands import pieces
@@ -20,43 +20,12 @@ from lockstep.observe.call_site import call_site, is_users, site_from
 from lockstep.observe.flight import Words, pack_words
 from lockstep.observe.scene import message_text
 
+if TYPE_CHECKING:
+    from lockstep.observe.guard import Guard
+
 _REMEMBERED = 4096  # operations whose words are kept; those of a program whose shapes never repeat are packed anew
 _SIZES_MAX = 8  # of uneven parts that are written out
 _NAME_CHARS = 24  # that a record has for the name of a group
-
-
-class Recorder(Protocol):
-    """What is used of a `FlightRecorder`."""
-
-    step: int
-
-    def enter(self, seq: int, words: Words, is_message: bool = False, now_ns: int = 0) -> int: ...
-
-    def leave(self, number: int) -> None: ...
-
-    def stood(self, number: int, since_ns: int, ended_ns: int = 0) -> None: ...
-
-
-class Watch(Protocol):
-    """What is used of a `Guard`."""
-
-    @property
-    def recorder(self) -> Recorder: ...
-
-    def group(self, name: str, ranks: Sequence[int]) -> None: ...
-
-    def lost(self, error: CommError) -> CommError: ...
-
-    def cause_of(self, error: BaseException) -> BaseException: ...
-
-    @property
-    def has_failed(self) -> bool: ...
-
-    def finish(self) -> None: ...
-
-    def end(self, error: BaseException | None = None) -> None: ...
-
-    def close(self) -> None: ...
 
 
 @final
@@ -69,7 +38,7 @@ class GuardLayer(TransportLayer):
     def __init__(
         self,
         inner: Transport,
-        guard: Watch,
+        guard: Guard,
         *,
         name: str = "world",
         is_world: bool = False,

@@ -49,9 +49,9 @@ def have_all_told(scene: Scene, topic: Topic, told: Mapping[int, Any]) -> bool:
 
 
 def are_meant_equal(told: Mapping[int, Any]) -> bool:
-    """Replicas of DDP are; others where the same gradients were applied to them."""
+    """Those of DDP and FSDP are, and what FSDP cuts; others where the same gradients were applied to them."""
     kinds, gradients = {value[1] for value in told.values()}, {value[2] for value in told.values()}
-    return kinds == {"ddp"} or (len(gradients) == 1 and gradients != {""})
+    return kinds in ({"ddp"}, {"pieces"}, {"cut"}) or (len(gradients) == 1 and gradients != {""})
 
 
 def _left_out(scene: Scene, topic: Topic) -> Iterator[Finding]:
@@ -96,7 +96,7 @@ def _synchronised(told: Mapping[str, Any], steps: int) -> int | None:
 
 
 _SINCE = ("perhaps since the start", "equal when they were wrapped")
-_SEED = "Start all ranks alike: one seed, or rank 0's parameters broadcast. Average gradients on all ranks."
+_SEED = "Start all ranks alike: one seed, one checkpoint, or rank 0's parameters broadcast; and average gradients."
 
 
 def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mapping[int, list[Any]]) -> Iterator[Finding]:
@@ -111,10 +111,11 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     options = [one for one in found if OF_GROUP in one.what]
     causes = [*options, *(one for one in found if one not in options)]
     lines = [*map(difference_in_words, causes[:3]), *([f"and {len(found) - 3} more"] if len(found) > 3 else [])]
-    is_wrapped = any(value[1] != "hand" for value in topic.told[step].values())
+    is_cut = all(value[1] == "cut" for value in topic.told[step].values())
+    is_wrapped = any(value[1] in ("ddp", "hook") for value in topic.told[step].values())
     since = f"equal after step {good}" if good is not None else _SINCE[is_wrapped]
     is_seed = good is None and not is_wrapped and not options
-    lines += _lines_of(scene, topic, ranks, ("made",) if options or is_seed else ("loaded", "past", "step"))
+    lines += _lines_of(scene, topic, ranks, ("cut", "made") if options or is_seed else ("loaded", "past", "step"))
     cause = _SEED if is_seed else likely_cause(found)
     if good is not None and int(step) - int(good) > 1:
         cause += " LOCKSTEP_REPLICA_EVERY=1 finds the step."
@@ -122,14 +123,16 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
         scene,
         "replica",
         topic.name,
-        f"REPLICAS differ after step {step}, {since}.",
+        f"REPLICAS differ{': built from different seeds' if is_cut else f' after step {step}, {since}'}.",
         odd,
         [*lines, cause],
-        why="each rank trains another model, and averaging gradients does not bring them together again.",
+        why="each rank keeps its piece of its own model: the whole is put together of different ones."
+        if is_cut
+        else "each rank trains another model, and averaging gradients does not bring them together again.",
         fix=""
         if good is None
         else f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank.",
-        is_certain=len(options) < len(found),
+        is_certain=len(options) < len(found) and not is_cut,
         done=int(step) - 1,
     )
 

@@ -50,6 +50,7 @@ class Backwards(SharedPatches):
         self.own: list[Any] = []  # likewise: gradients of probes, before they are averaged
         self.is_sound: bool | None = None  # likewise: whether all losses are finite; None where none is known
         self.probes: list[weakref.ref[Any]] = []  # small parameters
+        self.are_shared = False  # ranks share a model, as DistributedDataParallel and fully_shard do it
         self.scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
         self._plain: Any = None  # torch.Tensor
         self._queue: Any = None

@@ -13,6 +13,7 @@ import json
 import re
 import sys
 import time
+import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any, final
@@ -23,6 +24,7 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
 from lockstep.observe.torch_groups import is_the_job
+from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_replicas import Model
 
 _FEW = 10  # steps: all looked at, and then every tenth
@@ -30,6 +32,8 @@ _EXPLAIN_S = 1.0
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _MANY = 4  # synchronised forwards of one step: that many are told before it ends, for it may not end
 _NAMED = 20  # parameters that a fact names
+_CUTS = "torch.distributed.fsdp._fully_shard._fsdp_param"
+_FEW_ELEMENTS = 256
 
 
 @final
@@ -39,6 +43,8 @@ class ModelFacts:
     def __init__(self, guard: Guard, models: dict[int, Model], patches: Patches) -> None:
         self._guard, self._models, self._patches = guard, models, patches
         self._wrapped = 0
+        # by torch's FSDPParam: the ranks that have a piece, the line, the digests of what was cut and of this piece
+        self._cuts: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], str, str, str]] = weakref.WeakKeyDictionary()
 
     def watch_models(self) -> None:
         """DistributedDataParallel is there."""
@@ -47,6 +53,8 @@ class ModelFacts:
 
         self._patches.replace(DistributedDataParallel, "__init__", self._wrapping)
         self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
+        cut = functools.partial(self._patches.replace, name="__init__", wrap=self._cutting)
+        self._patches.add(when_imported(_CUTS, lambda: cut(sys.modules[_CUTS].FSDPParam)))
 
     def watch_our_models(self) -> None:
         """Our own DistributedDataParallel is there, whose forwards do not go through torch's Reducer."""
@@ -173,9 +181,10 @@ class ModelFacts:
         """The models of which no forward was seen in `step`, unlike in others before."""
         unseen: list[Model] = []
         for key, model in tuple(self._models.items()):
-            if step == 0:
+            is_gone, is_first = model.module() is None, not model.is_forwarded and model.synced + model.unsynced
+            if step == 0 or is_first or is_gone:
                 self._guard.facts.hide(f"model {model.team}")
-            if model.module() is None:
+            if is_gone:
                 del self._models[key]
                 continue
             if model.synced or model.unsynced:
@@ -199,7 +208,7 @@ class ModelFacts:
         from lockstep.observe.replica import plain_name
 
         names: dict[int, str] = {}
-        for model in self._models.values():
+        for model in tuple(self._models.values()):
             module = model.module()
             if module is not None:
                 inside = module.module if model.kind == "ddp" else module
@@ -210,8 +219,50 @@ class ModelFacts:
     def team(self) -> tuple[str, bool, bool]:
         """The ranks that share a model with this one; may they have other numbers of batches, and the same samples?"""
         size = self._guard.world_size
-        for model in self._models.values():
+        for model in tuple(self._models.values()):
             if (module := model.module()) is not None:
                 team = "hand" if model.kind == "hand" else model.team
                 return team.rpartition("/")[0] or f"hand/{size}", model.joins, may_share_samples(module, size)
         return f"hand/{size}", False, False
+
+    # ------------------------------------------------------------------ what fully_shard cuts
+
+    def _cutting(self, old: Callable[..., None]) -> Callable[..., None]:
+        """FSDPParam.__init__, with which a rank keeps its piece of its own model, whatever those of others are."""
+
+        @functools.wraps(old)
+        def init(cut: Any, param: Any, *args: Any, **kwargs: Any) -> None:
+            old(cut, param, *args, **kwargs)
+            BACKWARDS.are_shared = True
+            about, local, piece = cut.mesh_info, getattr(param, "_local_tensor", param), cut.sharded_param.to_local()
+            is_odd = hasattr(local, "__tensor_flatten__") or getattr(about, "is_spmd_mesh", False) or local.is_meta
+            ranks = () if is_odd or not is_the_job(self._guard) else tuple(about.mesh.mesh.flatten().tolist())
+            if len(ranks) > 1 and piece.numel():  # an empty one would never change
+                BACKWARDS.once += [self._tell_cuts] * (not self._cuts)
+                self._cuts[cut] = ranks, f"cut at {call_site()}", _digest(local), _digest(piece)
+
+        return init
+
+    def _tell_cuts(self) -> None:
+        """What of the model in use is still as it was cut: a program may have loaded or broadcast since."""
+        from lockstep.observe.replica_diff import Entry, fold
+
+        told: dict[tuple[int, ...], tuple[str, list[Entry]]] = {}
+        for cut in [cut for cut in self._cuts if hasattr(cut, "_unsharded_param")]:
+            ranks, line, whole, piece = self._cuts.pop(cut)
+            entries = told.setdefault(ranks, (line, []))[1]
+            if _digest(cut.sharded_param.to_local()) == piece:
+                entries.append(Entry(f"parameter {cut._param_fqn!r}", whole))
+        BACKWARDS.once += [self._tell_cuts] * bool(self._cuts)
+        for ranks, (line, entries) in told.items():
+            self._wrapped += 1
+            place = f"cut {zlib.crc32(repr(ranks).encode()):08x}/{len(ranks)}/{self._wrapped}"
+            self._guard.facts.tell(f"lines {place}", "now", {"cut": line})
+            self._guard.facts.tell(f"replica {place}", 1, [fold(entries), "cut", "", []], entries.copy)
+
+
+def _digest(tensor: Any) -> str:
+    """Of its first elements, which stand for all: another seed changes any of them."""
+    from lockstep.observe.tensor_digest import digests
+
+    return f"{digests([tensor.detach().reshape(-1)[:_FEW_ELEMENTS]])[0]:016x}"

@@ -21,7 +21,7 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.wording import step_after
 
 REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
-_EVERY = 100  # steps
+_SOON, _EVERY = 8, 128  # steps: from one comparison to the next, doubled from time to time
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
 
@@ -94,7 +94,7 @@ class ReplicaFacts:
             raise ConfigError(f"{REPLICA_EVERY}={text!r}: give a number of steps, or 0 for never")
         self._is_fixed = bool(text)  # it was asked for
         self.is_on = text != "0"
-        self._every = self.stride = int(text or _EVERY)  # steps; the second from one comparison to the next
+        self.stride = int(text or _SOON)  # steps from one comparison to the next
         self.checked = 0  # the last step that was
         self._began_s = 0.0
         self.leader: Callable[[], Any] = lambda: None  # the optimizer that counts the steps, on all ranks
@@ -181,7 +181,9 @@ class ReplicaFacts:
         steps = step - max(self.checked, 1)
         if steps > 0 and not self._is_fixed:
             step_s = max(began_s - self._began_s, 1e-6) / steps
-            self.stride = self._every << max(0, math.ceil(math.log2(spent_s / (_SHARE * self._every * step_s))))
+            seldom = 1 << max(0, math.ceil(math.log2(spent_s / (_SHARE * step_s))))  # a power of two on every rank
+            seldom = max(min(1 << step.bit_length(), _EVERY), seldom)
+            self.stride = seldom if step >= _EVERY else min(seldom, _EVERY)
         self.checked, self._began_s = step, time.perf_counter()
 
     # ------------------------------------------------------------------ what
@@ -216,7 +218,7 @@ class ReplicaFacts:
         model.moving |= {what for what, value in model.buffers.items() if before.get(what, value) != value}
         named = [entry for entry in entries if before or not entry.what.startswith(BUFFER)]
         compared = [entry._replace(is_moving=entry.what in model.moving) for entry in named]
-        kind = "ddp" if model.is_averaged else "hook" if model.kind == "ddp" else "hand"
+        kind = model.kind if model.is_averaged else "hook" if model.kind == "ddp" else "hand"
         words = fold(compared)
         while words and not any(words[-2:]):
             del words[-2:]

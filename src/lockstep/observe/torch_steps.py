@@ -36,8 +36,9 @@ class StepCounter:
 
     So several optimizers, and a model that one rank trains for itself, do not count twice. `is_shared` tells whether an
     optimizer's parameters belong to DistributedDataParallel or to a sharded model. Where none do, the ranks may still
-    average gradients by calls of their own: then an optimizer leads from its second step on, if there was an operation
-    between the two. An optimizer that is gone, or that stands still while another goes on among the ranks, hands over.
+    average gradients by calls of their own: then an optimizer leads from its first step on if there was an operation
+    since its backward began, or from its second if there was one between the two. An optimizer that is gone, or that
+    stands still while another goes on among the ranks, hands over.
     """
 
     def __init__(self, is_shared: Callable[[Any], bool], *, is_alone: bool = False) -> None:
@@ -49,11 +50,12 @@ class StepCounter:
         self._led = -1  # operations, at the leader's last step; -1 before there was one
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
-    def stepped(self, optimizer: Any, operations: int, led: int = -1) -> int:
+    def stepped(self, optimizer: Any, operations: int, led: int = -1, begun: int | None = None) -> int:
         """How many steps to count now that `optimizer` has stepped.
 
         A leader that `leads_alone` counts one, and nobody has to ask. operations: started so far by this rank.
-        led: at the end of the last step, where the leader may have counted that without asking.
+        led: at the end of the last step, where the leader may have counted that without asking. begun: when the last
+        backward began, where the ranks share no parameters that anybody knows of; else None.
         """
         if self._led >= 0:
             self._led = max(self._led, led)
@@ -71,8 +73,9 @@ class StepCounter:
             is_next = steps >= (1 if is_free or not self._shares(leader) else _TAKES_OVER)
             return self._follow(optimizer, 1, operations) if is_next else 0
         self._others[optimizer] = 1, operations
-        if is_free and before is not None and operations > before[1]:
-            return self._follow(optimizer, 2, operations)
+        since = begun if before is None else before[1]
+        if is_free and since is not None and operations > since:
+            return self._follow(optimizer, 1 if before is None else 2, operations)
         return 0
 
     def _shares(self, optimizer: Any) -> bool:
@@ -97,10 +100,19 @@ class TorchSteps:
         self._guard, self._recorder, self._groups = guard, guard.recorder, groups
         self._counter = StepCounter(self._is_shared, is_alone=guard.world_size == 1)
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
+        self._begun: int | None = None  # operations, when the last backward began before any optimizer led
+        BACKWARDS.once.append(self._backward_begins)
+
+    def _backward_begins(self) -> None:
+        """What was started by now has not averaged the gradients of this backward."""
+        self._begun = self._recorder.started
+        if not self._counter.leads_alone:
+            BACKWARDS.once.append(self._backward_begins)
 
     def share(self, params: Iterable[Any]) -> None:
         """DistributedDataParallel averages the gradients of `params`."""
         self._reduced.update((id(param), param) for param in params)
+        BACKWARDS.are_shared = True
 
     def stepped(self, optimizer: Any) -> bool:
         """An optimizer has stepped: whether a step of the rank has ended with it. Raises: as `Guard.step_done`."""
@@ -120,7 +132,8 @@ class TorchSteps:
         for watched, number, line in started:
             watched.catch_up(number, line)
         recorder.take_up()
-        counted = counter.stepped(optimizer, recorder.started, self._guard.operations)
+        begun = None if BACKWARDS.are_shared or _averaged else self._begun
+        counted = counter.stepped(optimizer, recorder.started, self._guard.operations, begun)
         for _ in range(counted):
             self._guard.step_done()
         return counted > 0

@@ -190,7 +190,7 @@ def test_sampled_data_of_two_ranks(start: Callable[..., Run], tmp_path: Path, ho
     (layout,) = fields_of(ranks[0], "layout")
     assert (layout["strategy"], [row[0] for row in layout["units"]]) == ("DistributedDataParallel", ["weight", "bias"])
     replicas = fields_of(ranks[0], "replicas")
-    assert [(one["step"], one["equal"]) for one in replicas] == [(1, True), (29, True)]
+    assert [(one["step"], one["equal"]) for one in replicas] == [(1, True), (8, True), (29, True)]
     assert not fields_of(ranks[1], "replicas")
 
 

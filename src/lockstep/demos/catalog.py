@@ -216,7 +216,7 @@ _MODELS = (
     Demo(
         "other_seed", "Each rank has its own seed, and gradients are averaged by hand", 19, _DRIFT,
         (
-            f"REPLICAS differ after step [12], .*{_BOTH}",
+            f"REPLICAS differ after step 1, .*{_BOTH}",
             r"parameter 'weight' is \w+ on rank 0, \w+ on rank 1",
             rf"ranks 0,1: optimizer made at .*{at('other_seed', 12)}",
         ),
@@ -227,7 +227,7 @@ _REPLICAS = (
     Demo(
         "past_ddp", "The model within DDP is called: ddp.module(x)", 20, _DRIFT,
         (
-            rf"REPLICAS differ after step 20, equal after step (8|16)\..*{_BOTH}",
+            rf"REPLICAS differ after step 20, equal after step 8\..*{_BOTH}",
             r"parameter 'weight' is \w+ on rank 0, \w+ on rank 1",
             rf"in step 20 a backward went past .*{at('past_ddp', 15)}",
         ),
@@ -247,7 +247,7 @@ _REPLICAS = (
     Demo(
         "flipped_bit", "One bit of a weight flips on rank 1", 20, _DRIFT,
         (
-            rf"REPLICAS differ after step (64|128), equal after step \d+\..*{_BOTH}",
+            rf"REPLICAS differ after step 128, equal after step 8\..*{_BOTH}",
             r"'1.weight' is \w+ on rank 0, \w+ on rank 1",
             rf"optimizer\.step\(\) at .*{at('flipped_bit', 14)}",
         ),

@@ -21,7 +21,7 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.wording import step_after
 
 REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
-_SOON, _EVERY = 8, 128  # steps: from one comparison to the next, doubled from time to time
+_SOON, _EVERY = 8, 128  # steps: from the first comparison to the second, and from one to the next
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
 
@@ -181,9 +181,8 @@ class ReplicaFacts:
         steps = step - max(self.checked, 1)
         if steps > 0 and not self._is_fixed:
             step_s = max(began_s - self._began_s, 1e-6) / steps
-            seldom = 1 << max(0, math.ceil(math.log2(spent_s / (_SHARE * step_s))))  # a power of two on every rank
-            seldom = max(min(1 << step.bit_length(), _EVERY), seldom)
-            self.stride = seldom if step >= _EVERY else min(seldom, _EVERY)
+            times = max(0, math.ceil(math.log2(spent_s / (_SHARE * _EVERY * step_s)))) if step >= _EVERY else 0
+            self.stride = _EVERY << times  # until then the steps are the same ones on all ranks, which else meet at some
         self.checked, self._began_s = step, time.perf_counter()
 
     # ------------------------------------------------------------------ what

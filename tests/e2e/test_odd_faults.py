@@ -65,6 +65,26 @@ for _ in range(5):
     optimizer.step()
 dist.destroy_process_group()
 """
+_RING = """
+weight = torch.nn.Parameter(torch.ones(3))
+optimizer = torch.optim.SGD([weight], lr=0.1)
+for step in range(1, 9):
+    is_odd, P2POp, last = step == 4 and rank == GUILTY, dist.P2POp, dist.get_world_size() - 1
+    send = P2POp(dist.isend, torch.ones(4), 0 if rank == last else rank + 1, tag=3)
+    recv = P2POp(dist.irecv, torch.ones(4), last if rank == 0 else rank - 1, tag=7 if is_odd and ODD_TAG else 3)
+    works = dist.batch_isend_irecv([send] if is_odd and not ODD_TAG else [send, recv])  # here
+    for work in works:
+        work.wait()
+    weight.grad = torch.ones(3)
+    dist.all_reduce(weight.grad)
+    optimizer.step()
+"""
+_APART = (
+    r"HANG: no match of messages for .* in step 4\.  Culprit: rank {0} (?s:.*)\n  rank \d waits in send float32 \[4\] "
+)
+_APART += (
+    r"to rank {0} tag 3, train\.py:HERE .*\n    not asked for by rank {0}; its last: recv .* tag {1} at .* \(step {2}\)"
+)
 _SEEDS = r"REPLICAS differ: built from different seeds\.  "
 _OF = r"  parameter '0\.weight' is \w+ on ranks? [\d, ]+, \w+ on rank \d\n(?s:.*): cut at train\.py:HERE <module>\n"
 _SAID = {  # name -> ranks, program, what is said
@@ -123,6 +143,13 @@ _SAID = {  # name -> ranks, program, what is said
     "another seed on rank 1 of two, then cut": (2, _CUT.format(guilty=1), _SEEDS + r"Culprits: ranks 0,1\n" + _OF),
     "another seed on rank 0 of three, then cut": (3, _CUT.format(guilty=0), _SEEDS + r"Culprit: rank 0 .*\n" + _OF),
     "another seed on rank 2 of three, then cut": (3, _CUT.format(guilty=2), _SEEDS + r"Culprit: rank 2 .*\n" + _OF),
+    "a tag of rank 1 of two": (2, _RING.replace("GUILTY", "1").replace("ODD_TAG", "True"), _APART.format(1, 7, 4)),
+    "a receive of rank 0 of two that is left out": (
+        2, _RING.replace("GUILTY", "0").replace("ODD_TAG", "False"), _APART.format(0, 3, 3),
+    ),
+    "a receive of rank 2 of three that is left out": (
+        3, _RING.replace("GUILTY", "2").replace("ODD_TAG", "False"), _APART.format(2, 3, 3),
+    ),
 }  # fmt: skip
 
 

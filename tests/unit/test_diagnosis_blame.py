@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from rank_sights import FIRST, REDUCE, PaperRank, found_in, running, waiting_for_rank_1, world
 
 from lockstep.observe.profile.step_clock import BACKWARD, DATA
-from lockstep.observe.scene import message_text
+from lockstep.observe.scene import channel, message_text, read_message
 from lockstep.observe.torch_groups import FROM_CPP
 
 OTHER = "all_reduce float32 [9] max"
@@ -30,6 +32,74 @@ def asleep_after(start: str, to: int = 0) -> list[PaperRank]:
 def test_who_stands_elsewhere_is_blamed_and_not_the_transport_nor_who_waits(start: str) -> None:
     """Not kept busy by a collective that all have come to, nor by a send to one that waits for it."""
     finding = found_in(asleep_after(start))
+    assert (finding.kind, finding.culprits) == ("hang", (1,)), finding.text
+    assert "rank 1 is not there: at train.py:6 f" in finding.text
+
+
+RING = "pipe.py:3 pass_on"
+
+
+def ring(fault: str, size: int, guilty: int, at: str = RING, is_counted: bool = True) -> list[PaperRank]:
+    """All send to the next and receive from the one before, in one line; in the fourth round one does not as always.
+
+    Whoever has all that it waits for goes on to a collective.
+    """
+    ranks, counts = world(size), [Counter[str]() for _ in range(size)]
+    lacking: dict[int, list[tuple[int, int, str, int]]] = {}
+    for turn in range(4):
+        for one in ranks:
+            odd = fault if (one.rank, turn) == (guilty, 3) else ""
+            to, of = (one.rank + 1 + (odd == "peer")) % size, (one.rank - 1) % size
+            texts = [message_text("send", "float32 [4]", to, 7 if odd == "tag of send" else 3)] * (odd != "no send")
+            texts += [message_text("recv", "float32 [4]", of, 7 if odd == "tag of recv" else 3)] * (odd != "no recv")
+            for text in texts + texts[-1:] * (odd == "one recv more"):
+                number, said = one.message(text, RING), read_message(text)
+                assert said is not None and said.peer is not None
+                mine = channel("world", said.is_send, said.peer, said.tag)
+                one.records[number] = one.records[number]._replace(seq=counts[one.rank][mine])
+                counts[one.rank][mine] += 1
+                other = channel("world", not said.is_send, one.rank, said.tag)
+                if turn == 3:
+                    lacking.setdefault(one.rank, []).append((number, said.peer, other, counts[one.rank][mine]))
+            one.step += turn < 3 and is_counted
+    for one in ranks:
+        mine_open = lacking.get(one.rank, [])
+        if any(counts[peer][other] < number_of for _, peer, other, number_of in mine_open):
+            one.open.update(number for number, *_ in mine_open)
+            one.is_at(at, unmoved_s=15)
+            one.open_s = 15
+        else:
+            one.waits(one.call(REDUCE, "pipe.py:9 average"), 15)
+        one.status_fields["messages"] = dict(counts[one.rank])
+    return ranks
+
+
+@pytest.mark.parametrize("at", [RING, "pipe.py:4 pass_on"])
+@pytest.mark.parametrize(("size", "guilty"), [(2, 0), (2, 1), (3, 0), (3, 2)])
+@pytest.mark.parametrize("fault", ["tag of send", "tag of recv", "peer", "no send", "no recv", "one recv more"])
+def test_who_sends_or_awaits_another_message_than_in_steps_before_is_named(
+    fault: str, size: int, guilty: int, at: str
+) -> None:
+    """Waited for in the line that posts the messages, or in the next one."""
+    if fault == "peer" and size == 2:
+        fault = "tag of send"  # there is no other
+    finding = found_in(ring(fault, size, guilty, at))
+    assert finding.kind in ("hang", "cycle"), finding.text
+    assert finding.culprits == (guilty,), finding.text
+    assert "    not sent by" in finding.text or "    not asked for by" in finding.text, finding.text
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_both_ends_are_named_where_no_steps_are_counted(guilty: int) -> None:
+    finding = found_in(ring("tag of send", 2, guilty, "pipe.py:4 pass_on", is_counted=False))
+    assert (finding.kind, finding.culprits) == ("hang", (0, 1)), finding.text
+    assert f"not asked for by rank {1 - guilty}; its last: recv float32 [4] from rank {guilty} tag 3" in finding.text
+    assert f"not sent by rank {guilty}; its last: send float32 [4] to rank {1 - guilty} tag 7" in finding.text
+
+
+def test_a_receive_that_was_posted_early_is_no_fault_of_messages() -> None:
+    """A rank that has posted its messages, and stands still elsewhere before it waits for them, is blamed as before."""
+    finding = found_in(asleep_after(message_text("recv", "float32 [4]", 0, 3)))
     assert (finding.kind, finding.culprits) == ("hang", (1,)), finding.text
     assert "rank 1 is not there: at train.py:6 f" in finding.text
 

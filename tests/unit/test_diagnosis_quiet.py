@@ -125,6 +125,18 @@ def sent_before_received() -> list[PaperRank]:
     return ranks
 
 
+def receiving_from_any() -> list[PaperRank]:
+    """Rank 0 receives from whoever comes, and answers; rank 2 has long come, and rank 1 computes."""
+    ranks = world(3)
+    ranks[0].waits(ranks[0].message("recv float32 [4] from rank any tag 0"), 40)
+    for one in ranks[1:]:
+        one.open.add(one.message("send float32 [4] to rank 0 tag 0", "train.py:3 f"))  # received, and never waited for
+    ranks[1].is_at("model.py:8 compute", unmoved_s=0.1)
+    ranks[1].open_s = 50
+    ranks[2].waits(ranks[2].message("recv float32 [4] from rank 0 tag 0"), 40)
+    return ranks
+
+
 def polling() -> list[PaperRank]:
     """Rank 1 polls for what rank 2 does, which is at work; rank 0 waits for both."""
     ranks = waiting_for_rank_1(3, 19)
@@ -154,6 +166,7 @@ NO_FAULT: dict[str, Build] = {
     "a group that one rank has made": one_has_made_the_group,
     "handles nobody waits for": dropped_handles,
     "a receive posted early": sent_before_received,
+    "a receive from any rank": receiving_from_any,
     "one polls for another's work": polling,
     "killed a moment ago": lambda: rank_1(lambda one: setattr(one, "is_gone", True), 0.3),
     "silent for a moment": lambda: rank_1(lambda one: setattr(one, "age_s", 2.9), 4.0),

@@ -12,7 +12,7 @@ import pytest
 from profiled_worlds import World
 from reported_runs import add_launch, add_notes
 
-from lockstep.cli.profile import ProfileCommand, describe
+from lockstep.cli.profile import describe
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.run_record import file_of
 from lockstep.observe.report.source import RunReader
@@ -25,7 +25,7 @@ def said(folder: Path) -> tuple[str, str]:
     """What `lockstep profile` and the report's warning say of it."""
     _, document = document_in(folder)
     cards = [card["text"] for card in document["cards"] if card["title"] == "Some of the record cannot be read"]
-    return "\n".join(describe(ProfileCommand(folder))), "\n".join(cards)
+    return "\n".join(describe(folder)), "\n".join(cards)
 
 
 def middle(change: Callable[[bytes], bytes]) -> Callable[[list[bytes]], list[bytes]]:
@@ -116,7 +116,7 @@ def test_nothing_that_can_be_read_is_said_with_the_reason(tmp_path: Path) -> Non
     with pytest.raises(ConfigError, match=r"can be read[;:] rank-\d.jsonl: line 1 "):
         said(tmp_path)
     with pytest.raises(ConfigError, match=r"no record of a rank that can be read; rank-0.jsonl: line 1 "):
-        list(describe(ProfileCommand(tmp_path)))
+        list(describe(tmp_path))
 
 
 def test_no_flipped_byte_is_more_than_an_error_that_says_so(tmp_path: Path) -> None:

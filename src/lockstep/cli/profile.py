@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cli.typed import RunFolder, read_command
 from lockstep.errors import ConfigError
+from lockstep.launch.words import RUN_FOLDER, Words
 from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.verdict import Verdict, judge
@@ -20,33 +19,29 @@ _MATMUL, _MATMUL_S = 1024, 0.3
 _PAIRS_MAX = 5
 
 
-@dataclass(frozen=True)
-class ProfileCommand:
-    """Say where the time of a run went, and what would make it faster."""
-
-    run: RunFolder = None
-    """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/."""
-    flops_per_token: float = 0.0
-    """Arithmetic of forward and backward, of a script per sample; by default what `lockstep train` has noted."""
-    peak_tflops: float = 0.0
-    """What the device of one rank can do; by default as a short matrix product has it here."""
-
-
 def profile(words: Sequence[str]) -> int:
     """`lockstep profile ...`; the exit code. Raises: ConfigError for a folder without a record."""
-    command = read_command(ProfileCommand, "profile", words)
-    sys.stdout.write("".join(line + "\n" for line in describe(command)))
+    parser = Words(prog="lockstep profile", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=RUN_FOLDER)
+    noted = "of a script per sample; by default what `lockstep train` has noted"
+    arithmetic = f"arithmetic of forward and backward, {noted}"
+    parser.add_argument("--flops-per-token", type=float, default=0.0, metavar="FLOPS", help=arithmetic)
+    can = "what the device of one rank can do; by default as a short matrix product has it here"
+    parser.add_argument("--peak-tflops", type=float, default=0.0, metavar="TFLOPS", help=can)
+    args = parser.read([word.replace("_", "-") if word.startswith("--") else word for word in words])  # either way
+    lines = describe(args.run, args.flops_per_token, args.peak_tflops)
+    sys.stdout.write("".join(line + "\n" for line in lines))
     return 0
 
 
-def describe(command: ProfileCommand) -> Iterator[str]:
-    """What is printed, line by line."""
-    source = RunReader(find_run(command.run, Path("runs"))).read()
+def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: float = 0.0) -> Iterator[str]:
+    """What is printed, line by line. None: of the newest run; 0: as the run, or a measurement here, says."""
+    source = RunReader(find_run(folder, Path("runs"))).read()
     run, problems = source.run, source.problems
     if not run.ranks:
         raise ConfigError("; ".join([f"{shown(source.folder)} has no record of a rank that can be read", *problems]))
-    per_token = command.flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
-    peak, how = _peak(command, run) if per_token else (0.0, "")
+    per_token = flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
+    peak, how = _peak(peak_tflops, run) if per_token else (0.0, "")
     verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
     if not verdict.shares:
         raise ConfigError(f"{shown(run.folder)} has no step that has ended")
@@ -118,10 +113,10 @@ def _what_if(verdict: Verdict) -> Iterator[str]:
         yield f"  {answer.name:<32} {answer.step_ms:8.2f} ms  {answer.speed_up:5.2f} x{least}"
 
 
-def _peak(command: ProfileCommand, run: Run) -> tuple[float, str]:
+def _peak(tflops: float, run: Run) -> tuple[float, str]:
     """(arithmetic per second of one rank's device, how that is known)."""
-    if command.peak_tflops:
-        return command.peak_tflops * 1e12, f"of {command.peak_tflops:g} TFLOP/s per rank, as given"
+    if tflops:
+        return tflops * 1e12, f"of {tflops:g} TFLOP/s per rank, as given"
     start = run.ranks[min(run.ranks)].starts[-1]
     if start.device != "cpu":
         return 0.0, ""

@@ -7,13 +7,12 @@ import signal
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from lockstep.cli.typed import RunFolder, read_command
 from lockstep.errors import ConfigError
+from lockstep.launch.words import RUN_FOLDER, Words
 from lockstep.observe.profile.chrome_trace import merge_files
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.report.source import RunReader
@@ -23,22 +22,14 @@ _CARDS_MAX, _LINES_MAX = 6, 12
 _LIMIT_S = 30  # a run that is over ends within this time, however large its record
 
 
-@dataclass(frozen=True)
-class ReportCommand:
-    """Write the report of a run as one HTML file, and say what matters most of it."""
-
-    run: RunFolder = None
-    """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/. The run may
-    still go on."""
-    out: Path | None = None
-    """The file; by default report.html in the folder of the run."""
-
-
 def report(words: Sequence[str]) -> int:
     """`lockstep report ...`; the exit code. Raises: ConfigError for a folder without a record."""
-    command = read_command(ReportCommand, "report", words)
-    folder, document = document_in(command.run)
-    path = command.out or folder / PAGE
+    parser = Words(prog="lockstep report", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=f"{RUN_FOLDER}. It may still go on")
+    parser.add_argument("--out", type=Path, metavar="PATH", help=f"the file; by default {PAGE} in the run's folder")
+    args = parser.read(words)
+    folder, document = document_in(args.run)
+    path = args.out or folder / PAGE
     write_page(document, path)
     sys.stdout.write("".join(line + "\n" for line in describe(document)))
     sys.stdout.write(f"\nreport   {shown(path)}\n")

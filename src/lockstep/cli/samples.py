@@ -4,51 +4,42 @@ from __future__ import annotations
 
 import json
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
-
-from lockstep.cli.typed import read_command
 from lockstep.errors import ConfigError, DataError
+from lockstep.launch.words import Words
 
 _LOG = "samples.jsonl"
 
 
-@dataclass(frozen=True)
-class SamplesCommand:
-    """List the samples of steps, or the steps that used a sample."""
-
-    run: Annotated[Path, tyro.conf.Positional]
-    """The run's directory, or its samples.jsonl."""
-    steps: Annotated[tuple[int, ...], tyro.conf.Positional] = ()
-    """Steps whose samples are listed, one line each; without any, one line that sums the log up."""
-    find: tuple[int, ...] = ()
-    """Samples whose steps are listed."""
-
-
 def samples(words: Sequence[str]) -> int:
     """`lockstep samples ...`; the exit code. Raises: ConfigError for a run or step that is not there."""
-    command = read_command(SamplesCommand, "samples", words)
-    path = command.run / _LOG if command.run.is_dir() else command.run
+    parser = Words(prog="lockstep samples", description=__doc__, allow_abbrev=False)
+    parser.add_argument("run", type=Path, metavar="RUN", help=f"the run's directory, or its {_LOG}")
+    listed = "steps whose samples are listed, one line each; without any, one line that sums the log up"
+    parser.add_argument("steps", nargs="*", type=int, default=(), metavar="STEP", help=listed)
+    parser.add_argument("--find", nargs="*", type=int, default=(), metavar="ID", help="samples whose steps are listed")
+    args = parser.read(words)
+    path = args.run / _LOG if args.run.is_dir() else args.run
     if not path.is_file():
         raise ConfigError(
             f"{path} does not exist: give the directory of a run, as `lockstep samples runs/gpt2-tiny 10`"
         )
     try:
-        lines = list(_answers(command, path))
+        lines = list(_answers(args, path))
         sys.stdout.write("".join(line + "\n" for line in lines))
     except DataError as error:
         raise ConfigError(f"{path}: {error}") from error
     return 0
 
 
-def _answers(command: SamplesCommand, path: Path) -> Iterator[str]:
+def _answers(asked: Namespace, path: Path) -> Iterator[str]:
     from lockstep.data.sample_log import samples_by_epoch  # loads torch, which --help need not
 
-    wanted, found = dict.fromkeys(command.steps), {sample: list[str]() for sample in command.find}
+    wanted, found = dict.fromkeys(asked.steps), {sample: list[str]() for sample in asked.find}
     seen: set[int] = set()
     first = last = uses = 0
     for record in _records(path):
@@ -71,7 +62,7 @@ def _answers(command: SamplesCommand, path: Path) -> Iterator[str]:
     for sample, steps in found.items():
         yield f"sample {sample}: {', '.join(steps) or 'not used'}"
     if not wanted and not found:
-        yield f"steps {first} to {last}, {uses} samples; to list those of a step: lockstep samples {command.run} {last}"
+        yield f"steps {first} to {last}, {uses} samples; to list those of a step: lockstep samples {asked.run} {last}"
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

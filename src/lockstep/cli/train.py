@@ -249,7 +249,10 @@ def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
         from lockstep.observe.init import init
 
         with init(verbose=AGENT_PID not in os.environ and place.world_size > 1) as comm:
-            sys.stdout.write(_came_up(place, str(comm.device), torch.get_num_threads()))  # one write: lines stay whole
+            threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
+            where = f"pid {os.getpid()}, host {socket.gethostname()}, device {comm.device}, {threads}"
+            up = f"rank {place.rank} of {place.world_size} is up: {where}\n"
+            sys.stdout.write(up)  # one write: lines stay whole
             sys.stdout.flush()
             from lockstep.train.loop import train as train_loop  # slow, so the line above comes first
 
@@ -306,8 +309,3 @@ def refuse(word: str, command: TrainCommand) -> NoReturn:
     raise ConfigError(
         f"unknown option {word}: did you mean {nearest(word, options)}? `lockstep train --help` lists all"
     )
-
-
-def _came_up(place: Place, device: str, threads: int) -> str:
-    where = f"pid {os.getpid()}, host {socket.gethostname()}, device {device}, {threads} thread{'s' * (threads != 1)}"
-    return f"rank {place.rank} of {place.world_size} is up: {where}\n"

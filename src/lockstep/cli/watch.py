@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 import threading
+from argparse import BooleanOptionalAction
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from lockstep.cli.typed import RunFolder, read_command
+from lockstep.launch.words import RUN_FOLDER, Words
 from lockstep.observe.report.document import Document
 from lockstep.observe.report.run_rows import Status
 from lockstep.observe.report.server import LOOPBACK, PageServer
@@ -28,35 +28,24 @@ _ENDS = {
 }
 
 
-@dataclass(frozen=True)
-class WatchCommand:
-    """Show a run while it goes on: its report as a live page, a line per rank here. Ends with the run, or by Ctrl-C."""
-
-    run: RunFolder = None
-    """The folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/."""
-    port: int = 0
-    """Of the page; 0 for a free one."""
-    host: str = LOOPBACK
-    """The interface it is served on: whoever reaches another one than loopback sees the run."""
-    terminal: bool = True
-    """Show the ranks here too."""
-
-
-DEFAULTS = WatchCommand()
-
-
 def watch(words: Sequence[str]) -> int:
     """`lockstep watch ...`; the exit code. Raises: ConfigError for a folder without a record, a port that is taken."""
-    command = read_command(WatchCommand, "watch", words)
-    folder = find_run(command.run, Path("runs"))
-    status = show(folder, "Ctrl-C ends this, not the run", command)
+    parser = Words(prog="lockstep watch", description=f"{__doc__} Ends with the run, or by Ctrl-C.", allow_abbrev=False)
+    parser.add_argument("run", nargs="?", type=Path, metavar="RUN", help=RUN_FOLDER)
+    parser.add_argument("--port", type=int, default=0, help="of the page; 0 for a free one (default: 0)")
+    seen = f"the interface it is served on: whoever reaches another one sees the run (default: {LOOPBACK})"
+    parser.add_argument("--host", default=LOOPBACK, help=seen)
+    parser.add_argument("--terminal", action=BooleanOptionalAction, default=True, help="show the ranks here too")
+    args = parser.read(words)
+    folder = find_run(args.run, Path("runs"))
+    status = show(folder, "Ctrl-C ends this, not the run", args.host, args.port, has_rows=args.terminal)
     page = folder / PAGE
     where = f"report: {shown(page)}" if page.exists() else f"lockstep report {shown(folder)}"
     print(f"lockstep: the run {_ENDS[status]}; {where}")
     return 0
 
 
-def show(folder: Path, hint: str, options: WatchCommand = DEFAULTS) -> Status:
+def show(folder: Path, hint: str, host: str = LOOPBACK, port: int = 0, *, has_rows: bool = True) -> Status:
     """Serve the page of the run in `folder`, and show its ranks here, to its end or Ctrl-C; how it stands then."""
     live, is_over = LiveDocument(folder), threading.Event()
     live()  # says whether there is anything
@@ -67,11 +56,11 @@ def show(folder: Path, hint: str, options: WatchCommand = DEFAULTS) -> Status:
             is_over.set()
         return found
 
-    server = PageServer(document, options.host, options.port)
+    server = PageServer(document, host, port)
     with server.serving(), suppress(KeyboardInterrupt):
         about = f"{server.address} ({hint})"
         print(f"lockstep: watch {shown(folder)} at {about}", flush=True)
-        if options.terminal:
+        if has_rows:
             TerminalView(record_in(folder), document, sys.stdout, about).show(is_over)
         while not is_over.wait(_PERIOD_S):
             document()

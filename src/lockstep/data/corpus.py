@@ -160,10 +160,8 @@ def _from_names(source: str, root: Path, names: list[str]) -> Corpus:
 
 
 def _corpus(source: str, documents: list[Document], skipped: list[str]) -> Corpus:
-    digest = hashlib.sha256()
-    for document in documents:
-        digest.update(f"{document.name}\0{document.sha256}\n".encode())
-    return Corpus(source, tuple(documents), tuple(skipped), digest.hexdigest())
+    listed = "".join(f"{document.name}\0{document.sha256}\n" for document in documents)
+    return Corpus(source, tuple(documents), tuple(skipped), hashlib.sha256(listed.encode()).hexdigest())
 
 
 def _document(name: str, path: Path, data: bytes) -> Document:

@@ -129,15 +129,11 @@ class TokenLoader:
 
     def step_at(self, consumed: int) -> list[TokenBatch]:
         """This rank's microbatches of the step that begins after `consumed` windows of the stream."""
-        first = self.rank * self.accumulation
-        return [self.microbatch_at(consumed, index) for index in range(first, first + self.accumulation)]
-
-    def microbatch_at(self, consumed: int, index: int) -> TokenBatch:
-        """Microbatch `index`, counted over all ranks, of the step that begins after `consumed` windows."""
-        return self.windows.batch(self.samples_at(consumed, index))
+        own = range(self.rank * self.accumulation, (self.rank + 1) * self.accumulation)
+        return [self.windows.batch(self.samples_at(consumed, index)) for index in own]
 
     def samples_at(self, consumed: int, index: int) -> Positions:
-        """The numbers of the windows in that microbatch. Shapes: [microbatch]."""
+        """The windows in microbatch `index`, counted over all ranks, of that step. Shapes: [microbatch]."""
         first = consumed + index * self.microbatch
         spans = stream_spans(first, first + self.microbatch, len(self.windows))
         return np.concatenate([self._samples(span) for span in spans])

@@ -77,7 +77,7 @@ def prepare_tokens(
     settings = {"kind": kind, "held_out": held_out}
     if kind == "bpe":
         settings |= {"vocab_size": vocab_size, "tokenizers": tokenizers.__version__}
-    root = (cache or _default_cache()) / "tokens"
+    root = (cache or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "lockstep")) / "tokens"
     if comm is None or comm.world_size == 1:
         corpus = read_corpus(path)
         return _open(_entry(root, corpus, settings))
@@ -116,19 +116,10 @@ def _prepare_together(path: Path | None, settings: dict[str, Any], root: Path, c
     return text
 
 
-def _default_cache() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "lockstep"
-
-
-def _entry_name(corpus_digest: str, settings: dict[str, Any]) -> str:
-    key = json.dumps({"format": _FORMAT, "corpus": corpus_digest, **settings}, sort_keys=True)
-    return hashlib.sha256(key.encode()).hexdigest()[:32]
-
-
 def _entry(root: Path, corpus: Corpus, settings: dict[str, Any]) -> Path:
     """The cache entry of `corpus`, made now where it is not there."""
-    entry = root / _entry_name(corpus.digest, settings)
+    key = json.dumps({"format": _FORMAT, "corpus": corpus.digest, **settings}, sort_keys=True)
+    entry = root / hashlib.sha256(key.encode()).hexdigest()[:32]
     if entry.exists():
         return entry
     try:

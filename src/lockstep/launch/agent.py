@@ -78,7 +78,8 @@ class Agent(SimpleElasticAgent):
     def _invoke_run(self, role: str = "") -> RunResult:
         self._initialize_workers(self._worker_group)  # pyright: ignore[reportCallIssue]
         while True:
-            attempt = self._running()
+            attempt = self._attempt
+            assert attempt is not None
             if not attempt.attend():
                 self._start_anew()  # machines have come or gone
                 continue
@@ -164,10 +165,6 @@ class Agent(SimpleElasticAgent):
     def _meet(self, machines: Machines, limit_s: float) -> None:
         """Wait for the other machines' ends: who holds the store leaves last, and all know of the same checkpoints."""
         self._committed = machines.meet(self._committed, limit_s)
-
-    def _running(self) -> Attempt:
-        assert self._attempt is not None
-        return self._attempt
 
     # ------------------------------------------------------------------ what torch's agent asks for
 

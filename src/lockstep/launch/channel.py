@@ -18,7 +18,7 @@ T = TypeVar("T")
 Slow = Callable[[], None]
 
 _GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
-_ANSWER_S = 60.0
+_ANSWER = timedelta(seconds=60)
 _SIGN = "sign"
 
 
@@ -38,8 +38,7 @@ class Channel:
         """One that only processes of this machine can reach."""
         listener = socket.create_server(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        limit = timedelta(seconds=_ANSWER_S)
-        store = TCPStore("127.0.0.1", port, None, True, limit, False, master_listen_fd=listener.detach())
+        store = TCPStore("127.0.0.1", port, None, True, _ANSWER, False, master_listen_fd=listener.detach())
         return cls(store, "doctor", "127.0.0.1", port, is_holder=True)
 
     @classmethod
@@ -49,10 +48,9 @@ class Channel:
         sign: whose it is, for those that join. slow: called where nothing comes back from `address`.
         Raises: LaunchError.
         """
-        limit = timedelta(seconds=_ANSWER_S)
         try:
             store = preflight.within(
-                _GREETING_S, lambda: TCPStore(address, port, None, True, limit, False, multi_tenant=True), slow
+                _GREETING_S, lambda: TCPStore(address, port, None, True, _ANSWER, False, multi_tenant=True), slow
             )
         except preflight.Deadline as error:
             raise LaunchError(f"nothing comes back from {address}:{port} in {_GREETING_S:g} s") from error
@@ -73,9 +71,8 @@ class Channel:
         Raises: LaunchError, where it is none after `limit_s` or somewhat later.
         """
         limit_s = min(limit_s, _GREETING_S)
-        limit = timedelta(seconds=_ANSWER_S)
         try:
-            store = preflight.within(limit_s, lambda: TCPStore(address, port, None, False, limit, False), slow)
+            store = preflight.within(limit_s, lambda: TCPStore(address, port, None, False, _ANSWER, False), slow)
         except preflight.Deadline as error:
             raise LaunchError(f"no torch store replied in {limit_s:g} s") from error
         except DistError as error:

@@ -16,6 +16,7 @@ from lockstep.comm import preflight
 from lockstep.comm.place import Place
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
+from lockstep.launch.doctor.asked import meeting_place
 from lockstep.launch.doctor.probes import is_here, owners
 
 _PREFIX = "lockstep/run"
@@ -173,8 +174,7 @@ def find_channel(
     """
     number, flag = mine["node_rank"], "--rdzv-endpoint" if mine["node_rank"] is None else "--master-addr"
     number = int(not is_host) if number is None else number
-    sources = (("address", flag), ("port", flag))
-    place = Place(number, max(2, number + 1), 0, 1, number, host, port, "", "arguments", sources)
+    place = meeting_place(number, max(2, number + 1), host, port, flag)
     try:
         addresses = preflight.resolve(host, port)
     except (OSError, UnicodeError, preflight.Deadline) as error:

@@ -122,7 +122,9 @@ def decide(policy: RestartPolicy, history: Sequence[Fault], fits: Callable[[int]
     if policy.max_restarts < 1:
         return Decision(False, fault.processes, f"no restart: none is allowed ({policy.flag} 0)")
     if fault.cause.is_exception and any(_is_same(fault, past) for past in alike[:-1]):
-        return Decision(False, fault.processes, f"no restart: {_twice(fault)}, so it would fail again")
+        when = f"after step {fault.step}" if fault.step != NONE else "soon after the start"
+        why = f"no restart: {fault.cause} came twice {when}, so it would fail again"
+        return Decision(False, fault.processes, why)
     if len(_in_vain(history)) > _IN_VAIN * policy.max_restarts:
         why = f"no restart: {_IN_VAIN * policy.max_restarts} restarts have brought no new checkpoint"
         return Decision(False, fault.processes, why)
@@ -155,11 +157,6 @@ def _is_same(fault: Fault, past: Fault) -> bool:
     if fault.step != NONE or past.step != NONE:
         return fault.step == past.step
     return max(fault.lived_s, past.lived_s) < _AT_START_S
-
-
-def _twice(fault: Fault) -> str:
-    when = f"after step {fault.step}" if fault.step != NONE else "soon after the start"
-    return f"{fault.cause} came twice {when}"
 
 
 def _fewer(policy: RestartPolicy, processes: int, fits: Callable[[int], bool] | None) -> int:

@@ -62,7 +62,7 @@ class Starter:
         suits = server is not None and server.suits(modules, os.environ)
         if server is not None and not (self._is_warm and suits):
             server.close()
-        self._server = (server if suits else self._new_server()) if self._is_warm else None
+        self._server = (server if suits else ForkServer(modules, os.environ)) if self._is_warm else None
         self._heir, self._named = None, b"\n"
 
     def start(self, start: Start, command: Callable[[list[str]], list[str]] = list) -> WorkerProcess:
@@ -72,7 +72,7 @@ class Starter:
         """
         tries = 0
         while self._is_warm and tries < _TRIES:
-            self._server = self._server or self._new_server()
+            self._server = self._server or ForkServer(self._modules, os.environ)
             worker = self._fork(self._server, start)
             if worker is not None:
                 return worker
@@ -94,7 +94,7 @@ class Starter:
                 cast(IO[bytes], self._heir.stdin).write(names)
         if self._server is not None and self._server.was_lost():
             self._server.close()
-            self._server = self._new_server()
+            self._server = ForkServer(self._modules, os.environ)
 
     def close(self) -> None:
         """End the fork server, and what is left of workers that were not seen to end."""
@@ -118,9 +118,6 @@ class Starter:
             self._is_warm = False
             self._say(f"workers are started as fresh interpreters, which takes longer: {problem}")
         return worker
-
-    def _new_server(self) -> ForkServer:
-        return ForkServer(self._modules, os.environ)
 
 
 def _heir() -> subprocess.Popen[bytes]:

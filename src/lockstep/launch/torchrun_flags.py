@@ -148,7 +148,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
     program = _program(args)
-    record = _record_of(args)
+    record = "" if args.record == "off" else os.path.abspath(args.record or new_record(args.training_script))
     del given["training_script"], given["training_script_args"]
     supervision = replace(
         _supervision(args, smallest or processes, config),
@@ -170,10 +170,6 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
 
 def _origin(flag: str, variable: str, given: Mapping[str, object]) -> str:
     return f"--{flag}" if flag in given else "environment" if variable in os.environ else "default"
-
-
-def _record_of(args: Namespace) -> str:
-    return "" if args.record == "off" else os.path.abspath(args.record or new_record(args.training_script))
 
 
 def _smallest(args: Namespace) -> int:

@@ -12,6 +12,7 @@ from typing import NoReturn, final
 
 from lockstep.errors import ConfigError, LaunchError
 
+RUN_FOLDER = "the folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/"
 _FLAG = r"argument (?:-\w/)?(\S+?)(?:/\S+)?"
 _WRONG = {  # argparse's sentences, and ours
     rf"{_FLAG}: invalid int value: (.+)": r"\1 takes a whole number, not \2",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import final
 
@@ -17,6 +19,7 @@ ANSWER = "answer"  # what a puzzle's program shows in the end
 _HOLE = re.compile(
     r"(?m)^(?P<task>(?P<indent> *)# your turn:.*\n(?: *#.*\n)*)(?P<code>(?:.*\n)*?) *# end of your turn\n"
 )
+_is_close = partial(math.isclose, rel_tol=1e-5, abs_tol=1e-5)
 _PROGRESS = "progress.json"
 _SAID = 14  # lines that are shown; a report of the guard has 12
 
@@ -69,7 +72,7 @@ def _of_rank(puzzle: Puzzle, rank: int, world_size: int, events: Sequence[Event]
         return ["never showed its answer"]
     calls = [event for event in events if event.kind not in ("screen", "show", "curve", "say")]
     found: list[str] = []
-    if not _is_close(shown[-1], wanted):
+    if len(shown[-1]) != len(wanted) or not all(map(_is_close, shown[-1], wanted)):
         found.append(f"has the answer {numbers(shown[-1], (0, 0))}; {numbers(wanted, (0, 0))} is right")
     others = sorted({event.kind for event in calls} - set(puzzle.calls))
     if others:
@@ -81,11 +84,6 @@ def _of_rank(puzzle: Puzzle, rank: int, world_size: int, events: Sequence[Event]
     if puzzle.calls_max is not None and len(calls) > puzzle.calls_max:
         found.append(f"made {len(calls)} calls; {puzzle.calls_max} are enough")
     return found
-
-
-def _is_close(values: Sequence[float], wanted: Sequence[float]) -> bool:
-    pairs = zip(values, wanted, strict=False)
-    return len(values) == len(wanted) and all(abs(a - b) <= 1e-5 * max(1.0, abs(b)) for a, b in pairs)
 
 
 def _said(played: Played) -> list[str]:

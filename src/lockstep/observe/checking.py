@@ -22,6 +22,7 @@ from lockstep.errors import CollectiveMismatch, CommError
 from lockstep.observe.call_site import call_site
 from lockstep.observe.in_flight import changed_in_flight
 from lockstep.observe.recording import text_of
+from lockstep.observe.replica_diff import alike
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.tensor_digest import digests
 from lockstep.observe.wording import step_after
@@ -190,9 +191,7 @@ def _packed(said: Said) -> bytes:
 
 def _difference(voices: Sequence[Said], rank: int, global_ranks: Sequence[int]) -> str:
     """What every rank is about to do; ranks that are about to do the same stand together."""
-    together: dict[Said, list[int]] = {}
-    for place, voice in zip(global_ranks, voices, strict=True):
-        together.setdefault(voice, []).append(place)
+    together = alike(dict(zip(global_ranks, voices, strict=True)))
     lines = [f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in together.items()]
     if len(lines) > _SHOWN_MAX:
         lines[_SHOWN_MAX:] = [f"  and {len(lines) - _SHOWN_MAX} more"]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.observe import wording
+from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status
-from lockstep.observe.wording import Finding, names, ordinal, step_after, times
+from lockstep.observe.wording import Finding, Kind, names, ordinal, step_after, times
 
 CAUGHT = "caught"  # topic and key of what a rank tells of an error of the ranks that its program was given
 BECAUSE_OF_ANOTHER = "was ended by its launcher because of another"
@@ -191,30 +192,21 @@ def find_caught(scene: Scene) -> Finding | None:
     told = {rank: facts[CAUGHT][CAUGHT] for rank, facts in sorted(handled.items()) if CAUGHT in facts}
     if not told:
         return None
-    alike: dict[str, list[int]] = {}
-    for rank, (_, site, words) in told.items():
-        alike.setdefault(f"at {site}: {words}", []).append(rank)
+    texts = {rank: f"at {site}: {words}" for rank, (_, site, words) in told.items()}
     return wording.compose(
         scene,
         "caught",
         "",
         f"CAUGHT by the program in {step_after(min(step for step, *_ in told.values()))}, an error of the ranks.",
         tuple(told),
-        [f"{names(ranks)} {text}" for text, ranks in alike.items()],
+        [f"{names(ranks)} {text}" for text, ranks in alike(texts).items()],
         why="the ranks may be out of step since then, and the exit code does not tell.",
         fix="let such an error end the run, or go on from a checkpoint, on every rank, where it is caught.",
     )
 
 
 def _finding(
-    scene: Scene,
-    kind: wording.Kind,
-    ranks: list[int],
-    head: str,
-    done: int,
-    body: list[str],
-    fix: str,
-    waits: list[Wait],
+    scene: Scene, kind: Kind, ranks: list[int], head: str, done: int, body: list[str], fix: str, waits: list[Wait]
 ) -> Finding:
     inside = {wait.rank for wait in waits if wait.record.site in scene.status(wait.rank).stack}  # else it is of before
     return wording.compose(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import Any, final
 
+from lockstep.observe.torch_import import when_imported
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _MISSING: Any = object()
 _PASSED_BY = " (importlib._bootstrap)"  # `warnings` passes by files of such a name when it looks for who called
 
@@ -20,9 +24,7 @@ class Patches:
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
-    def replace(
-        self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]], *takers: Any
-    ) -> None:
+    def replace(self, owner: Any, name: str, wrap: Wrap, *takers: Any) -> None:
         """Put `wrap(old)` in the place of `owner.name`, also in the modules that have taken it from there by now.
 
         What `old` warns its caller of names the caller's line, as if there were no `wrap`.
@@ -42,9 +44,13 @@ class Patches:
             if hasattr(taker, name):
                 self.replace(taker, name, lambda _: new)
 
-    def add(self, undo: Callable[[], None]) -> None:
+    def replace_in(self, module: str, owner: str, name: str, wrap: Wrap) -> None:
+        """`replace` in class `owner` of `module`, from its import on."""
+        self.add(when_imported(module, lambda: self.replace(getattr(sys.modules[module], owner), name, wrap)))
+
+    def add(self, *undo: Callable[[], None]) -> None:
         """Something else to be undone."""
-        self._undo.append(undo)
+        self._undo += undo
 
     def undo(self) -> None:
         """Put all back, the last one first."""

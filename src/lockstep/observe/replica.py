@@ -21,6 +21,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows
 from lockstep.comm.tensor_parts import is_dtensor
 from lockstep.errors import ConfigError, ReplicaDrift
 from lockstep.observe.profile.notes import note
@@ -189,9 +190,7 @@ class ReplicaCheck:
         entries = self._marked(replica_entries(self._model, self._optimizer, self._ignore))
         compared = [entry for entry in entries if self._compares_moving or not entry.is_moving]
         mine = torch.tensor(fold(compared), dtype=torch.int64, device=self._comm.device)
-        folds = torch.empty(self._comm.world_size * len(mine), dtype=torch.int64, device=self._comm.device)
-        self._comm.all_gather_into_tensor(folds, mine, label="replica")
-        rows = folds.view(self._comm.world_size, -1).tolist()
+        rows = all_gather_rows(self._comm, mine, "replica").tolist()
         is_equal = agree(rows)
         digest = f"{zlib.crc32(repr(rows[self._comm.rank]).encode()):08x}"
         note("replicas", step=step, equal=is_equal, digest=digest, what=self._what)

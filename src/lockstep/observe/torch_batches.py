@@ -6,7 +6,6 @@ Whoever wants to know of them attaches `BATCHES`. One replacement of the iterato
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
@@ -14,7 +13,6 @@ from typing import Any, Protocol, final
 
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import DATA, MARKS, OTHER, StepClock
-from lockstep.observe.torch_import import when_imported
 
 PASS = "_lockstep_pass"  # of an iterator: what its `Pass` is kept as
 
@@ -45,16 +43,9 @@ class Batches(SharedPatches):
         self.phases: Timed | None = None
 
     def _begin(self) -> None:
-        self._patches.add(when_imported("torch.utils.data.dataloader", self._watch))
-        self._patches.add(when_imported("lockstep.data.dataloader", self._watch_ours))
-
-    def _watch(self) -> None:
-        loaders = sys.modules["torch.utils.data.dataloader"]
-        self._patches.replace(loaders._BaseDataLoaderIter, "__next__", self._seeing)
-
-    def _watch_ours(self) -> None:
-        """Which asks no iterator of torch's, where it has no workers."""
-        self._patches.replace(sys.modules["lockstep.data.dataloader"].BatchIterator, "__next__", self._seeing)
+        self._patches.replace_in("torch.utils.data.dataloader", "_BaseDataLoaderIter", "__next__", self._seeing)
+        # ours asks no iterator of torch's, where it has no workers
+        self._patches.replace_in("lockstep.data.dataloader", "BatchIterator", "__next__", self._seeing)
 
     def _seeing(self, old: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(iterator: Any) -> Any:

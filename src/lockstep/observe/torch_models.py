@@ -24,7 +24,6 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
 from lockstep.observe.torch_groups import is_the_job
-from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_replicas import Model
 
 _FEW = 10  # steps: all looked at, and then every tenth
@@ -53,8 +52,7 @@ class ModelFacts:
 
         self._patches.replace(DistributedDataParallel, "__init__", self._wrapping)
         self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
-        cut = functools.partial(self._patches.replace, name="__init__", wrap=self._cutting)
-        self._patches.add(when_imported(_CUTS, lambda: cut(sys.modules[_CUTS].FSDPParam)))
+        self._patches.replace_in(_CUTS, "FSDPParam", "__init__", self._cutting)
 
     def watch_our_models(self) -> None:
         """Our own DistributedDataParallel is there, whose forwards do not go through torch's Reducer."""

@@ -182,7 +182,7 @@ class ReplicaFacts:
         if steps > 0 and not self._is_fixed:
             step_s = max(began_s - self._began_s, 1e-6) / steps
             times = max(0, math.ceil(math.log2(spent_s / (_SHARE * _EVERY * step_s)))) if step >= _EVERY else 0
-            self.stride = _EVERY << times  # until then the steps are the same ones on all ranks, which else meet at some
+            self.stride = _EVERY << times  # until then all ranks compare after the same steps, later after some
         self.checked, self._began_s = step, time.perf_counter()
 
     # ------------------------------------------------------------------ what

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -51,15 +51,13 @@ def attach_training(guard: Guard) -> Callable[[], None]:
         ("safetensors.torch", watch.data.watch_safetensors),
         ("torch._dynamo.trace_rules", _stay_out_of_graphs),
     ]
-    for module, begin in watches:
-        watch.until_closed(when_imported(module, begin))
-    watch.until_closed(BACKWARDS.attach())
-    watch.until_closed(OPTIMIZERS.attach())
+    undo = [when_imported(module, begin) for module, begin in watches]
+    undo += [BACKWARDS.attach(), OPTIMIZERS.attach()]
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
     guard.at_end.append(watch.finish)
-    watch.until_closed(partial(guard.at_end.remove, watch.finish))
     atexit.register(watch.end)
-    watch.until_closed(partial(atexit.unregister, watch.end))
+    undo += [partial(guard.at_end.remove, watch.finish), partial(atexit.unregister, watch.end)]
+    watch.until_closed(undo)
     close_ours = weakref.WeakMethod(watch.close)
     os.register_at_fork(after_in_child=lambda: (close := close_ours()) and close())  # the facts are the parent's
     return watch.close
@@ -91,9 +89,9 @@ class TrainingWatch:
         self.models = ModelFacts(guard, self._models, self._patches)
         self.data = DataWatch(guard, self.models.team)
 
-    def until_closed(self, undo: Callable[[], None]) -> None:
-        """Call `undo` at the end."""
-        self._patches.add(undo)
+    def until_closed(self, undo: Iterable[Callable[[], None]]) -> None:
+        """Call them at the end."""
+        self._patches.add(*undo)
 
     def close(self) -> None:
         """Put back what was replaced."""

@@ -25,8 +25,7 @@ class Console:
         if self._bar is not None:
             self._bar.console.print(text, markup=False)
         elif not self._is_silent:
-            sys.stdout.write(text + "\n")
-            sys.stdout.flush()
+            print(text, flush=True)
 
     def step(self, metrics: StepMetrics) -> None:
         """The figures of a logged step."""

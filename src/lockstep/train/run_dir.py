@@ -105,7 +105,9 @@ def find_start(run: RunConfig, comm: Communicator, resume: str, launch: Launch) 
 
 def _begin_at(run: RunConfig, resume: str, launch: Launch) -> tuple[Origin | None, bool]:
     """`origin` and `is_same_run` of Start."""
-    is_restart = launch.restarts > 0 and _mark_of(run) == launch.name
+    mark = run.out / _MARK
+    name = mark.read_text(encoding="utf-8").strip() if mark.exists() else None
+    is_restart = launch.restarts > 0 and name == launch.name
     has_own = is_restart and bool(names_in(checkpoints_of(run)))
     return find_origin("auto" if has_own else resume, checkpoints_of(run)), is_restart or resume == "auto"
 
@@ -171,11 +173,6 @@ def _move_aside(out: Path, begun: Path | None, older: Path) -> str:
     sync_folder(begun)
     rename_durably(begun, older)
     return str(older)
-
-
-def _mark_of(run: RunConfig) -> str | None:
-    path = run.out / _MARK
-    return path.read_text(encoding="utf-8").strip() if path.exists() else None
 
 
 def _tell_all(comm: Communicator, work: Callable[[], Any]) -> Any:

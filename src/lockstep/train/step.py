@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.objects import all_gather_rows
 from lockstep.errors import NonFiniteLoss, TrainingError
 from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, StepClock
 from lockstep.parallel.clip import clip_grad_norm_
@@ -63,9 +64,7 @@ def accumulate_gradient(
             (loss * (comm.world_size / max(1, tokens))).backward()  # the replica divides by world_size again
         total += loss.detach()
     clock.switch(OTHER)
-    totals = torch.empty(comm.world_size, dtype=torch.float64, device=comm.device)
-    comm.all_gather_into_tensor(totals, total, label="loss")
-    losses = totals.tolist()
+    losses = all_gather_rows(comm, total, "loss").view(-1).tolist()
     for rank, rank_loss in enumerate(losses):
         if not math.isfinite(rank_loss):
             raise NonFiniteLoss(

@@ -40,18 +40,12 @@ class Asked:
         """The meeting point, for what looks at it."""
         number = self.node_rank if self.node_rank is not None else 0 if self.is_host else 1
         source = self.source or "torchrun's default"
-        return Place(
-            rank=number,
-            world_size=max(self.machines, 2),
-            local_rank=0,
-            local_world_size=1,
-            node_rank=number,
-            address=self.host or "127.0.0.1",
-            port=self.port,
-            file="",
-            launcher="arguments",
-            sources=(("address", source), ("port", source)),
-        )
+        return meeting_place(number, max(self.machines, 2), self.host or "127.0.0.1", self.port, source)
+
+
+def meeting_place(number: int, machines: int, host: str, port: int, source: str) -> Place:
+    """Where machine `number` meets the others, as the flag or variable `source` says."""
+    return Place(number, machines, 0, 1, number, host, port, "", "arguments", (("address", source), ("port", source)))
 
 
 def read_asked(words: Sequence[str], environ: Mapping[str, str]) -> Asked:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -16,6 +15,7 @@ from lockstep.errors import LaunchError
 from lockstep.launch.doctor import group, machine, probes
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
+from lockstep.launch.words import say as tell
 
 if TYPE_CHECKING:
     from lockstep.launch.channel import Channel
@@ -126,7 +126,7 @@ def _host(asked: Asked, say: Say) -> Channel | None:
 def _join(asked: Asked, addresses: list[str], say: Say) -> Channel:
     """Connect to the machine that holds the port, and know it from what else that listens there. Raises: Stopped."""
     start = time.monotonic()
-    found = preflight.await_listener(asked.place, addresses, asked.wait_s, _tell, "machine")
+    found = preflight.await_listener(asked.place, addresses, asked.wait_s, tell, "machine")
     if found.result != "open":
         raise Stopped(machine.check_way(asked, found, time.monotonic() - start))
     try:
@@ -143,18 +143,13 @@ def _prefix(asked: Asked) -> str:
     return f"doctor/{words[words.index('--rdzv-id') + 1]}" if "--rdzv-id" in words else "doctor"
 
 
-def _tell(text: str) -> None:
-    sys.stderr.write(f"lockstep: {text}\n")
-    sys.stderr.flush()
-
-
 def _roll_call(asked: Asked, channel: Channel, say: Say) -> None:
     """Wait for all machines, each with a number of its own. Raises: Stopped."""
     mine = group.Came(host=socket.gethostname(), pid=os.getpid(), node_rank=asked.node_rank)
     channel.put(f"machine/{channel.add('machines') - 1}", mine)
     start = time.monotonic()
     if channel.add("machines", 0) < asked.machines:
-        _tell(f"waiting for {asked.machines} machines, up to {asked.wait_s:g} s")
+        tell(f"waiting for {asked.machines} machines, up to {asked.wait_s:g} s")
     channel.missing([f"machine/{number}" for number in range(asked.machines)], asked.wait_s)
     came = channel.read_all("machine", max(asked.machines, channel.add("machines", 0)))
     check = group.check_machines(came, asked.machines, time.monotonic() - start, asked.node_rank is not None)
@@ -181,7 +176,9 @@ def _examine_ranks(asked: Asked, channel: Channel, say: Say) -> int:
         say(check)
     for check in _together(channel, world_size, {fact["rank"]: fact for fact in facts}):
         say(check)
-    _let_others_read(asked, channel)
+    channel.put(f"read/{channel.add('readers') - 1}", 1)
+    if channel.is_holder:  # the store goes with this process: the others read first
+        channel.missing([f"read/{number}" for number in range(asked.machines)], _LINGER_S)
     return exit_code
 
 
@@ -200,10 +197,3 @@ def _together(channel: Channel, world_size: int, facts: Mapping[int, group.Facts
     if ended and all(check.status == "ok" for check in checks):
         checks.append(Check("FAIL", "group", "a rank ended before the all-reduce did", "read the lines above"))
     return checks
-
-
-def _let_others_read(asked: Asked, channel: Channel) -> None:
-    """The store goes with the process that holds it."""
-    channel.put(f"read/{channel.add('readers') - 1}", 1)
-    if channel.is_holder:
-        channel.missing([f"read/{number}" for number in range(asked.machines)], _LINGER_S)

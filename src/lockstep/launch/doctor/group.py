@@ -139,12 +139,9 @@ def check_same_versions(facts: Sequence[Facts]) -> list[Check]:
             usual = max(ranks, key=lambda version: len(ranks[version]))
             fix = f"pip install {name}=={usual}, on every machine" if name not in ("python", "cuda", "nccl") else ""
             checks.append(Check("FAIL", "versions", f"{name} differs: {'; '.join(odd)}", fix))
-    return checks or [Check("ok", "versions", "the same on all ranks" + _accelerator(facts))]
-
-
-def _accelerator(facts: Sequence[Facts]) -> str:
     versions = facts[0]["versions"] if facts else {}
-    return "".join(f", {name.upper()} {versions[name]}" for name in ("cuda", "nccl") if versions.get(name))
+    which = "".join(f", {name.upper()} {versions[name]}" for name in ("cuda", "nccl") if versions.get(name))
+    return checks or [Check("ok", "versions", f"the same on all ranks{which}")]
 
 
 def _who(group: Sequence[Facts]) -> str:

@@ -50,12 +50,12 @@ class TorchNotes:
 
     def attach(self) -> Callable[[], None]:
         """Begin. The result ends it."""
-        undo = [
+        self._patches.add(
             BACKWARDS.attach(),
             when_imported("torch.amp.grad_scaler", self._watch_scaler),
             when_imported("torch.optim.optimizer", self._look_at_optimizers),
             when_imported("torch.nn.parallel.distributed", self._watch_buckets),
-        ]
+        )
         if self._guard is not None:
             self._guard.before_look.insert(0, self.look)  # before what it notes is written
 
@@ -63,8 +63,6 @@ class TorchNotes:
             self.look()
             if self._guard is not None:
                 self._guard.before_look.remove(self.look)
-            for call in undo:
-                call()
             self._seeing.undo()
             self._patches.undo()
 

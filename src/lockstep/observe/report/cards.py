@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.verdict import Verdict
+from lockstep.observe.replica_diff import alike
 from lockstep.observe.report.curves import values_of
 from lockstep.observe.report.run_rows import STOPPED, Status, attempts_of, facts_by_rank, world_size_of
 from lockstep.observe.report.source import Source
@@ -165,10 +166,8 @@ def _not_finite(source: Source) -> Iterator[Card]:
 def _unlike(source: Source) -> Iterator[Card]:
     said = facts_by_rank(source)
     for name in _SAME:
-        by_value: dict[str, list[int]] = {}
-        for rank in source.run.of_last_attempt().ranks:
-            if said.get(rank, {}).get(name):
-                by_value.setdefault(str(said[rank][name]), []).append(rank)
+        told = {rank: said.get(rank, {}).get(name) for rank in source.run.of_last_attempt().ranks}
+        by_value = alike({rank: str(value) for rank, value in told.items() if value})
         if len(by_value) > 1:
             lines = [f"{names(ranks)}: {value}" for value, ranks in by_value.items()]
             few = min(by_value.values(), key=len)

@@ -34,7 +34,8 @@ def status_of(source: Source) -> Status:
     here = [(pid, time_ns) for host, pid, time_ns in processes if host == socket.gethostname()]
     if any(is_alive(pid, time_ns / 1e9) for pid, time_ns in here):
         return "running"
-    if len(here) < len(processes) and _is_fresh(source.run.folder):
+    newest_s = max((path.stat().st_mtime for path in source.run.folder.glob("*.jsonl")), default=0.0)
+    if len(here) < len(processes) and time.time() - newest_s < _FRESH_S:
         return "running"
     return "unknown" if launch is None else "failed"
 
@@ -47,11 +48,6 @@ def is_alive(pid: int, seen_s: float) -> bool:
     except (OSError, AttributeError):
         return False
     return words[0] not in "ZX" and booted_s + int(words[19]) / os.sysconf("SC_CLK_TCK") <= seen_s + 1
-
-
-def _is_fresh(folder: Path) -> bool:
-    newest = max((path.stat().st_mtime for path in folder.glob("*.jsonl")), default=0.0)
-    return time.time() - newest < _FRESH_S
 
 
 def run_of(source: Source, status: Status, now_ns: int) -> dict[str, Any]:

@@ -125,9 +125,11 @@ _SAID = {  # name -> ranks, program, what is said
     ),
     "a batch that rank 0 of two leaves out, in the first epoch": (2, _EPOCHS.format(epoch=0, guilty=0), _TWICE),
     "a batch that rank 1 of two leaves out, in the second epoch": (2, _EPOCHS.format(epoch=1, guilty=1), _TWICE),
-    "a batch too many on rank 0 of two, in the second epoch": (
-        2, _EPOCHS.format(epoch=9, guilty=1).replace("range(8)", "range(8 + (epoch == 1 and rank == 0))"),
-        r"MISMATCH in step 17.*Culprit: rank 0 (?s:.*)rank 1: broadcast float32 \[9\] root=0 at train\.py",
+    "a batch too many on rank 0 of two, in the third epoch": (
+        2, _EPOCHS.format(epoch=9, guilty=1).replace("range(3)", "range(4)").replace(
+            "range(8)", "range(8 + (epoch == 2 and rank == 0))"
+        ),
+        r"MISMATCH in step 25.*Culprit: rank 0 (?s:.*)rank 1: broadcast float32 \[9\] root=0 at train\.py",
     ),
     "a batch too many on rank 1 of two, in the first epoch": (
         2, _EPOCHS.format(epoch=9, guilty=1).replace("range(8)", "range(8 + (epoch == 0 and rank == 1))"),

@@ -111,14 +111,8 @@ class Account:
         """What needs no looking. step: read before the facts are, which else seem to be of a step that has ended."""
         recorder, host = self._recorder, socket.gethostname()
         who = {"rank": recorder.rank, "world_size": recorder.world_size, "pid": os.getpid(), "host": host}
-        how = {
-            "step": recorder.step if step is None else step,
-            "step_before": self.step_before,
-            "state": self.state,
-            "words": self.words,
-            "is_blind": self.is_blind,
-        }
-        return Status(**who, **how, **more)
+        how = {"state": self.state, "words": self.words, "is_blind": self.is_blind, "step_before": self.step_before}
+        return Status(**who, **how, step=recorder.step if step is None else step, **more)
 
     def status(self, now_s: float, **said: Any) -> Status:
         """All of it, at `now_s` of a clock that never goes back. said: see `Voice.shown`."""

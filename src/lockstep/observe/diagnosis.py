@@ -18,16 +18,7 @@ from lockstep.observe.wording import Finding
 
 __all__ = ["Finding", "Limits", "diagnose", "message_text"]
 
-_CASES = (
-    find_mismatch,
-    find_raised,
-    find_gone,
-    find_finished,
-    find_cycle,
-    find_stopped,
-    find_hang,
-    find_waiting,
-)
+_CASES = (find_mismatch, find_raised, find_gone, find_finished, find_cycle, find_stopped, find_hang, find_waiting)
 
 
 def diagnose(

@@ -224,9 +224,7 @@ def _report(
     body += [*unsynced.values(), *signs, *(_deed(parting, fault) if is_known else ())]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
-    is_one_call = (
-        bool(differing) and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
-    )
+    is_one_call = differing and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
     advice = _FIX[fault] if is_known and fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
     head = "MISMATCH"
     if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first
@@ -250,12 +248,10 @@ def _counts(group: str, parting: Parting) -> str:
     for side in (parting.usual, parting.odd):
         so_far = " so far" if side.history[-1].step == step else ""
         parts.append((names(side.ranks), calls_in(side, step).total(), so_far))
-    (who, number, so_far), (other, its, its_so_far) = parts
+    (who, number, so_far), (other, its, too) = parts
     if number == its:
         return ""
-    return (
-        f"{step_after(step)}: {who} issued {times(number)} in group {group}{so_far}, {other} issued {its}{its_so_far}"
-    )
+    return f"{step_after(step)}: {who} issued {times(number)} in group {group}{so_far}, {other} issued {its}{too}"
 
 
 def _deed(parting: Parting, fault: Fault) -> list[str]:

@@ -9,15 +9,16 @@ from __future__ import annotations
 import math
 from typing import Literal
 
-from lockstep.observe import wording
+from lockstep.observe import histories, wording
 from lockstep.observe.profile.step_clock import DATA
-from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait
+from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait, read_message
 from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import FINISHED, RAISED
 from lockstep.observe.wording import Finding, names, seconds, step_after
 
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
+_MATCH = "let one side send first, or post both with batch_isend_irecv; tags must match."
 _LOADS = "is loading data"
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
@@ -109,8 +110,9 @@ def _state(scene: Scene, rank: int) -> _Root:
         return "active"
     if scene.is_silent(rank):
         return "moving" if sight.is_working else "silent"
-    if rank in scene.blocked:
-        return "stuck" if scene.blocked[rank].absent else "inside"
+    wait = scene.blocked.get(rank)
+    if wait is not None and (not wait.absent or scene.stands_in(wait)):
+        return "stuck" if wait.absent else "inside"
     if sight.status.looping_s >= _LOOP_SHARE * scene.hang_s:
         return "looping"
     return "stuck" if sight.status.unmoved_s >= max(scene.hang_s, STILL_S) else "moving"
@@ -183,17 +185,16 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
     way = " -> ".join(f"rank {rank}" for rank in (*ranks, ranks[0]))
     groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})
     ahead = _went_on(scene, waits)
-    culprits = ahead or _outvoted(waits)
+    odd, apart = _apart(scene, ranks)
+    culprits = ahead or odd or _outvoted(waits)
     whose = "" if len(culprits) == len(ranks) else f".  Culprit{'s' * (len(culprits) > 1)}: {names(culprits)}"
-    what = "groups in different order: " if len(groups) > 1 else ""
+    what, fix = "groups in different order: " if len(groups) > 1 else "", _MATCH
     if ahead:
         fix = f"look for a condition that is false on {names(ahead)}, or an exception that is caught there."
     elif what:
         fix = f"use groups {', '.join(groups)} in the same order on every rank."
-    elif groups:
+    elif groups and not odd:
         fix = "send what another rank receives before the collective, or let that rank receive it later."
-    else:
-        fix = "let one side send first, or post both with batch_isend_irecv; tags must match."
     return wording.compose(
         scene,
         "cycle",
@@ -201,7 +202,7 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
         f"DEADLOCK in {step_after(scene.step)}: {what}{way}{whose}",
         culprits,
         [
-            *wording.waiters([*waits, *_waits_for(scene, ranks)]),
+            *_waiters(scene, [*waits, *_waits_for(scene, ranks)], apart),
             *(f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead),
         ],
         why="each of them waits for the next one, so none can ever get on.",
@@ -264,25 +265,55 @@ def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Findin
 
 def _report_hang(scene: Scene, wait: Wait, ranks: list[int]) -> Finding:
     waits = _waits_for(scene, ranks) or [wait]
-    lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, _not_there(scene, rank))]
+    odd, apart = _apart(scene, ranks)
+    ranks, done = odd or ranks, apart[0].record.step if apart else scene.step
+    lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, _not_there(scene, rank)) if not apart]
     are = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'}"
     what, why = "nothing has moved", "every rank must issue the same collectives in the same order."
     fix = f"see what {are} stuck in, or which condition led there."
     if all(_not_there(scene, rank) == _LOADS for rank in ranks):
         what, why = "no batch", f"no deadlock: all go on once {are} given the batch."
         fix = "see what it waits for: disk, network, a lock, a worker. Is that usual: a longer LOCKSTEP_HANG_S."
+    if apart:
+        what, why, fix = "no match of messages", "", _MATCH
     return wording.compose(
         scene,
         "hang",
         _key(scene, ranks),
-        f"HANG: {what} for {seconds(wait.age_s)} in {step_after(scene.step)}.",
+        f"HANG: {what} for {seconds(wait.age_s)} in {step_after(done)}.",
         ranks,
-        [*lines, *wording.waiters(waits)],
+        [*lines, *_waiters(scene, waits, apart)],
         why=why,
         fix=fix,
         least=wording.stacks(scene, [*ranks, *(wait.rank for wait in waits)]),
-        done=scene.step,
+        done=done,
     )
+
+
+def _apart(scene: Scene, ranks: list[int]) -> tuple[list[int], list[Wait]]:
+    """Messages of `ranks`, which stand still, that lack their other half; and who of both ends left its habit there."""
+    found = [one for one in scene.waits if one.record.is_message and {one.rank, *one.absent} & set(ranks)]
+    found = [one for one in found if one.absent and one.absent[0] in scene.sights and not one.is_any]
+    ends = {rank for one in found for rank in (one.rank, *one.absent)}
+    since = min((one.record.step for one in found), default=0)
+    odd = {rank for rank in ends if not histories.keeps_habit(scene.records_of(rank), since)}
+    odd = odd if odd < ends and all(map(scene.records_of, odd)) else set[int]()
+    is_waited_for = any(scene.blocked.get(one.rank) is one for one in found)
+    if not odd and not (is_waited_for and scene.blocked.keys() >= set(ranks)):
+        return [], []
+    return sorted(odd), sorted(found, key=lambda one: (not {one.rank, *one.absent} & odd, one.record.step, one.rank))
+
+
+def _waiters(scene: Scene, waits: list[Wait], apart: list[Wait]) -> list[str]:
+    """Who waits in what; of a message without its other half: what its other end did last in place of that."""
+    lines = []
+    for one in apart:
+        way = "asked for" if one.record.text.startswith("send") else "sent"
+        others = [(read_message(record.text), record) for record in scene.records_of(one.absent[0])]
+        its = [r for said, r in others if said and said.is_send is (way == "sent") and said.peer in (one.rank, None)]
+        last = f"; its last: {wording.call(its[-1])} ({step_after(its[-1].step)})" if its else ""
+        lines += [*wording.waiters([one]), f"  not {way} by {names(one.absent)}{last}"]
+    return [*lines, *wording.waiters([one for one in waits if one not in apart])]
 
 
 def _not_there(scene: Scene, rank: int) -> str:

@@ -161,11 +161,14 @@ def _has_begun_anew(history: Sequence[Record]) -> bool:
 
 
 def _is_in_turn(history: Sequence[Record], seldom: tuple[str, str]) -> bool:
-    """Whether the last step's calls are those that came so many steps after `seldom` the time before."""
-    rounds = sorted({record.step for record in history[:-1] if _line(record) == seldom})
-    now = history[-1].step
+    """Whether the last step's calls are those that came so many steps after `seldom` the time before, and the epochs
+    are of one length: of a call that comes when it must, nobody can say that it is out of turn.
+    """
+    rounds = sorted({record.step for record in history[:-1] if _line(record) == seldom})[-3:]
+    lengths = {after - before for before, after in pairwise(rounds)}
+    now, length = history[-1].step, max(lengths, default=0)
     shape = _shape(history, now)
-    return len(rounds) > 1 and _shape(history, rounds[-2] + now - rounds[-1])[: len(shape)] == shape
+    return len(rounds) == 3 and lengths == {length} != {1} and _shape(history, now - length)[: len(shape)] == shape
 
 
 def _is_known(history: Sequence[Record], step: int, known: set[Shape]) -> bool:
@@ -192,6 +195,17 @@ def _shapes(sides: Iterable[Side], but: int) -> set[Shape]:
         steps = {record.step for record in history} - {but, history[0].step, history[-1].step}
         found |= {_shape(history, step) for step in steps}
     return found
+
+
+def keeps_habit(history: Sequence[Record], since: int) -> bool:
+    """Whether the calls of each step from `since` on are those of others; False also where none are known."""
+    steps: dict[int, list[tuple[str, str]]] = defaultdict(list)
+    for record in history:
+        steps[record.step].append(_line(record))
+    first, last = (history[0].step, history[-1].step) if history else (0, 0)
+    whole = Counter(tuple(steps[step]) for step in range(first + 1, last))
+    is_usual = all(whole[tuple(steps[step])] > 1 for step in range(max(since, first + 1), last))
+    return is_usual and any(shape[: len(steps[last])] == tuple(steps[last]) for shape in whole)
 
 
 # ------------------------------------------------------------------ by their calls

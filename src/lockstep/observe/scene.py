@@ -135,10 +135,14 @@ class Scene:
         return {rank: wait for rank, wait in found.items() if wait in sure or not self._is_elsewhere(wait, sure)}
 
     def _is_elsewhere(self, wait: Wait, sure: Sequence[Wait]) -> bool:
-        """True where `wait` is a send to ranks that stand still for its own, or all of its group have long come."""
-        waiters = {other.rank for other in sure if wait.rank in other.absent}
+        """True where `wait` is a message of another line to ranks that stand still for its own, or all have come."""
+        mine = wait.record
+        waiters = {other.rank: other.record for other in sure if wait.rank in other.absent}
         if wait.absent:
-            return wait.record.is_message and waiters.issuperset(wait.absent)
+            is_here = not mine.is_message or mine.site in self.status(wait.rank).stack
+            # who stands in the other half of such a message is not one of them: then the two do not match
+            others = {rank for rank, its in waiters.items() if not its.is_message or its.text[:4] == mine.text[:4]}
+            return not is_here and others.issuperset(wait.absent)
         return bool(waiters) and not any(other.is_part_of(wait) for other in sure)
 
     def stands_in(self, wait: Wait) -> bool:
@@ -151,8 +155,11 @@ class Scene:
         mine = [wait for wait in self.waits if wait.rank == rank]
         if not mine or self.status(rank).unmoved_s < STILL_S:
             return None
-        here = [wait for wait in mine if self.stands_in(wait)]
-        return here[0] if here else next((wait for wait in mine if wait.absent), mine[0])
+        here = next((wait for wait in mine if self.stands_in(wait)), None)
+        if here is not None and (here.absent or not here.record.is_message):
+            return here
+        mine = [wait for wait in mine if here is None or wait.record.site == here.record.site]  # one line may send many
+        return next((wait for wait in mine if wait.absent), here or mine[0])
 
     def _wait(self, rank: int, waiting: Waiting) -> Wait:
         record, age_s = waiting
@@ -165,10 +172,10 @@ class Scene:
         message = read_message(record.text)
         if message is None:
             return Wait(rank, record, age_s, (), (), is_any=False)
-        if message.peer is not None:
-            ranks = (message.peer,)
-        absent = tuple(r for r in ranks if not self._answers(r, rank, message, record))
-        return Wait(rank, record, age_s, ranks, absent, is_any=message.peer is None)
+        ranks = ranks if message.peer is None else (message.peer,)
+        is_any = message.peer is None  # then what is open at the others may be long received
+        absent = tuple(r for r in ranks if is_any or not self._answers(r, rank, message, record))
+        return Wait(rank, record, age_s, ranks, absent, is_any)
 
     @cached_property
     def groups(self) -> dict[tuple[str, tuple[int, ...]], dict[int, Progress]]:

@@ -9,6 +9,7 @@ from typing import Any, get_args
 import pytest
 import torch
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401 (which cannot be imported first by two threads)
 
 from lockstep.comm.communicator import Communicator
 from lockstep.observe.layout import UNITS_MAX, folded, held_bytes, layout_of, strategy_of

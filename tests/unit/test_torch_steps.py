@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from lockstep.observe.torch_steps import StepCounter
+from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_steps import StepCounter, TorchSteps
 
 
 class Optimizer:
     """Can be referred to weakly, like torch's."""
+
+    param_groups: Sequence[Any] = ()
 
 
 SHARED = frozenset("ABC")  # the parameters of the others are a rank's own, as far as one can see
@@ -83,3 +88,22 @@ def test_without_other_ranks_nothing_is_waited_for() -> None:
     counter = StepCounter(lambda optimizer: True, is_alone=True)
     first, second = Optimizer(), Optimizer()
     assert [counter.stepped(one, 0) for one in (first, first, second, second)] == [1, 1, 0, 1]
+
+
+def test_what_was_asked_for_before_another_phase_of_training_says_nothing_of_its_first_optimizer() -> None:
+    """Its own model may be one that this rank trains for itself."""
+    recorder = SimpleNamespace(started=0, take_up=list, clock=SimpleNamespace(owner=0))
+    guard = SimpleNamespace(recorder=recorder, world_size=2, operations=0, step_done=list)
+    steps = TorchSteps(cast("Any", guard), cast("Any", SimpleNamespace(listed={}, followed={})))
+    BACKWARDS.once.remove(steps._backward_begins)
+    first, second = Optimizer(), Optimizer()
+    steps._backward_begins()
+    BACKWARDS.once.remove(steps._backward_begins)
+    recorder.started = 1
+    assert steps.stepped(first)
+    del first
+    gc.collect()
+    steps._backward_begins()  # as it was asked to be called
+    assert steps._backward_begins not in BACKWARDS.once  # which would call it with every backward
+    recorder.started = 2
+    assert not steps.stepped(second)

@@ -100,13 +100,14 @@ class TorchSteps:
         self._guard, self._recorder, self._groups = guard, guard.recorder, groups
         self._counter = StepCounter(self._is_shared, is_alone=guard.world_size == 1)
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
-        self._begun: int | None = None  # operations, when the last backward began before any optimizer led
+        self._begun: int | None = None  # operations, when the last backward began before any step was counted
+        self._has_counted = False
         BACKWARDS.once.append(self._backward_begins)
 
     def _backward_begins(self) -> None:
         """What was started by now has not averaged the gradients of this backward."""
-        self._begun = self._recorder.started
-        if not self._counter.leads_alone:
+        if not (self._has_counted or BACKWARDS.are_shared):
+            self._begun = self._recorder.started
             BACKWARDS.once.append(self._backward_begins)
 
     def share(self, params: Iterable[Any]) -> None:
@@ -132,8 +133,9 @@ class TorchSteps:
         for watched, number, line in started:
             watched.catch_up(number, line)
         recorder.take_up()
-        begun = None if BACKWARDS.are_shared or _averaged else self._begun
+        begun = None if self._has_counted or BACKWARDS.are_shared or _averaged else self._begun
         counted = counter.stepped(optimizer, recorder.started, self._guard.operations, begun)
+        self._has_counted |= counted > 0
         for _ in range(counted):
             self._guard.step_done()
         return counted > 0

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from command_runs import children, is_alive, wait_for
+from chaos import TINY
+from command_runs import Run, children, is_alive, wait_for
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -241,3 +242,28 @@ def test_interrupt_of_a_command_that_starts_nothing_is_one_sentence(tmp_path: Pa
     command = [sys.executable, "-c", f"{code}; sys.exit(cli.main(['report']))"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "lockstep: stopped\n")
+
+
+def test_module_that_is_not_in_its_package_is_said_as_python_says_it(tmp_path: Path) -> None:
+    run = Run(tmp_path, "run", "--nproc-per-node", "2", "-m", "xml.none_such", warm=True)
+    said = run.end(1)
+    assert "_Error" not in said
+    assert re.search(r"rank \d \(pid \d+\) ended with exit code 1, .*No module named xml.none_such", said)
+
+
+def test_training_whose_reader_has_gone_says_so_and_is_not_started_again(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("".join(f"line {n} of {n * n % 97} bottles\n" for n in range(400)))
+    words = ["train", "-n", "2", "--data.path=a.txt", "--out=out", *TINY, "--train.log_every=1", "--train.steps=5000"]
+    process = subprocess.Popen(
+        [*_COMMAND, *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    while not process.stdout.readline().startswith("step 2/"):
+        assert process.poll() is None
+    process.stdout.close()
+    assert process.stderr is not None
+    said = process.stderr.read()
+    assert process.wait() == 2
+    process.stderr.close()
+    assert "lockstep: nobody reads any more what is printed: `lockstep train > FILE` keeps it\n" in said
+    assert "restart" not in said

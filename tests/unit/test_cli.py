@@ -106,6 +106,20 @@ def test_impossible_request_is_one_sentence_and_code_2(
     assert said.err.count("\n") == 1
 
 
+@pytest.mark.parametrize("variable", ["LOCKSTEP_GUARD=onn", "LOCKSTEP_HANG_S=-1", "LOCKSTEP_REPLICA_EVERY=x",
+                                      "LOCKSTEP_PROFILE=10"])  # fmt: skip
+def test_training_refuses_what_a_variable_cannot_be_before_it_starts(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "-n", "1"]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith(("lockstep: LOCKSTEP_", "lockstep: --profile 10"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_under_a_launcher_n_must_be_left_out_and_only_rank_0_says_so(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

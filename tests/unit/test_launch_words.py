@@ -26,6 +26,7 @@ from lockstep.launch.program import Program, read_program
 from lockstep.launch.torchrun_flags import read_flags
 from lockstep.launch.words import say
 from lockstep.observe.last_words import sees_another
+from lockstep.observe.profile.window import RUN
 from lockstep.recipes import gpt2
 
 
@@ -33,8 +34,9 @@ from lockstep.recipes import gpt2
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    for name in ("train.py", "tool"):
+    for name in ("train.py", "tool", "plain"):
         (tmp_path / name).write_text("import torch\n")
+    (tmp_path / "tool").chmod(0o755)
     (tmp_path / "pack").mkdir()
     return tmp_path
 
@@ -90,7 +92,8 @@ def test_one_machine_meets_itself_on_the_loopback_interface(
     ("words", "program"),
     [
         (("-m", "pack.mod", "-x"), Program("module", "pack.mod", ("-x",))),
-        (("--no-python", "tool", "a"), Program("command", "tool", ("a",))),
+        (("--no-python", "./tool", "a"), Program("command", "./tool", ("a",))),
+        (("--no-python", "sh", "-c"), Program("command", "sh", ("-c",))),
         (("--run-path", "train.py", "a"), Program("script", "train.py", ("a",))),
     ],
 )
@@ -105,6 +108,12 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("nothing.py",), "there is no script 'nothing.py'"),
         (("--start-method=fork", "train.py"), "--start-method fork"),
         (("--no-python", "-m", "tool"), "leave one out"),
+        (("--no-python", "tool"), "--no-python tool: there is no such command on PATH; ./tool is here"),
+        (("--no-python", "plain"), "on PATH; if ./plain is meant: chmod +x ./plain"),
+        (("--no-python", "./plain"), "on PATH; if ./plain is meant: chmod +x ./plain"),
+        (("--no-python", "none-such"), "--no-python none-such: there is no such command on PATH"),
+        (("--record=tool", "train.py"), "--record tool cannot hold a record: it is a file. Name a folder, or off"),
+        (("--record=tool/x", "train.py"), "--record tool/x cannot hold a record: Not a directory"),
         (("--nnodes=2", "--max-restarts=1", "train.py"), "use --rdzv-backend c10d"),
         (("--nnodes=2", "--node-rank=5", "train.py"), "--node-rank 5, but --nnodes 2: machines are 0 to 1"),
         (("--nnodes=2", "--node-rank=-1", "train.py"), "--node-rank -1, but --nnodes 2"),
@@ -150,6 +159,51 @@ def test_what_cannot_be_is_refused_by_name(words: tuple[str, ...], answer: str, 
     with pytest.raises(ConfigError) as caught:
         read(folder, *words)
     assert answer in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("variable", "answer"),
+    [
+        ("LOCKSTEP_GUARD=onn", "the guard is one of off, on, strict, check"),
+        ("LOCKSTEP_HANG_S=0", "it is a number of seconds above 0"),
+        ("LOCKSTEP_REPLICA_EVERY=-1", "give a number of steps, or 0 for never"),
+        ("LOCKSTEP_SHM=of", "it is on or off"),
+        ("LOCKSTEP_ENV=of", "it can be off (use arguments only) or auto"),
+        ("LOCKSTEP_PROFILE=10", "it takes the first and the last step"),
+        ("LOCKSTEP_LOG=wand", "there is no logger 'wand'"),
+        ("LOCKSTEP_RUN=tool", "LOCKSTEP_RUN tool cannot hold a record: it is a file"),
+    ],
+)
+def test_variable_that_means_nothing_is_refused_before_anything_starts(
+    variable: str, answer: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(*variable.split("="))
+    with pytest.raises(ConfigError) as caught:
+        read(folder, "train.py")
+    assert answer in str(caught.value)
+
+
+def test_module_that_there_is_not_is_said_as_python_says_it(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        read(folder, "-m", "none_such.train")
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert said.startswith(f"lockstep: No module named none_such: it is looked for in {folder}, on PYTHONPATH, and ")
+    assert said.count("\n") == 1
+
+
+def test_record_that_nobody_asked_for_is_left_out_where_it_cannot_be(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "runs").write_text("a file where a folder has to be")
+    job = read(folder, "train.py")
+    assert job.supervision.variables[RUN] == ""
+    said = capsys.readouterr().err
+    assert "this run leaves no record" in said
+    assert "--record DIR names another place" in said
+    assert said.count("\n") == 1
+    job.supervision.log.begin()
+    assert capsys.readouterr().err == ""
 
 
 def test_script_that_cannot_be_read_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

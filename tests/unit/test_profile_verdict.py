@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -340,6 +341,23 @@ def test_run_that_went_on_with_fewer_ranks_is_judged_by_those(tmp_path: Path) ->
     assert [share.rank for share in verdict.shares] == [0, 1]
     assert verdict.what_ifs
     assert verdict.advice[0].rank == 1
+
+
+def test_run_that_went_on_with_more_ranks_is_judged_by_the_steps_of_all(tmp_path: Path) -> None:
+    """Two ranks had more to do each, until step 10: that makes none of them slower than the one that came then."""
+    World(work_us=lambda rank, step: 3000, steps=10, tokens=64).run(tmp_path)
+    World(work_us=lambda rank, step: 1000, world_size=3, steps=20, tokens=64, ahead_us=[10**9] * 3).run(tmp_path / "on")
+    for rank in range(3):
+        path = tmp_path / f"rank-{rank}.jsonl"
+        lines = (tmp_path / "on" / path.name).read_text().replace('"a/0"', '"a/1"').splitlines(True)
+        went_on = [line for line in lines if json.loads(line).get("step", 11) > 10]
+        path.write_text((path.read_text() if rank < 2 else "") + "".join(went_on))
+    verdict = judge(read_run(tmp_path))
+    assert [share.steps for share in verdict.shares] == [10 - _WARM] * 3
+    assert verdict.imbalance == pytest.approx(1.0)
+    assert {round(share.step_ms, 3) for share in verdict.shares} == {3 * 1.5}
+    assert [share.tokens_per_s for share in verdict.shares] == [pytest.approx(64 / 0.0045)] * 3
+    assert all(advice.kind != "straggler" for advice in verdict.advice)
 
 
 CASES = {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import http.client
 import json
+import os
 import socket
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -180,14 +183,42 @@ def test_newest_run_is_reported_without_words(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "runs" / "one" / "report.html").exists()
 
 
+@pytest.mark.parametrize("command", ["report", "watch", "profile"])
+def test_record_that_may_not_be_read_is_named(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """To whom a folder is closed it looks empty."""
+    closed = tmp_path / "one" / "profile"
+    closed.mkdir(parents=True)
+
+    def closing(listing: Callable[[Any], Any], path: Any = ".") -> Any:  # root may read all
+        if str(path) == str(closed):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return listing(path)
+
+    for name in ("scandir", "listdir"):
+        monkeypatch.setattr(os, name, partial(closing, getattr(os, name)))
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "one"]) == 1
+    assert capsys.readouterr().err == f"lockstep: {closed}: Permission denied\n"
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
         (["report", "nowhere"], "does not exist"),
         (["watch", "nowhere"], "does not exist"),
-        (["report", "one", "--out", "not/there.html"], "--out names another file"),
-        (["report", "one", "--out", "."], "--out names another file"),
+        (["report", "one", "--out", "not/there.html"], "; try `lockstep report RUN --out FILE`"),
+        (["report", "one", "--out", "."], "; try `lockstep report RUN --out FILE`"),
+        (
+            ["report", "one", "--out", "damaged/rank-0.jsonl/x.html"],
+            "x.html: Not a directory; try `lockstep report RUN --out FILE`",
+        ),
         (["watch", "one", "--port", "70000"], "--port 0 takes a free one"),
+        (["watch", "one", "--host", "198.51.100.7"], "; --port 0 takes a free one, --host 127.0.0.1 is always"),
+        (["watch", "one", "--host", "no host"], "--host 127.0.0.1 is always this machine's"),
+        (["profile", "one", "--peak-tflops", "-3"], "--peak-tflops -3: it is a number above 0"),
+        (["profile", "one", "--flops-per-token", "nan"], "--flops-per-token nan: it is a number above 0"),
         (["report", "damaged"], "holds no record that can be read: rank-0.jsonl: line 1 "),
         (["reprot"], "did you mean `lockstep report`"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,6 +30,9 @@ def profile(words: Sequence[str]) -> int:
     can = "what the device of one rank can do; by default as a short matrix product has it here"
     parser.add_argument("--peak-tflops", type=float, default=0.0, metavar="TFLOPS", help=can)
     args = parser.read([word.replace("_", "-") if word.startswith("--") else word for word in words])  # either way
+    for flag, number in (("--flops-per-token", args.flops_per_token), ("--peak-tflops", args.peak_tflops)):
+        if not 0 <= number < math.inf:
+            raise ConfigError(f"{flag} {number:g}: it is a number above 0")
     lines = describe(args.run, args.flops_per_token, args.peak_tflops)
     sys.stdout.write("".join(line + "\n" for line in lines))
     return 0
@@ -44,7 +48,7 @@ def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: flo
     peak, how = _peak(peak_tflops, run) if per_token else (0.0, "")
     verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
     if not verdict.shares:
-        raise ConfigError(f"{shown(run.folder)} has no step that has ended")
+        raise ConfigError(f"{shown(run.folder)} has no step that has ended: step() of an optimizer of torch ends one")
     yield from (f"damaged  {problem}: what came before is counted" for problem in problems)
     yield from _summary(run, verdict, how)
     yield ""

@@ -43,6 +43,7 @@ from lockstep.launch.worker import (
     report_failure,
 )
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
+from lockstep.observe.settings import GuardSettings
 from lockstep.recipes import gpt2, llama32
 from lockstep.train.config import RunConfig, check, flatten
 
@@ -94,7 +95,8 @@ def train(words: Sequence[str]) -> int:
     for name, value in flatten(command.run):
         if re.search("[\ud800-\udfff]", str(value)):
             raise ConfigError(f"--{name} {value}: it is no UTF-8, as a checkpoint keeps it: rename it")
-    read_window(command.profile)
+    read_window(window := command.profile or os.environ.get(PROFILE, ""))
+    GuardSettings.of(os.environ)
     place = find_place(os.environ)
     smallest, largest = read_range(command.processes)
     if place.launcher != "one process":
@@ -112,7 +114,7 @@ def train(words: Sequence[str]) -> int:
     code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
     from lockstep.cli.report import tell_record
 
-    tell_record({RUN: str(command.run.out / "profile"), PROFILE: command.profile}, is_quiet=code != 0)
+    tell_record({RUN: str(command.run.out / "profile"), PROFILE: window}, is_quiet=code != 0)
     return code
 
 
@@ -239,8 +241,7 @@ def run_rank(command: TrainCommand, place: Place) -> int:
 
 
 def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
-    if command.profile:
-        os.environ[PROFILE] = command.profile
+    os.environ[PROFILE] = command.profile or os.environ.get(PROFILE, "")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is downloaded: never ask the network
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
@@ -262,9 +263,10 @@ def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
             print("lockstep: stopped before the first step", file=sys.stderr)
         return INTERRUPTED if newest_step(command) in (None, NONE) else REQUEUE
     except Exception as error:  # noqa: BLE001 (it is reported, and the exit code says so)
+        if isinstance(error, BrokenPipeError):  # `lockstep train | head`
+            error = ConfigError("nobody reads any more what is printed: `lockstep train > FILE` keeps it")
         code = _USER_ERROR if isinstance(error, ConfigError | DataError) else 1
-        is_expected = isinstance(error, LockstepError | BrokenPipeError)  # the latter: `lockstep train | head`
-        is_consequence = isinstance(error, CommError | PeerFailed)
+        is_expected, is_consequence = isinstance(error, LockstepError), isinstance(error, CommError | PeerFailed)
         failure = describe_failure(error, place.rank, code, is_expected, is_consequence)
         report_failure(failure, os.environ)
         return code

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from lockstep.comm.launcher_variables import Launcher, find_variables
 from lockstep.errors import EnvironmentProblems
 
+SWITCH = "LOCKSTEP_ENV"
 HINT = (
     "Start the processes with `torchrun --standalone --nproc-per-node=2 train.py` or, under Slurm, "
     "`srun python train.py`. LOCKSTEP_ENV=off runs one process whatever the environment says."
@@ -159,9 +160,9 @@ class _Reader:
         self.environ = {name: value for name, value in environ.items() if value != ""}
         self.problems: list[Problem] = []
         self.sources: dict[str, str] = {}
-        switch = self.environ.get("LOCKSTEP_ENV", "auto").lower()
+        switch = self.environ.get(SWITCH, "auto").lower()
         if switch not in ("auto", "off"):
-            self.problem("", f"LOCKSTEP_ENV={switch!r}: it can be off (use arguments only) or auto")
+            self.problem("", f"{SWITCH}={switch!r}: it can be off (use arguments only) or auto")
         if switch == "off":
             self.environ = {}
         self.variables = find_variables(self.environ, explicit, self.problem)

@@ -46,12 +46,7 @@ class Agent(SimpleElasticAgent):
     """One machine's part of a run."""
 
     def __init__(
-        self,
-        job: Launch,
-        spec: WorkerSpec,
-        starter: Starter,
-        signals: StopSignals,
-        meeting: Meeting | None,
+        self, job: Launch, spec: WorkerSpec, starter: Starter, signals: StopSignals, meeting: Meeting | None
     ) -> None:
         """meeting: of the machines; None where there is one, or it is not known how they meet."""
         super().__init__(spec, shutdown_timeout=0)

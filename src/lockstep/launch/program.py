@@ -7,6 +7,7 @@ No torch.
 from __future__ import annotations
 
 import builtins
+import errno
 import faulthandler
 import io
 import os
@@ -82,7 +83,8 @@ def _become(program: Program) -> None:
     try:
         os.execvp(program.name, [program.name, *program.arguments])
     except OSError as error:
-        raise SystemExit(f"lockstep: {program.name} cannot be started: {error.strerror}") from error
+        first = "; its first line has to name who runs it, #!/bin/sh" if error.errno == errno.ENOEXEC else ""
+        raise SystemExit(f"lockstep: {program.name} cannot be started: {error.strerror}{first}") from error
 
 
 def run_program(program: Program) -> None:
@@ -141,6 +143,8 @@ def _run(program: Program, here: types.ModuleType) -> SystemExit | None:
             _search_first(str(Path(program.name).resolve().parent))
             _run_script(program.name, here)
     except SystemExit as error:
+        if type(error.__context__).__module__ == "runpy":  # there is no such module: what Python says of it is enough
+            error.__context__ = None
         return error
     return None
 

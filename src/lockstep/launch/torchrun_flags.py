@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, get_args_parser
 
+from lockstep.comm.choose import wants_shared_memory
+from lockstep.comm.place import SWITCH, find_place
 from lockstep.errors import ConfigError
 from lockstep.launch.doctor.asked import read_machines
 from lockstep.launch.guess import new_record
@@ -24,7 +30,7 @@ from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
 from lockstep.launch.torchrun_checks import count_processes, refuse
-from lockstep.launch.words import Words
+from lockstep.launch.words import Words, say
 from lockstep.observe.loggers import LOG, logger_names
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.settings import GUARD, MODES, GuardSettings
@@ -45,6 +51,11 @@ _HELP = {  # where torchrun's words do not hold here
     "signals_to_handle": f"signals that ask to stop, with commas between them (default: {','.join(SIGNALS)})",
 }
 _POSITIONAL = {"training_script": ("SCRIPT", True), "training_script_args": ("ARGUMENTS", False)}
+_VARIABLES = (
+    ("--record", RUN, "DIR", "folder for the record and the report (default: runs/<script>-<time>; off: none)"),
+    ("--profile", PROFILE, "steps=A:B", "run torch.profiler over these steps on every rank, and merge what they saw"),
+    ("--log", LOG, "NAMES", "loggers for what `lockstep.log` is given: tensorboard, wandb, trackio, by commas"),
+)
 _SECONDS = (
     ("--grace-s", 60.0, "after a signal: how long workers may save before they are killed"),
     ("--failure-grace-s", 0.2, "after a worker failed: how long others may say what they saw; with --log at least 15"),
@@ -56,22 +67,14 @@ _FROM_ZERO = ("--max-restarts", "--shutdown-timeout", *(name for name, _, _ in _
 
 def parser() -> Words:
     """torchrun's parser with the flags of our own."""
-    made = Words(
-        "lockstep run",
-        usage="lockstep run [flags] script.py [its arguments]",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[get_args_parser()],
-        add_help=False,
-    )
+    usage, form = "lockstep run [flags] script.py [its arguments]", argparse.RawDescriptionHelpFormatter
+    made = Words("lockstep run", usage, _DESCRIPTION, add_help=False, parents=[get_args_parser()], formatter_class=form)
     for action in made._actions:
         action.help = _HELP.get(action.dest, action.help)
         if action.dest in _POSITIONAL:
             action.metavar, action.required = _POSITIONAL[action.dest]
     own = made.add_argument_group("beyond torchrun")
-    own.add_argument(
-        "-n", dest="nproc_per_node", metavar="N|A:B", default=argparse.SUPPRESS, help="the same as --nproc-per-node"
-    )
+    own.add_argument("-n", dest="nproc_per_node", metavar="N|A:B", default=argparse.SUPPRESS, help="--nproc-per-node")
     own.add_argument(
         "--start",
         choices=("warm", "fresh"),
@@ -86,31 +89,10 @@ def parser() -> Words:
         help="on: name ranks that call different collectives, hang or fail, and raise at the end of the step; strict: "
         f"raise at once; check: also compare every call of the first three steps; off (default: {GUARD}, or on)",
     )
-    own.add_argument(
-        "--record",
-        default=os.environ.get(RUN, ""),
-        metavar="DIR",
-        help="folder for the record of where the time of each step goes, which `lockstep profile DIR` reads (default: "
-        "runs/<script>-<time>; off: none)",
-    )
-    own.add_argument(
-        "--watch",
-        action="store_true",
-        help="as the first word: show the run here, a row per rank, and as a live page; what the ranks print goes into "
-        "a file",
-    )
-    own.add_argument(
-        "--profile",
-        default=os.environ.get(PROFILE, ""),
-        metavar="steps=A:B",
-        help="run torch.profiler over these steps on every rank, and merge what they saw into one trace",
-    )
-    own.add_argument(
-        "--log",
-        default=os.environ.get(LOG, ""),
-        metavar="NAMES",
-        help="loggers that get what `lockstep.log` is given: tensorboard, wandb, trackio, with commas between them",
-    )
+    first = "as the first word: show the run here, a row per rank, and as a live page; what they print goes to a file"
+    own.add_argument("--watch", action="store_true", help=first)
+    for name, variable, metavar, what in _VARIABLES:
+        own.add_argument(name, default=os.environ.get(variable, ""), metavar=metavar, help=what)
     for name, default, what in _SECONDS:
         own.add_argument(name, type=float, default=default, metavar="SECONDS", help=f"{what} (default: {default:g})")
     return made
@@ -131,10 +113,11 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     read_window(args.profile)
     logger_names(args.log)
     args.guard = GuardSettings.of(os.environ, args.guard).mode
+    wants_shared_memory(os.environ)
+    find_place({SWITCH: os.environ.get(SWITCH, "")})
     smallest = _smallest(args)
     port = _meet_on_loopback(args)
-    if args.log_dir is None:
-        args.log_dir = str(folder)
+    args.log_dir = str(folder) if args.log_dir is None else args.log_dir
     if "signals_to_handle" not in given:
         args.signals_to_handle = ",".join(SIGNALS)
     silence_torch()
@@ -148,7 +131,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
     program = _program(args)
-    record = "" if args.record == "off" else os.path.abspath(args.record or new_record(args.training_script))
+    record = _record(args, RUN if origins[RUN] == "environment" else "--record")
     del given["training_script"], given["training_script_args"]
     supervision = replace(
         _supervision(args, smallest or processes, config),
@@ -156,20 +139,28 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
         log=LaunchLog(Path(record) if record else None, command=["lockstep", "run", *words], flags=given),
         origins=origins,
     )
-    return Launch(
-        program,
-        config,
-        supervision,
-        folder,
-        modules=tuple(modules_to_preload(program, Path.cwd())),
-        is_warm=args.start == "warm",
-        server=server,
-        port=port,
-    )
+    modules, is_warm = tuple(modules_to_preload(program, Path.cwd())), args.start == "warm"
+    return Launch(program, config, supervision, folder, modules=modules, is_warm=is_warm, server=server, port=port)
 
 
 def _origin(flag: str, variable: str, given: Mapping[str, object]) -> str:
     return f"--{flag}" if flag in given else "environment" if variable in os.environ else "default"
+
+
+def _record(args: Namespace, named: str) -> str:
+    """The folder for the record, which can be written; "" for none. Raises: ConfigError where it was asked for."""
+    folder = "" if args.record == "off" else os.path.abspath(args.record or new_record(args.training_script))
+    try:
+        if folder:
+            os.makedirs(folder, exist_ok=True)
+            os.rmdir(tempfile.mkdtemp(dir=folder))
+    except OSError as error:
+        why = "it is a file" if os.path.isfile(folder) else error.strerror
+        if args.record:
+            raise ConfigError(f"{named} {args.record} cannot hold a record: {why}. Name a folder, or off") from error
+        say(f"this run leaves no record, {folder} cannot be made: {why}; --record DIR names another place")
+        return ""
+    return folder
 
 
 def _smallest(args: Namespace) -> int:
@@ -202,12 +193,20 @@ def _meet_on_loopback(args: Namespace) -> int:
 def _program(args: Namespace) -> Program:
     words = tuple(args.training_script_args)
     if args.no_python and not args.run_path:
+        if shutil.which(args.training_script) is None:
+            near = f"./{args.training_script.removeprefix('./')}"
+            hint = f"{near} is here" if shutil.which(near) else f"if {near} is meant: chmod +x {near}"
+            raise ConfigError(f"--no-python {args.training_script}: there is no such command on PATH; {hint}")
         return Program("command", args.training_script, words)
     python = os.environ.get("PYTHON_EXEC", sys.executable)
     if python != sys.executable:
         module = ("-m",) if args.module else ()
         return Program("command", python, ("-u", *module, args.training_script, *words))
     if args.module:
+        top = args.training_script.partition(".")[0]
+        if top and not PathFinder.find_spec(top, [os.getcwd()]) and not find_spec(top):
+            say(f"No module named {top}: it is looked for in {os.getcwd()}, on PYTHONPATH, and in what {python} has")
+            raise SystemExit(1)  # as Python
         return Program("module", args.training_script, words)
     if not os.path.exists(args.training_script):
         raise ConfigError(f"there is no script {args.training_script!r} in {os.getcwd()}")

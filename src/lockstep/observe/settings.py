@@ -13,6 +13,7 @@ MODES: tuple[Mode, ...] = ("off", "on", "strict", "check")
 CHECKED_STEPS = 3  # of the mode "check"
 FIRST_STEPS = 10  # of which all gradients are looked at
 GUARD, HANG_S, EVIDENCE = "LOCKSTEP_GUARD", "LOCKSTEP_HANG_S", "LOCKSTEP_EVIDENCE"
+REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
 
 
 @dataclass(frozen=True)
@@ -42,4 +43,7 @@ class GuardSettings:
             hang_s = 0.0
         if not 0 < hang_s < 1e9:
             raise ConfigError(f"{HANG_S}={seconds!r}: it is a number of seconds above 0")
+        every = environ.get(REPLICA_EVERY, "")
+        if every and not every.isdecimal():
+            raise ConfigError(f"{REPLICA_EVERY}={every!r}: give a number of steps, or 0 for never")
         return cls(cast(Mode, word), hang_s, evidence=environ.get(EVIDENCE, ".lockstep"))

@@ -6,7 +6,7 @@ import itertools
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
@@ -87,12 +87,12 @@ class Verdict:
 
 
 def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) -> Verdict:
-    """Of the ranks that were there in the end.
+    """Of the ranks that were there in the end, and the steps in which all of them were.
 
     peak_flops: of one rank's device per second. flops_per_token: forward and backward; 0 takes what the run says. Of a
     program whose tokens nobody counts, it is per sample.
     """
-    run = run.of_last_attempt()
+    run = _together(run.of_last_attempt())
     waits = waits_of(run)
     shares = tuple(share for record in run.ranks.values() if (share := share_of(record, waits)) is not None)
     if not shares:
@@ -115,6 +115,14 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
         done,
         done / peak_flops if done and peak_flops else None,
     )
+
+
+def _together(run: Run) -> Run:
+    """Without the steps before a run went on with more ranks: of these the new ones know nothing to compare."""
+    first = max((record.lines[0].step for record in run.ranks.values() if record.lines), default=0)
+    cut = {rank: sum(line.step < first for line in record.lines) for rank, record in run.ranks.items()}
+    kept = {r: replace(one, lines=one.lines[cut[r] :], attempts=one.attempts[cut[r] :]) for r, one in run.ranks.items()}
+    return Run(run.folder, kept)
 
 
 def share_of(record: RankRecord, waits: Waits) -> Share | None:

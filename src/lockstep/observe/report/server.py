@@ -41,7 +41,8 @@ class PageServer(ThreadingHTTPServer):
         try:
             super().__init__((host, port), _Handler)
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot serve on {host} port {port}: {error}; --port 0 takes a free one") from error
+            hint = f"--port 0 takes a free one, --host {LOOPBACK} is always this machine's"
+            raise ConfigError(f"cannot serve on {host} port {port}: {error}; {hint}") from error
 
     @property
     def address(self) -> str:

@@ -72,6 +72,8 @@ def find_run(folder: Path | None, below: Path) -> Path:
         return newest.resolve()
     given, folder = folder, folder.resolve()
     if not files_in(record_in(folder)):
+        for place in filter(Path.is_dir, (folder, folder / RECORD)):
+            os.listdir(place)  # one that may not be read looks empty to `glob`: an OSError names it
         how = "holds no record of a run" if folder.is_dir() else "is no folder" if folder.exists() else "does not exist"
         near = next(filter(None, (_runs_in(place) for place in (given, given.parent, below))), [])
         named = f"{', '.join(map(str, near[:_NEAR]))}{', ...' if near[_NEAR:] else ''}"

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import final
@@ -29,8 +30,9 @@ def write_page(document: Document, path: Path) -> None:
         unfinished.write_text(render(document), encoding="ascii")
         unfinished.replace(path)
     except OSError as error:
-        unfinished.unlink(missing_ok=True)
-        raise ConfigError(f"cannot write {path}: {error.strerror}; --out names another file") from error
+        with suppress(OSError):
+            unfinished.unlink()
+        raise ConfigError(f"cannot write {path}: {error.strerror}; try `lockstep report RUN --out FILE`") from error
 
 
 def shown(path: Path) -> str:

@@ -53,7 +53,7 @@ class World:
                     text = f"all_reduce float32 [{self.elements}] sum"
                     place = "world", text, f"train.py:{number % self.collectives}", ""
                     records[rank].append(Record(number, number, step, entered_ns, left_ns, 0, False, *place))
-                    waits[rank].append(Wait(number, entered_ns, left_ns))
+                    waits[rank].append((number, entered_ns, left_ns))
                     now[rank] = ended
             for rank in range(size):
                 clocks[rank].steps.append(self._step(rank, step, begun[rank] + ahead[rank], waits[rank]))
@@ -69,7 +69,7 @@ class World:
         spent = [0] * len(PHASES)
         spent[DATA] = 1000 * self.data_us(rank, step)
         spent[BACKWARD] = 1000 * self.work_us(rank, step) * self.collectives
-        spent[EXPOSED] = sum(wait.ended_ns - wait.began_ns for wait in waits)
+        spent[EXPOSED] = sum(ended_ns - began_ns for _, began_ns, ended_ns in waits)
         first = (step - 1) * self.collectives
         span = first, first + self.collectives
         ended_ns = 1000 * began_us + sum(spent)
@@ -110,7 +110,7 @@ class Pipeline:
                         ("WORLD", text, f"pipe.py:{text[:4]}", ""),
                     )
                     records.append(Record(number, step, step, *times, 0, text[:4] in ("send", "recv"), *place))
-                    waits.append(Wait(number, *times))
+                    waits.append((number, *times))
                 span, marks = (first, len(records)), [(BACKWARD, began_ns)]
                 clock.steps.append(Step(step, began_ns, began_ns + 1000 * self.step_us, 0, 0, span, waits, marks))
             writer.close()

@@ -98,6 +98,10 @@ def test_a_status_comes_through_whole(make: Make) -> None:
     sight = mine.sights()[1]
     assert sight.status == said
     assert not sight.is_gone  # the process that wrote it is this one
+    assert theirs.sights()[1].status == said  # it need not read its own
+    other.enter(5, pack_words("world", "barrier", "train.py:8 main"))
+    for board in (mine, theirs):
+        assert board.sights(is_urgent=True)[1].status.groups["world"].count == 6
     assert mine.records_of(1) == theirs.records_of(1)
     assert recorder.rank == 0
 

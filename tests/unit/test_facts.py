@@ -213,3 +213,21 @@ def test_what_is_packed_fits_or_is_empty(room: int) -> None:
     empty = pack([], room)
 
     assert len(packed) <= max(room, len(empty))
+
+
+def test_what_is_said_is_as_others_read_it_and_made_once() -> None:
+    facts = Facts()
+    facts.tell("save", "a.pt", (3, "t.py:9"), rows("a"))
+    said = facts.said()
+    assert said == {"save": {"a.pt": [3, "t.py:9"]}} == status_of(facts).facts
+    assert facts.said() is said
+    for change in (
+        lambda: facts.tell("save", "a.pt", [4, "t.py:9"]),
+        lambda: facts.show("save", "a.pt"),
+        lambda: facts.hide("save"),
+    ):
+        before = facts.said()
+        change()
+        assert facts.said() is not before
+    assert said == {"save": {"a.pt": [3, "t.py:9"]}}, "what was said stays as it was"
+    assert status_of(facts).facts is status_of(facts).facts, "it is read once"

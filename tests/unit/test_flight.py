@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -374,3 +376,35 @@ def test_two_threads_take_up_what_is_left_once_and_in_its_order(tmp_path: Path) 
     assert done == list(range(50))
     other.join()
     recorder.close()
+
+
+class Lapped(mmap.mmap):
+    """Memory that a writer goes on with just after some of it was copied."""
+
+    write: Callable[[], object]
+
+    def __getitem__(self, span: Any) -> Any:
+        copied = super().__getitem__(span)
+        self.write()
+        return copied
+
+
+@pytest.mark.parametrize("more", [0, 1, 63, 64, 65, 700, RECORDS, RECORDS + 5])
+def test_what_is_overwritten_while_it_is_read_is_left_out(
+    recorder: FlightRecorder, record: FlightRecord, monkeypatch: pytest.MonkeyPatch, more: int
+) -> None:
+    words, begun, left = pack_words("world", "barrier", "x.py:1 f"), RECORDS + 300, [more]
+    for seq in range(begun):  # the ring has begun anew: it is read in two parts
+        recorder.enter(seq, words)
+
+    def write() -> None:
+        for _ in range(left.pop() if left else 0):
+            recorder.enter(0, words)
+
+    memory = Lapped(record._fd, record._memory.size())
+    memory.write = write
+    with monkeypatch.context() as patch:
+        patch.setattr(record, "_memory", memory)
+        found = [one.number for one in record.records()]
+    memory.close()
+    assert found == list(range(300 + more, begun))

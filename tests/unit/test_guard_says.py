@@ -6,6 +6,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, running, waiting_fo
 from watched_guard import Watched, failed, stopped
 
 from lockstep.errors import CollectiveTimeout, CommError, PeerFailed
+from lockstep.observe.guard import Guard
 from lockstep.observe.status import Stalled
 
 
@@ -235,3 +237,34 @@ def test_what_another_rank_has_said_is_not_said_again(watched: Watched) -> None:
     assert found is not None
     ranks[2].status_fields["said"] = (found.key,)
     assert watched.sees(ranks) == []
+
+
+# ------------------------------------------------------------------ when it looks
+
+
+def moments_of(guard: Guard, begun_s: float, took_s: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When it looks, in three seconds from `begun_s` on; each look takes `took_s`."""
+    now_s, moments = begun_s, list[float]()
+
+    def wait(timeout_s: float) -> bool:
+        nonlocal now_s
+        now_s += timeout_s
+        moments.append(round(now_s, 6))
+        return now_s > 103
+
+    def look() -> None:
+        nonlocal now_s
+        now_s += took_s
+
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: now_s)
+        patch.setattr(guard, "_stop", SimpleNamespace(wait=wait))
+        patch.setattr(guard, "look", look)
+        guard._watch()
+    return moments
+
+
+def test_the_guards_of_a_machine_look_at_the_same_moments(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever they were started, and however long a look takes: ranks that wait for each other stand still once."""
+    moments = [moments_of(watched.guard, *how, monkeypatch) for how in ((100.07, 0.01), (100.24, 0.11))]
+    assert moments[0] == moments[1] == [100 + look / 4 for look in range(1, 14)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -18,6 +19,7 @@ from lockstep.observe.profile.run_record import (
     bytes_of,
     file_of,
     is_listed,
+    last_in_line,
     steps_per_line,
 )
 from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, Step, StepClock
@@ -96,6 +98,40 @@ def test_long_run_stays_small_and_loses_no_step(tmp_path: Path) -> None:
         assert listed == [step for step in range(1, 10_001) if is_listed(step)]
         assert all(line.count == 1 for line in record.lines if line.ops is not None)
         assert max(line.count for line in record.lines) == 16
+
+
+def test_lines_end_where_the_next_one_begins() -> None:
+    """Each step is in one line: up to a multiple of its length, or to a step that is listed."""
+    alone = [step for step in range(1, 20_000) if not is_listed(step)]
+    for step, following in itertools.pairwise(alone):
+        is_last = step % steps_per_line(step) == 0 or is_listed(step + 1)
+        assert (last_in_line(step) == step) == is_last
+        assert is_last or last_in_line(step) == last_in_line(following)
+
+
+def test_steps_that_are_counted_anew_begin_a_line(tmp_path: Path) -> None:
+    """A program that goes on from an older checkpoint within one process."""
+    clock = StepClock()
+    writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="a/0", window=range(5003, 5005))
+    clock.close_reader = writer.close
+    for step in (*range(4090, 4096), 4098, *range(5000, 5006), *range(1030, 1033)):
+        clock.step_done(step, operations=0)
+        writer.look()
+    writer.close()
+    texts = [json.loads(line) for line in file_of(tmp_path, 0).read_text().splitlines()]
+    lines = [(text["step"], text.get("count")) for text in texts if "step" in text]
+    assert lines == [
+        (4092, 3),
+        (4095, 3),
+        (4098, 1),
+        (5000, 1),
+        (5002, 2),
+        (5003, 1),
+        (5004, 1),
+        (5005, 1),
+        (1030, 1),
+        (1032, 2),
+    ]
 
 
 @given(st.integers(1, 1 << 40))

@@ -12,12 +12,15 @@ import sys
 import threading
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from lockstep.observe import stacks
+from lockstep.observe import account, stacks
+from lockstep.observe.account import Account
+from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.stacks import Loop, Motion, activity_of, is_traced, stack_of, transferred_bytes
 
 TASK = str(threading.get_native_id())
@@ -119,6 +122,23 @@ def test_a_thread_that_stands_still_is_told_from_one_that_works(monkeypatch: pyt
     assert motion.look(now_s).unmoved_s == 0.0  # it reads or writes
     now_s, cpu_s = now_s + 1, cpu_s + 0.01
     assert motion.look(now_s).unmoved_s == 1.0  # next to nothing is nothing
+
+
+@pytest.mark.parametrize("is_in_loop", [False, True])
+def test_of_a_busy_thread_no_more_is_asked_than_needed(monkeypatch: pytest.MonkeyPatch, is_in_loop: bool) -> None:
+    """Four looks in a second: one asks where it is. Once it may wait in a loop, what it moves counts with each look."""
+    cpu_s, asked, read = 0.0, list[float](), list[float]()
+    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(stacks, "transferred_bytes", lambda: read.append(cpu_s) or 0)
+    monkeypatch.setattr(stacks, "frame_of", lambda thread: asked.append(cpu_s))
+    monkeypatch.setattr(stacks.Loop, "is_seen", is_in_loop)
+    motion = Motion(threading.get_ident())
+    for _ in range(40):
+        cpu_s += 0.25
+        stand = motion.look(100.0 + cpu_s)
+        assert (stand.unmoved_s, stand.looping_s) == (0.0, 0.0)
+    assert len(asked) == 10
+    assert len(read) == (40 if is_in_loop else 10)
 
 
 def test_a_thread_that_waits_for_a_disk_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,3 +384,15 @@ def test_no_garbage_is_collected_while_threads_are_asked_where_they_are(
         assert (seen, gc.isenabled()) == ([False], is_on)
     finally:
         gc.enable()
+
+
+def test_a_debugger_is_looked_for_also_while_the_thread_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may stop the process at any moment, and what its guard said before counts then."""
+    recorder = FlightRecorder(tmp_path / "flight", 0, 2)
+    mine, seen = Account(recorder), [True, True, False]
+    monkeypatch.setattr(account, "is_traced", lambda: seen.pop(0))
+    monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", 0.0))
+    said = [mine.status(100 + look / 4).activity for look in range(12)]
+    assert said == [*["debugger"] * 8, *[""] * 4]
+    mine.close()
+    recorder.close()

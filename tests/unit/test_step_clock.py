@@ -22,7 +22,6 @@ from lockstep.observe.profile.step_clock import (
     Step,
     StepClock,
     Values,
-    Wait,
     outermost,
     spans_in,
     worked_out,
@@ -78,9 +77,9 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
         assert sum(spent_ns) == step.ended_ns - step.began_ns
         assert min(spent_ns) >= 0
         waits = outermost(step.waits, step.began_ns)
-        ends = [time for wait in waits for time in (wait.began_ns, wait.ended_ns)]
+        ends = [time for _, began_ns, ended_ns in waits for time in (began_ns, ended_ns)]
         assert ends == sorted(ends)
-        assert sum(wait.ended_ns - wait.began_ns for wait in waits) == spent_ns[EXPOSED]
+        assert sum(ended_ns - began_ns for _, began_ns, ended_ns in waits) == spent_ns[EXPOSED]
         spans = spans_in(step, 1000)
         spent = [0] * len(PHASES)
         for (phase, at), (_, until) in itertools.pairwise([*spans, (OTHER, step.ended_ns)]):
@@ -107,7 +106,7 @@ def by_moments(step: Step) -> tuple[int, ...]:
 
 def test_span_lasts_until_the_next_and_the_shortest_are_left_out_where_there_are_many() -> None:
     marks = (DATA, 0), (FORWARD, 10), (BACKWARD, 400), (OTHER, 1000), (FORWARD, 1005), (BACKWARD, 1300)
-    waits = Wait(0, 600, 900), Wait(1, 900, 901), Wait(2, 1600, 2000)
+    waits = (0, 600, 900), (1, 900, 901), (2, 1600, 2000)
     step = Step(1, 0, 2000, 0, 0, (0, 3), waits, marks)
     every = spans_in(step, 100)
     assert every == [
@@ -132,7 +131,7 @@ def test_wait_inside_a_wait_counts_once(read: StepClock) -> None:
     assert read.switch(OTHER) == BACKWARD
     read.step_done(1, 9)
     (step,) = read.steps
-    assert outermost(step.waits, step.began_ns) == [Wait(8, 3, 6)]
+    assert outermost(step.waits, step.began_ns) == [(8, 3, 6)]
     assert worked_out(step).summed_ns[EXPOSED] == 3
 
 

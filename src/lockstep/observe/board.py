@@ -66,6 +66,7 @@ class Board:
         self._first = min(here)  # whose record holds what was found on this machine
         self._peers: dict[int, Peers] = {}
         self._heard: dict[int, tuple[bytes, float]] = {}  # of ranks of other machines: what they said last, and when
+        self._mine: Status | None = None  # what this rank said last
         self._told_s = 0.0
         self._answered = ""
         self._is_lost = False  # the store
@@ -86,6 +87,7 @@ class Board:
         """Show the others how this rank is."""
         text = status.to_json()
         self._recorder.tell(text)
+        self._mine = status
         now_s = time.monotonic()
         if self._store is not None and (now_s - self._told_s >= _PERIOD_S or status.state != RUNNING):
             self._told_s = now_s
@@ -101,7 +103,8 @@ class Board:
         now_s = time.monotonic()
         for rank in (self._recorder.rank, *self._here):
             record = self._record_of(rank)
-            sight = record and sight_of(record, how=self._how_it_ended(rank, record), is_urgent=is_urgent)
+            how, mine = record and self._how_it_ended(rank, record), None if rank in self._here else self._mine
+            sight = record and sight_of(record, mine, how=how, is_urgent=is_urgent)
             if sight is not None:
                 seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
@@ -239,13 +242,16 @@ def _gone_status(sight: Sight) -> str:
     return f"{_GONE}{sight.how}\n{sight.status.to_json().decode()}"
 
 
-def sight_of(record: FlightRecord, *, how: str | None, is_urgent: bool = False) -> Sight | None:
+def sight_of(
+    record: FlightRecord, said: Status | None = None, *, how: str | None, is_urgent: bool = False
+) -> Sight | None:
     """The rank of `record` as it is now; None where it has said nothing yet.
 
-    how: its process ended; None: it has not. is_urgent: see `Board.sights`.
+    said: its status, where that is known; else it is read. how: its process ended; None: it has not.
+    is_urgent: see `Board.sights`.
     """
     age_s = max(0.0, (time.monotonic_ns() - record.header().alive_ns) / 1e9)
-    status = status_of(record.status())
+    status = said or status_of(record.status())
     if is_urgent or how is not None or age_s > _SILENT_S:
         status = from_record(record, status)
     is_stopped = how is None and age_s > _SILENT_S and process_state(record.header().pid) == "T"

@@ -12,12 +12,13 @@ import json
 import threading
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import is_
 from typing import Any, NamedTuple, final
 
 from lockstep.observe.replica_diff import agree
 from lockstep.observe.scene import Scene
-from lockstep.observe.status import Sight, Status
+from lockstep.observe.status import Sight, Status, ToldFacts
 
 DETAILS = "details"
 _NEWEST, _OLDER, _EVERY = 8, 16, 16  # keys of one topic that are kept: all of the newest, some of the older ones
@@ -25,6 +26,7 @@ _TOPICS = 256  # with a number, of models and loops that a program makes one aft
 _ROOM = 24_000  # characters of details in a status
 
 Rows = Sequence[Any]
+Told = tuple[int, str, Mapping[str, Any]]  # a rank, the topic, values by key
 
 
 def pack(rows: Rows, room: int = _ROOM) -> str:
@@ -85,15 +87,22 @@ class Topic(NamedTuple):
         return self.place.partition("/")[0]
 
 
-def topics_told(sights: Mapping[int, Sight], kinds: Container[str]) -> Iterator[Topic]:
-    """What ranks have told of these `kinds`."""
-    told: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+def told_by_kind(sights: Mapping[int, Sight]) -> dict[str, list[Told]]:
+    """What ranks have told of each kind."""
+    told: dict[str, list[Told]] = defaultdict(list)
     for rank, sight in sorted(sights.items()):
         for name, values in sight.status.facts.items():
-            if name.partition(" ")[0] in kinds:
-                for key, value in values.items():
-                    told[name][key][rank] = value
-    for name, keys in sorted(told.items()):
+            told[name.partition(" ")[0]].append((rank, name, values))
+    return told
+
+
+def topics_of(told: Iterable[Told]) -> Iterator[Topic]:
+    """What has been told, by topic."""
+    topics: dict[str, dict[str, dict[int, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, name, values in told:
+        for key, value in values.items():
+            topics[name][key][rank] = value
+    for name, keys in sorted(topics.items()):
         size = name.split("/")[1] if "/" in name else ""
         yield Topic(name, int(size or 0), keys)
 
@@ -108,6 +117,8 @@ class Facts:
         self._told: dict[str, dict[str, Any]] = {}
         self._details: dict[tuple[str, str], Callable[[], Rows]] = {}
         self._shown: dict[tuple[str, str], str] = {}  # what is disputed
+        self._said: ToldFacts | None = None  # as it was said last, while nothing else is told
+        self._compared: list[dict[str, dict[str, Any]]] = []  # what ranks had told at the last comparison
 
     @property
     def is_disputed(self) -> bool:
@@ -118,6 +129,7 @@ class Facts:
         """A fact, in the place of an older one of that key."""
         key = str(key)
         with self._lock:
+            self._said = None
             told = self._told[topic] = self._told.pop(topic, {})  # the last one is that told last
             told.pop(key, None)
             told[key] = value
@@ -135,6 +147,7 @@ class Facts:
     def hide(self, topic: str) -> None:
         """The opposite of `show`."""
         with self._lock:
+            self._said = None
             for pair in [pair for pair in self._shown if pair[0] == topic]:
                 del self._shown[pair]
 
@@ -155,12 +168,16 @@ class Facts:
     def compare(self, sights: Mapping[int, Sight], me: int) -> None:
         """See what the others tell: what differs is explained from now on."""
         self.sights = sights
+        told = [self.said(), *(sight.status.facts for rank, sight in sights.items() if rank != me)]
+        if len(told) == len(self._compared) and all(map(is_, told, self._compared)):
+            return
+        self._compared = told
         with self._lock:
-            mine = [(topic, key, value) for topic, told in self._told.items() for key, value in told.items()]
             explained = {topic for topic, _ in self._shown}
-        others = [sight.status.facts for rank, sight in sights.items() if rank != me and sight.status.facts]
+            mine = [(topic, key, self._told[topic][key]) for topic, key in self._details if topic not in explained]
+        others = [facts for facts in told[1:] if facts]
         for topic, key, value in mine:
-            if (topic, key) in self._details and topic not in explained:
+            if topic not in explained:
                 theirs = [facts[topic][key] for facts in others if key in facts.get(topic, {})]
                 if any(differ(topic, value, other) for other in theirs):
                     explained.add(topic)
@@ -172,12 +189,15 @@ class Facts:
             room = _ROOM - sum(map(len, self._shown.values()))
             packed = pack(details(), max(room, 100))
             with self._lock:
+                self._said = None
                 self._shown[topic, key] = packed
 
     def said(self) -> dict[str, dict[str, Any]]:
-        """As a status has it."""
+        """As a status has it: as other ranks read it, and the same object until something else is told."""
         with self._lock:
-            facts = {topic: dict(told) for topic, told in self._told.items()}
-            if self._shown:
-                facts[DETAILS] = {f"{topic}|{key}": packed for (topic, key), packed in self._shown.items()}
-        return facts
+            said = self._said
+            if said is None:
+                shown = {f"{topic}|{key}": packed for (topic, key), packed in self._shown.items()}
+                facts = {**self._told, DETAILS: shown} if shown else self._told
+                said = self._said = ToldFacts(json.dumps(facts, separators=(",", ":")))
+        return said

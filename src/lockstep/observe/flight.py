@@ -27,12 +27,13 @@ from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.step_clock import WAITS, StepClock
 
 RECORDS = 1024
+_WRITERS = 64  # threads that may be about to store a record
 _MAGIC = int.from_bytes(b"lkstpfl1", "little")
 _WORDS = 64
 _STATUS_AT, _RING_AT = 8 * _WORDS, 64 << 10
@@ -55,7 +56,7 @@ class Record(NamedTuple):
     """One operation of one rank."""
 
     number: int  # among all operations of this rank
-    seq: int  # among those of its group; messages have a count of their own
+    seq: int  # among the collectives of its group, or the messages of its group, kind, peer and tag
     step: int  # in which it was started; 0 where that was in a thread of its own, which knows no steps
     entered_ns: int  # by time.monotonic_ns, which is one clock for all processes of a machine
     left_ns: int  # when its result could be read; 0 while it is under way
@@ -300,8 +301,18 @@ class FlightRecord:
     def records(self, since: int = 0, until: int | None = None) -> list[Record]:
         """Those with number `since` and later, below `until`, that are still there, oldest first."""
         count = self._words[_COUNT]
-        found = [self._record(number) for number in range(max(since, count - RECORDS, 0), min(count, until or count))]
-        return [record for record in found if record is not None]
+        found: list[Record] = []
+        first, end = max(since, count - RECORDS, 0), min(count, until or count)
+        while first < end:
+            last = min(end, first - first % RECORDS + RECORDS)  # up to where the ring begins anew
+            at = _RING_AT + first % RECORDS * _RECORD_BYTES
+            stored = self._memory[at : at + (last - first) * _RECORD_BYTES]
+            oldest = self._words[_COUNT] - RECORDS + _WRITERS  # before it, some may have been overwritten meanwhile
+            for number, fields in enumerate(_RECORD.iter_unpack(stored), first):
+                if fields[0] == number and (number >= oldest or self._is_there(number)):
+                    found.append(self._record_of(fields))
+            first = last
+        return found
 
     def notice(self) -> bytes:
         """What was put up in this record; empty where nothing was."""
@@ -319,11 +330,12 @@ class FlightRecord:
             fcntl.flock(self._fd, fcntl.LOCK_UN)
         return self.notice()
 
-    def _record(self, number: int) -> Record | None:
-        at = _RING_AT + number % RECORDS * _RECORD_BYTES
-        stored, seq, step, entered_ns, left_ns, digest, is_message, _, words = _RECORD.unpack_from(self._memory, at)
-        if stored != number or _WORD.unpack_from(self._memory, at)[0] != number:
-            return None  # overwritten before or while it was read: a writer begins with the number
+    def _is_there(self, number: int) -> bool:
+        """Whether it has not been overwritten, also not in part: a writer begins with the number."""
+        return _WORD.unpack_from(self._memory, _RING_AT + number % RECORDS * _RECORD_BYTES)[0] == number
+
+    def _record_of(self, fields: tuple[Any, ...]) -> Record:
+        number, seq, step, entered_ns, left_ns, digest, is_message, _, words = fields
         said = self._said.get(words)
         if said is None:
             if len(self._said) >= RECORDS:

@@ -22,7 +22,7 @@ _DEEPEST = 40  # frames that are kept, the innermost
 _BUSY = 0.05  # of the time on a core: less is waiting
 _ASKED_S = 1.0  # after which a busy thread is asked where it is
 _LOOPS = 8  # times that it was seen in a loop, which tell that
-_MOVED_BYTES = 64 << 10  # read or written since the last look: a slow download moves more, who waits next to nothing
+_MOVED_BYTES = 64 << 10  # read or written from look to look: a slow download moves more, who waits next to nothing
 CHILDREN = "its own processes"  # such as the workers of a DataLoader: an activity of who waits for them
 _CHILDREN_S, _CHILDREN_CPU_S = 5.0, 0.25  # they work who have used so much of a core in so long
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb", "pudb")
@@ -83,7 +83,7 @@ class Motion:
         self._task = f"/proc/self/task/{threading.get_native_id() if is_own else 0}/"
         self._clock = time.pthread_getcpuclockid(thread_id) if hasattr(time, "pthread_getcpuclockid") else None
         self._cpu_s = self._looked_s = 0.0
-        self._moved_bytes = 0
+        self._moved_bytes = self._looks = 0  # until they were read last; since then
         self.has_begun = False  # to be set where the thread begins what it is in too shortly to be seen: a forward
         self._asked_s = -_ASKED_S
         self._stand = Stand((), "", 0.0)
@@ -98,11 +98,15 @@ class Motion:
         """Where it is, at `now_s` of a clock that never goes back."""
         passed_s, self._looked_s = now_s - self._looked_s if self._looked_s else 0.0, now_s
         cpu_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
+        is_busy, before = cpu_s - self._cpu_s > _BUSY * passed_s, self._stand
+        self._cpu_s, self._looks = cpu_s, self._looks + 1
+        if is_busy and now_s - self._asked_s < _ASKED_S and not self._loop.is_seen:  # as nearly always: no more to know
+            self._stand = Stand(before.stack, before.activity, 0.0)
+            return self._stand
         moved = transferred_bytes()
-        has_moved = moved - self._moved_bytes > _MOVED_BYTES or self.has_begun
-        self.has_begun = False
-        is_busy = has_moved or cpu_s - self._cpu_s > _BUSY * passed_s or state_and_cpu_s(self._task + "stat")[0] == "D"
-        self._cpu_s, self._moved_bytes, before = cpu_s, moved, self._stand
+        has_moved = moved - self._moved_bytes > _MOVED_BYTES * self._looks or self.has_begun
+        self.has_begun, self._moved_bytes, self._looks = False, moved, 0
+        is_busy = is_busy or has_moved or state_and_cpu_s(self._task + "stat")[0] == "D"
         is_asked = not is_busy or now_s - self._asked_s >= _ASKED_S
         self._asked_s = now_s if is_asked else self._asked_s
         frame = frame_of(self._thread) if is_asked else None
@@ -149,6 +153,11 @@ class Loop:
         self._place: tuple[object, ...] = ()
         self._began_s = 0.0
         self._seen = 0
+
+    @property
+    def is_seen(self) -> bool:
+        """Whether the thread may wait in one."""
+        return self._seen > 0
 
     def see(self, frame: FrameType | None, now_s: float) -> float:
         """The thread is at `frame` at `now_s`. For how long it has waited in one loop; 0 while that is not known."""

@@ -9,12 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, Literal, NamedTuple, final
 
 from lockstep.observe.flight import Mark, Record, mark_of
 
 RUNNING, RAISED, FINISHED = "running", "raised", "finished"
 State = Literal["running", "raised", "finished"]
+_FACTS = ',\t"facts":'  # between what changes with every status and what does not: JSON with a space of its own
+_REMEMBERED = 64  # texts of facts
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # made once
 _NEWEST, _EVERY, _SPAN = 32, 32, 1024  # of which operations the digest is kept
 
 
@@ -79,7 +83,7 @@ class Status:
     looping_s: float = 0.0  # for how long it has waited in one loop, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
     words: LastWords | None = None  # once it is not running any more
-    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`
+    facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`; never changed
     stalled: Stalled | None = None  # what it said last, and may pass
     said: tuple[str, ...] = ()  # keys of findings that it has said, or left to another rank, the last few
     is_blind: bool = False  # its guard cannot look at the others
@@ -87,25 +91,29 @@ class Status:
     def to_json(self, room: int = 56_000) -> bytes:
         """As `from_json` reads it; in want of `room` without older marks, then without facts and groups of long ago."""
         kept, facts = 2 * _SPAN, [*self.facts.items()]
+        facts_text = self.facts.text if isinstance(self.facts, ToldFacts) else _encoded(self.facts)
+        said = dict(vars(self))
+        del said["facts"]
         groups = sorted(self.groups.items(), key=lambda one: max((mark.step for mark in one[1].marks), default=0))
         while True:
             told = {name: (one.ranks, one.count, one.marks[-kept:]) for name, one in groups}
-            text = json.dumps({**vars(self), "groups": told, "facts": dict(facts)}, separators=(",", ":")).encode()
+            text = f"{_encoded({**said, 'groups': told})[:-1]}{_FACTS}{facts_text}}}"
             if len(text) <= room or not (groups or facts):
-                return text
+                return text.encode()
             if kept > 1:
                 kept = min(8, kept // 8)
             elif len(facts) > len(groups):
                 facts = facts[(len(facts) + 1) // 2 :]
+                facts_text = _encoded(dict(facts))
             else:
                 groups = groups[(len(groups) + 1) // 2 :]
 
     @classmethod
     def from_json(cls, text: bytes) -> Status:
         """Raises: ValueError, KeyError or TypeError where `text` is no status."""
-        raw: dict[str, Any] = json.loads(text)
-        if not isinstance(raw, dict):
-            raise TypeError(f"a status is an object, not {type(raw).__name__}")
+        said, between, facts = text.partition(_FACTS.encode())
+        raw = _object(said + b"}" if between else said)
+        raw["facts"] = _facts_of(facts[:-1].decode()) if between else raw["facts"]
         raw["groups"] = {
             name: Progress(tuple(ranks), count, tuple(map(mark_of, marks)))
             for name, (ranks, count, marks) in dict(raw["groups"]).items()
@@ -119,6 +127,27 @@ class Status:
             kind, ranks, begun, place = raw["stalled"]
             raw["stalled"] = Stalled(kind, tuple(ranks), tuple(begun), place)
         return cls(**raw)
+
+
+def _object(text: bytes | str) -> dict[str, Any]:
+    raw = json.loads(text)
+    if not isinstance(raw, dict):
+        raise TypeError(f"a status is made of objects, not of {type(raw).__name__}")
+    return raw
+
+
+@final
+class ToldFacts(dict[str, dict[str, Any]]):
+    """Facts as others read them, with their text: told again and again, and never changed."""
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        super().__init__(_object(text))
+        self.text = text
+
+
+_facts_of = lru_cache(maxsize=_REMEMBERED)(ToldFacts)  # they change seldom
 
 
 class Sight(NamedTuple):

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, shared_paths
 from lockstep.observe.divergence import END, SYNC_ALIKE
-from lockstep.observe.facts import Topic, shown, topics_told
+from lockstep.observe.facts import Topic, shown, told_by_kind, topics_of
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import agree, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
@@ -27,7 +27,7 @@ class Training:
     """Of the same ranks, look after look: what they tell is read again once one of them tells something else."""
 
     def __init__(self) -> None:
-        self._told: object = None
+        self._about: object = None
         self._found: dict[str, list[Finding]] = {}  # in that, by kind
 
     def find_training(self, scene: Scene) -> Finding | None:
@@ -39,12 +39,13 @@ class Training:
         return [finding for finding in self._findings(scene) if not finding.is_certain]
 
     def _findings(self, scene: Scene) -> list[Finding]:
-        told = {rank: (one.status.facts, one.status.state, one.is_gone) for rank, one in scene.sights.items()}
-        kinds = _OF_STEPS if told == self._told else _CASES.keys()
-        found: dict[str, list[Finding]] = {kind: [] for kind in kinds}
-        for topic in topics_told(scene.sights, kinds):
-            found[topic.kind] += _CASES[topic.kind](scene, topic)
-        self._told, self._found = told, {**self._found, **found}
+        told = told_by_kind(scene.sights)
+        states = {rank: (one.status.state, one.is_gone) for rank, one in scene.sights.items()}
+        about = states, {kind: rows for kind, rows in told.items() if kind not in _OF_STEPS}
+        kinds, self._about = _OF_STEPS if about == self._about else _CASES.keys(), about
+        for kind in kinds:
+            topics = topics_of(told.get(kind, ()))
+            self._found[kind] = [finding for topic in topics for finding in _CASES[kind](scene, topic)]
         return [finding for kind in _CASES for finding in self._found[kind]]
 
 
@@ -248,7 +249,8 @@ _HEADS = {
 
 
 def _has_equal_replicas(scene: Scene) -> bool:
-    topics = [topic for topic in topics_told(scene.sights, ("replica",)) if topic.place.startswith("hand")]
+    told = told_by_kind(scene.sights).get("replica", ())
+    topics = [topic for topic in topics_of(told) if topic.place.startswith("hand")]
     steps = [told for topic in topics for told in topic.told.values() if len(told) > 1]
     return any(agree([value[0] for value in told.values()]) for told in steps)
 
@@ -277,4 +279,5 @@ _CASES = {
     "data": _data,
     "save": _saved,
 }
-_OF_STEPS = frozenset(("sync", "gradient"))  # what these mean changes with how far the ranks are
+# What these mean changes with how far the ranks are, or they are told again and again; no other is judged by them.
+_OF_STEPS = frozenset(("sync", "gradient", "trained"))

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import get_ident
@@ -27,6 +27,30 @@ from lockstep.observe.wording import Finding, step_after
 _BREATH_S = 1e-6  # the kernel makes 50 times that of it: as long as it takes to wake who waits
 _GO_S = 3e-4  # and after so long it is taken: what wakes up too often is in the way, too
 _SHOWN = 16  # of what was said
+
+
+@final
+class Spared:
+    """Around what may fail: `failed` is told, and the error goes no further. As a generator it costs thrice."""
+
+    __slots__ = ("_after", "_failed", "_what")
+
+    def __init__(
+        self, failed: Callable[[str, Exception], None], what: str, after: Callable[[], None] | None = None
+    ) -> None:
+        """after: called at the end in any case."""
+        self._failed, self._what, self._after = failed, what, after
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> bool:
+        is_spared = isinstance(error, Exception)  # of our own, or of what we call
+        if is_spared:
+            self._failed(self._what, error)
+        if self._after is not None and (is_spared or error is None):
+            self._after()
+        return is_spared
 
 
 @final
@@ -81,33 +105,33 @@ class Voice:
             sys.stderr.write(text.rstrip("\n") + "\n")
             sys.stderr.flush()
 
-    @contextlib.contextmanager
-    def spared(self, what: str) -> Iterator[None]:
+    def spared(self, what: str) -> Spared:
         """An error within is said once, and goes no further: neither the run nor the rest of its guard ends by it."""
-        try:
-            yield
-        except Exception as error:  # noqa: BLE001 (of our own, or of what we call)
-            frame = traceback.extract_tb(error.__traceback__)[-1]
-            where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-            lines = (
-                f"lockstep: GUARD of rank {self._rank}: {what} failed: {type(error).__name__}: {error} ({where}).",
-                "  The run goes on, and all else is watched; this is tried again with every look.",
-                "  Until it succeeds, what it would find stays unsaid. Please report these lines: the error is ours.",
-            )
-            self.failures += 1
-            found = Finding("guard", (self._rank,), "\n".join(lines), is_certain=False, key=f"guard:{where}")
-            if self.is_news(found, {}):
-                self.say(found)
+        return Spared(self.failed, what)
 
-    @contextlib.contextmanager
-    def part(self, what: str) -> Iterator[None]:
+    def failed(self, what: str, error: Exception) -> None:
+        """Of the guard itself."""
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        lines = (
+            f"lockstep: GUARD of rank {self._rank}: {what} failed: {type(error).__name__}: {error} ({where}).",
+            "  The run goes on, and all else is watched; this is tried again with every look.",
+            "  Until it succeeds, what it would find stays unsaid. Please report these lines: the error is ours.",
+        )
+        self.failures += 1
+        found = Finding("guard", (self._rank,), "\n".join(lines), is_certain=False, key=f"guard:{where}")
+        if self.is_news(found, {}):
+            self.say(found)
+
+    def part(self, what: str) -> Spared:
         """A part of a look, `spared`. The `looker` takes a breath after it, if the last one was a while ago.
 
         For as long as it goes on in one go, it may hold the interpreter, for which the rank's own thread waits.
         """
-        with self.spared(what):
-            yield
-        if get_ident() == self.looker and time.monotonic() - self._breathed_s > _GO_S:
+        return Spared(self.failed, what, self._breathe)
+
+    def _breathe(self) -> None:
+        if time.monotonic() - self._breathed_s > _GO_S and get_ident() == self.looker:
             time.sleep(_BREATH_S)
             self._breathed_s = time.monotonic()
 

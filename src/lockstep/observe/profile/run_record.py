@@ -162,6 +162,13 @@ def steps_per_line(step: int) -> int:
     return 1 if step < _ALL_SINGLE else 1 << (step // (_ALL_SINGLE // 2)).bit_length() - 1
 
 
+def last_in_line(step: int) -> int:
+    """The last of the steps that share the line of `step`, which is not listed."""
+    size = steps_per_line(step)
+    last = -(-step // size) * size
+    return last - 1 if is_listed(last) else last
+
+
 def is_listed(step: int) -> bool:
     """Whether the operations of `step` are listed: it has a line of its own."""
     return step <= _ALL_LISTED or step % (_PER_LISTED * steps_per_line(step)) == 0
@@ -202,8 +209,11 @@ def steps_line(line: Steps, rows: Sequence[Sequence[int]] | None = None) -> str:
     return _line({name: value for name, value in {**vars(line), "ops": rows}.items() if value or name == "step"})
 
 
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # made once: many lines are written
+
+
 def _line(values: dict[str, Any]) -> str:
-    return json.dumps(values, separators=(",", ":")) + "\n"
+    return _encoded(values) + "\n"
 
 
 # ------------------------------------------------------------------ reading

@@ -19,17 +19,9 @@ _STEPS = 4096  # that nobody has taken yet
 WAITS = MARKS = 4096  # of one step
 
 
-class Wait(NamedTuple):
-    """The thread stood still for an operation."""
-
-    number: int  # of the operation in the flight record; or TAIL, or UNKNOWN
-    began_ns: int
-    ended_ns: int
-
-
+Wait = tuple[int, int, int]  # the thread stood still for (an operation's number in the flight record), from, to
 TAIL = -1  # all that backward had not finished
 UNKNOWN = -2  # an operation that is not in the record
-
 Mark = tuple[int, int]  # (a phase, when it began)
 Values = Callable[[], tuple[Mapping[str, Any], Any]]  # of a step: fields of a note, and a `notes.Later` or None
 
@@ -43,7 +35,7 @@ class Step(NamedTuple):
     tokens: int
     samples: int
     operations: tuple[int, int]  # numbers in the flight record: from, to
-    waits: Sequence[tuple[int, int, int]]  # fields of Wait, by their ends; also such as lie in others: see `worked_out`
+    waits: Sequence[Wait]  # by their ends; also such as lie in others: see `worked_out`
     marks: Sequence[Mark]  # by time, the first where the step began; none where there were too many to keep
     summed_ns: Sequence[int] = ()  # of each of PHASES, together the step; else where there are no marks
     values: Values | None = None
@@ -52,7 +44,7 @@ class Step(NamedTuple):
 _step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
 
 # step, began_ns, ended_ns, samples, waits, marks, summed_ns, values: as in Step
-Ended = tuple[int, int, int, int, Sequence[tuple[int, int, int]], Sequence[Mark], Sequence[int], Values | None]
+Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int], Values | None]
 
 
 @final
@@ -78,7 +70,7 @@ class StepClock:
         self.owner = get_ident()
         self.step = 0  # the last that has ended
         self.samples = 0  # of this step so far
-        self.waits: list[tuple[int, int, int]] = []  # fields of Wait; the recorder adds to them, up to WAITS
+        self.waits: list[Wait] = []  # the recorder adds to them, up to WAITS
         self.marks: list[Mark] = [(OTHER, monotonic_ns())]  # of this step, which is in the phase of the last one
         self._began = self.marks[0][1]
         self._first = 0
@@ -159,28 +151,43 @@ class StepClock:
         self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]
 
 
-def outermost(waits: Iterable[tuple[int, int, int]], since_ns: int) -> list[Wait]:
+def outermost(waits: Iterable[Wait], since_ns: int) -> list[Wait]:
     """Those that lie in no other one, by time; without what was before `since_ns`."""
     found: list[Wait] = []
-    for number, began_ns, ended_ns in waits:
-        while found and found[-1].began_ns >= began_ns:
+    for wait in waits:
+        number, began_ns, ended_ns = wait
+        while found and found[-1][1] >= began_ns:
             found.pop()
         if ended_ns > since_ns:
-            found.append(Wait(number, max(began_ns, since_ns), ended_ns))
+            found.append(wait if began_ns >= since_ns else (number, since_ns, ended_ns))
     return found
 
 
 def worked_out(step: Step) -> Step:
     """The step with waits that are `outermost`, and with `summed_ns`."""
-    waits = outermost(step.waits, step.began_ns)
-    return step._replace(waits=waits, summed_ns=step.summed_ns or _spent_ns(step.marks, waits, step.ended_ns))
+    return step._replace(waits=outermost(step.waits, step.began_ns), summed_ns=spent_in(step))
 
 
-def _spent_ns(marks: Sequence[Mark], waits: Iterable[tuple[int, int, int]], ended_ns: int) -> tuple[int, ...]:
+def spent_in(step: Step) -> Sequence[int]:
+    """Nanoseconds in each of PHASES."""
+    return step.summed_ns or _spent_ns(step.marks, outermost(step.waits, step.began_ns), step.ended_ns)
+
+
+def _spent_ns(marks: Sequence[Mark], waits: Iterable[Wait], ended_ns: int) -> tuple[int, ...]:
     """In each of PHASES, from the first mark on."""
     spent = [0] * len(PHASES)
-    for (phase, at), (_, until) in pairwise([*_laid(marks, waits), (OTHER, ended_ns)]):
+    for (phase, at), (_, until) in pairwise([*marks, (OTHER, ended_ns)]):
         spent[phase] += until - at
+    at, last = 0, len(marks) - 1  # of the marks
+    for _, began, ended in waits:
+        spent[EXPOSED] += ended - began
+        while at < last and marks[at + 1][1] <= began:
+            at += 1
+        while at < last and marks[at + 1][1] < ended:  # the thread has changed its phase meanwhile
+            spent[marks[at][0]] -= marks[at + 1][1] - began
+            at += 1
+            began = marks[at][1]
+        spent[marks[at][0]] -= ended - began
     return tuple(spent)
 
 
@@ -201,7 +208,7 @@ def spans_in(step: Step, most: int) -> list[Mark]:
         spans, shortest_ns = kept, 2 * shortest_ns + ((step.ended_ns - step.began_ns) >> 12) + 1
 
 
-def _laid(marks: Sequence[Mark], waits: Iterable[tuple[int, int, int]]) -> list[Mark]:
+def _laid(marks: Sequence[Mark], waits: Iterable[Wait]) -> list[Mark]:
     """The marks with the waits laid over them, also what took no time."""
     laid: list[Mark] = []
     at = 0  # of the marks that are behind

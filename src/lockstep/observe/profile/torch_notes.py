@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, final
 
-from lockstep.observe.facts import topics_told
+from lockstep.observe.facts import told_by_kind, topics_of
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.profile.device_values import read_later
@@ -179,7 +179,7 @@ class TorchNotes:
         sights = {} if self._guard is None else self._guard.facts.sights
         if self._guard is None or self._guard.rank != min(sights, default=None):
             return  # one rank notes it
-        for topic in topics_told(sights, ("replica",)):
+        for topic in topics_of(told_by_kind(sights).get("replica", ())):
             for key, told in topic.told.items():
                 if len(told) < max(2, topic.size) or (topic.name, key) in self._compared:
                     continue

@@ -50,7 +50,6 @@ class TorchPhases:
     def __init__(self, clock: StepClock) -> None:
         self.clock = clock
         self.owner = clock.owner  # the thread whose phases these are; none once this is over
-        self.has_ddp = False  # backward waits for the other ranks before it returns
         self._patches = Patches()
         clock.rest = FORWARD
         clock.restart()
@@ -88,7 +87,7 @@ class TorchPhases:
             def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
                 if get_ident() != self.owner:
                     return old(module, *args, **kwargs)
-                self.has_ddp, clock.rest = True, OTHER
+                clock.rest = OTHER
                 marks = clock.marks
                 before = marks[-1][0]
                 marks.append((FORWARD, monotonic_ns()))
@@ -133,9 +132,9 @@ class TorchPhases:
 
 def forwards_found(step: Step) -> Step:
     """What lies between two backwards is the second one's forward, where nobody says when that runs."""
-    marks = list(step.marks)
-    if not marks or marks[0][0] != FORWARD:  # a step begins with what the thread does where nothing is known
+    if not step.marks or step.marks[0][0] != FORWARD:  # a step begins with what the thread does where nothing is known
         return step
+    marks = list(step.marks)
     for at in range(1, len(marks) - 1):
         if (marks[at - 1][0], marks[at][0], marks[at + 1][0]) == (BACKWARD, OTHER, BACKWARD):
             marks[at] = FORWARD, marks[at][1]

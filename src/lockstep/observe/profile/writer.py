@@ -10,6 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
@@ -23,17 +24,19 @@ from lockstep.observe.profile.run_record import (
     Steps,
     file_of,
     is_listed,
+    last_in_line,
     start_line,
     steps_line,
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import EXPOSED, TAIL, Step, StepClock, spans_in, worked_out
+from lockstep.observe.profile.step_clock import EXPOSED, TAIL, Step, StepClock, spans_in, spent_in, worked_out
 from lockstep.observe.profile.torch_phases import forwards_found
 from lockstep.observe.scene import read_message
 from lockstep.observe.torch_groups import FROM_CPP
 
 _PERIOD_S = 0.25  # without a guard
+_WEIGH_S = 1.0  # between two looks at the memory that the process has
 _NOTES = 4096  # that nobody has written yet
 _TAILS_MAX = 64  # backward passes of one step that are told apart
 _MESSAGES_MAX = 64  # from one rank to another in one step that are listed: if they are more, none is
@@ -59,6 +62,34 @@ class _Pending(NamedTuple):
     time_ns: int
     fields: Mapping[str, Any]
     later: Later | None
+
+
+@final
+class _Line:
+    """Steps in a row that become one line: most steps of a run end here, so it costs little to add one."""
+
+    __slots__ = ("began_ns", "count", "longest_ns", "operations", "samples", "spent_ns", "step", "tokens", "until")
+
+    def __init__(self, until: int) -> None:
+        self.until = until  # the last step of the line
+        self.step = self.began_ns = 0  # the newest; the first one's beginning
+        self.count = self.longest_ns = self.tokens = self.samples = self.operations = 0
+        self.spent_ns: Sequence[int] = ()
+
+    def add(self, step: Step) -> None:
+        """The next one."""
+        number, began_ns, ended_ns, tokens, samples, (first, end), *_ = step
+        spent_ns = spent_in(step)
+        if not self.count:
+            self.began_ns, self.spent_ns = began_ns, spent_ns
+        else:
+            self.spent_ns = [*map(add, self.spent_ns, spent_ns)]
+        self.step = number
+        self.count += 1
+        self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
+        self.tokens += tokens
+        self.samples += samples
+        self.operations += end - first
 
 
 @final
@@ -93,9 +124,9 @@ class RunWriter:
             program=" ".join(sys.argv[:1]), device=device, flops_per_token=flops_per_token,
         )  # fmt: skip
         self._words: dict[Word, int] = {}
-        self._pending: list[Step] = []  # that become one line
+        self._line: _Line | None = None  # that is not written yet
         self._file = -1
-        self._size, self._memory = 0, (0, 0)
+        self._size, self._memory, self._weighed_s = 0, (0, 0), -_WEIGH_S
         self._notes: deque[_Pending] = deque(maxlen=_NOTES)
         self._valued: dict[str, int] = {}  # the last step of which there is a value of that name
         self._is_over = False
@@ -130,13 +161,14 @@ class RunWriter:
         if not (self.clock.steps or self._notes) or self._about.pid != os.getpid():
             return
         with self._lock:
-            self._memory = _memory_mib()
-            queue = self.clock.steps
-            steps = [worked_out(forwards_found(queue.popleft())) for _ in range(len(queue))]
-            if not self._size and steps:
-                self._about = replace(self._about, clock_ns=min(self._about.clock_ns, steps[0].began_ns))
-            lines = [line for step in steps for line in self._add(step)]
-            for step in steps:
+            if self._looked_s - self._weighed_s >= _WEIGH_S:
+                self._memory, self._weighed_s = _memory_mib(), self._looked_s
+            queue, lines = self.clock.steps, list[str]()
+            if not self._size and queue:
+                self._about = replace(self._about, clock_ns=min(self._about.clock_ns, queue[0].began_ns))
+            for _ in range(len(queue)):
+                step = forwards_found(queue.popleft())
+                lines += self._add(step)
                 if step.values is not None:
                     fields, later = step.values()
                     self._notes.append(_Pending("values", step.ended_ns, {"step": step.step, **fields}, later))
@@ -163,8 +195,7 @@ class RunWriter:
             return
         self.look()
         with self._lock:
-            if self._pending:
-                self._append([self._flush()])
+            self._append(self._line_so_far())
             if self._file >= 0:
                 os.close(self._file)
                 self._file = -1
@@ -175,20 +206,24 @@ class RunWriter:
         if self._about.pid == os.getpid() and self.path.is_file() and self.path.stat().st_size == self._size:
             self.path.unlink()
 
-    def _add(self, step: Step) -> Iterable[str]:
+    def _add(self, step: Step) -> Sequence[str]:
         """The lines that are complete with `step`."""
+        line = self._line
+        if line is not None and step.step == line.step + 1:
+            line.add(step)
+            return self._line_so_far() if step.step == line.until else ()
+        before = self._line_so_far()
         if is_listed(step.step) or step.step in self._window:
-            if self._pending:
-                yield self._flush()
-            yield from self._listed(step)
-            return
-        self._pending.append(step)
-        if step.step % steps_per_line(step.step) == 0 or is_listed(step.step + 1):
-            yield self._flush()
+            return [*before, *self._listed(worked_out(step))]
+        until = last_in_line(step.step)
+        is_cut = step.step < self._window.start <= until
+        self._line = line = _Line(self._window.start - 1 if is_cut else until)
+        line.add(step)
+        return [*before, *self._line_so_far()] if step.step == line.until else before
 
-    def _flush(self) -> str:
-        steps, self._pending = self._pending, []
-        return steps_line(self._line(steps))
+    def _line_so_far(self) -> Sequence[str]:
+        line, self._line = self._line, None
+        return () if line is None else [steps_line(self._told(line))]
 
     def _listed(self, step: Step) -> Iterable[str]:
         """Its line, after those of words that were not used before."""
@@ -212,8 +247,10 @@ class RunWriter:
         open_ns = [(one.entered_ns, one.left_ns or step.ended_ns) for one in (*records, *carried)]
         open_ns += [one[1:] for one in step.waits]
         hidden_ns = covered_ns(open_ns, step.began_ns, step.ended_ns) - step.summed_ns[EXPOSED]
+        alone = _Line(step.step)
+        alone.add(step)
         line = replace(
-            self._line([step]),
+            self._told(alone),
             spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX)),
             hidden_us=max(0, hidden_ns // 1000),
             every=every if every > 1 else 0,
@@ -221,20 +258,20 @@ class RunWriter:
         )
         yield steps_line(line, rows)
 
-    def _line(self, steps: Sequence[Step]) -> Steps:
-        phases = [sum(spent_ns) // 1000 for spent_ns in zip(*(step.summed_ns for step in steps), strict=True)]
+    def _told(self, line: _Line) -> Steps:
+        phases_us = tuple([spent_ns // 1000 for spent_ns in line.spent_ns])
         return Steps(
-            step=steps[-1].step,
-            count=len(steps),
-            at_us=(steps[0].began_ns - self._about.clock_ns) // 1000,
-            wall_us=sum(phases),
-            longest_us=max(step.ended_ns - step.began_ns for step in steps) // 1000,
-            phases_us=tuple(phases),
-            tokens=sum(step.tokens for step in steps),
-            samples=sum(step.samples for step in steps),
+            step=line.step,
+            count=line.count,
+            at_us=(line.began_ns - self._about.clock_ns) // 1000,
+            wall_us=sum(phases_us),
+            longest_us=line.longest_ns // 1000,
+            phases_us=phases_us,
+            tokens=line.tokens,
+            samples=line.samples,
             rss_mib=self._memory[0],
             cuda_mib=self._memory[1],
-            operations=sum(step.operations[1] - step.operations[0] for step in steps),
+            operations=line.operations,
         )
 
     def _append(self, lines: Sequence[str]) -> None:

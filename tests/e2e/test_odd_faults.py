@@ -79,6 +79,14 @@ for step in range(1, 9):
     dist.all_reduce(weight.grad)
     optimizer.step()
 """
+_STAGES = """
+last = dist.get_world_size() - 1
+for step in range({sends} if rank == 0 else {asks} if rank == last else 0):
+    if rank == 0:
+        dist.send(torch.ones(4, dtype={dtype}), last)
+    else:
+        dist.recv(torch.ones(4), 0)
+"""
 _APART = (
     r"HANG: no match of messages for .* in step 4\.  Culprit: rank {0} (?s:.*)\n  rank \d waits in send float32 \[4\] "
 )
@@ -145,6 +153,26 @@ _SAID = {  # name -> ranks, program, what is said
     "another seed on rank 1 of two, then cut": (2, _CUT.format(guilty=1), _SEEDS + r"Culprits: ranks 0,1\n" + _OF),
     "another seed on rank 0 of three, then cut": (3, _CUT.format(guilty=0), _SEEDS + r"Culprit: rank 0 .*\n" + _OF),
     "another seed on rank 2 of three, then cut": (3, _CUT.format(guilty=2), _SEEDS + r"Culprit: rank 2 .*\n" + _OF),
+    "a message of another dtype": (
+        3, _STAGES.format(dtype="torch.float64 if step == 1500 else torch.float32", sends=1600, asks=1600),
+        r"MISMATCH in step 1\.  Culprits: ranks 0,2\n  rank 2 asked for less than was sent, in their 1501st message:"
+        r"\n    rank 0: send float64 \[4\] to rank 2 tag 0 at train\.py:1\d .*\n    rank 2: recv float32 \[4\] from",
+    ),
+    "a message too few": (
+        3, _STAGES.format(dtype="None", sends=1200, asks=1201),
+        r"FINISHED too early.*Culprit: rank 0 (?s:.*)\n  rank 0 sent 1200, the last at .*\n  rank 2 asked for 1201, ",
+    ),
+    "a message too many": (
+        2, _STAGES.format(dtype="None", sends=13, asks=12),
+        r"FINISHED too early.*Culprit: rank 1 (?s:.*)\n  rank 0 sent 13, the last at .*\n  rank 1 asked for 12, ",
+    ),
+    "two ranks that are killed at once": (
+        4, "pids = [None] * 4\ndist.all_gather_object(pids, os.getpid())\n"
+        "for step in range(9):\n    if (step, rank) == (5, 1):\n"
+        "        os.kill(pids[2], signal.SIGKILL)\n        os.kill(pids[1], signal.SIGKILL)\n"
+        "    dist.all_reduce(torch.ones(4))\n    time.sleep(0.02)",
+        r"GONE.*Culprits: ranks 1,2\n(?s:.*)lockstep: rank \d .* was killed by SIGKILL; so was rank \d \(pid \d+\); ",
+    ),
     "a tag of rank 1 of two": (2, _RING.replace("GUILTY", "1").replace("ODD_TAG", "True"), _APART.format(1, 7, 4)),
     "a receive of rank 0 of two that is left out": (
         2, _RING.replace("GUILTY", "0").replace("ODD_TAG", "False"), _APART.format(0, 3, 3),

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
 from lockstep.observe.flight import Mark, Record
+from lockstep.observe.scene import Message, read_message
 from lockstep.observe.status import FINISHED, RAISED, Folding, LastWords, Sight, Status, Waiting
 
 REDUCE = "all_reduce float32 [4] sum"
@@ -26,6 +28,7 @@ class PaperRank:
         self.status_fields: dict[str, object] = {}
         self.folds: dict[str, Folding] = {}
         self.digests: dict[str, int] = {}
+        self.messages: Counter[tuple[str, Message]] = Counter()
         self.age_s = 0.0
         self.is_gone = False
         self.how = ""
@@ -58,9 +61,12 @@ class PaperRank:
 
     def message(self, text: str, site: str = SITE, group: str = "world") -> int:
         self.group(group, range(self.world_size))
-        number = len(self.records)
+        number, said = len(self.records), read_message(text)
+        assert said is not None
+        seq = self.messages[group, said]
+        self.messages[group, said] += 1
         began_ns = 1000 * number
-        self.records.append(Record(number, number, self.step, began_ns, began_ns + 5, 0, True, group, text, site, ""))
+        self.records.append(Record(number, seq, self.step, began_ns, began_ns + 5, 0, True, group, text, site, ""))
         return number
 
     def waits(self, number: int, age_s: float = 12.4, unmoved_s: float | None = None) -> None:

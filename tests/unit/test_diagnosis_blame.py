@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from rank_sights import FIRST, REDUCE, PaperRank, found_in, running, waiting_for_rank_1, world
+from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running, waiting_for_rank_1, world
 
 from lockstep.observe.profile.step_clock import BACKWARD, DATA
 from lockstep.observe.scene import channel, message_text, read_message
@@ -90,6 +90,24 @@ def test_who_sends_or_awaits_another_message_than_in_steps_before_is_named(
     assert finding.kind in ("hang", "cycle"), finding.text
     assert finding.culprits == (guilty,), finding.text
     assert "    not sent by" in finding.text or "    not asked for by" in finding.text, finding.text
+
+
+@pytest.mark.parametrize(("age_s", "is_told"), [(9.9, False), (10.1, True)])
+def test_what_no_look_can_prove_to_be_a_circle_is_told_once_the_limit_is_over(age_s: float, is_told: bool) -> None:
+    ranks = ring("tag of send", 2, 0, "pipe.py:4 pass_on")
+    for one in ranks:
+        one.open_s = age_s
+        one.is_at("pipe.py:4 pass_on", unmoved_s=age_s)
+    assert (diagnosed(ranks) is not None) == is_told
+
+
+@pytest.mark.parametrize(("age_s", "is_told"), [(10.1, False), (12.1, True)])
+def test_what_the_next_look_may_prove_to_be_a_circle_is_waited_for(age_s: float, is_told: bool) -> None:
+    ranks = running(2)
+    for one in ranks:
+        one.waits(one.message(message_text("recv", "float32 [4]", 1 - one.rank, 3)), age_s)
+    ranks[1].age_s = 1.2  # it has not spoken for a moment
+    assert (diagnosed(ranks) is not None) == is_told
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

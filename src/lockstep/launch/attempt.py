@@ -128,6 +128,9 @@ class Attempt:
             handles = [process.handle for process in workers.running().values() if process.handle >= 0]
             signals.wait(handles, max(0.0, min(_LOOK_S, course.deadline_s - time.monotonic())))
             workers.look()
+            if workers.failed() and not self._told:
+                time.sleep(0.02)  # who was killed together is told of together
+                workers.look()
             self._starter.look(workers.running().values())
             reap_strangers(list(workers.pids().values()))
             now_s, beats = time.monotonic(), read_pulses(self._pulses)

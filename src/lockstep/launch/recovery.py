@@ -7,6 +7,7 @@ ever before when this cause struck. What must fail again is not tried again.
 from __future__ import annotations
 
 import re
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -216,7 +217,9 @@ def report_of(
     if first is None:
         return ""
     steps = {beat.rank: beat.step for beat in beats}
-    others = "; the other ranks were ended" if len(ended) > 1 else ""
+    killed = [one for one in ended if one.failed and one.exit_code == first.exit_code == -signal.SIGKILL]
+    others = "".join(f"; so was rank {one.rank} (pid {one.pid})" for one in killed if one is not first)
+    others += "; the other ranks were ended" if len(ended) > max(1, len(killed)) else ""
     name = f"rank {first.rank} (pid {first.pid}{', ' + host if host else ''})"
     lines = [f"{name} {describe(first)}{others}", *_lost(steps, newest)]
     if decision.restart:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, final
 
@@ -20,6 +20,7 @@ from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWord
 _OPEN_MAX = 64  # operations under way that are followed
 _CHANNELS_MAX = 256
 _STEPS = 128  # of which the time is kept
+_TRACED_S = 1.0  # between two looks for a debugger, which may stop this whole process at any later moment
 _PHASES = 24  # of the step that are shown
 
 
@@ -37,11 +38,12 @@ class Account:
         self.saw: LastWords | None = None  # of an error that this rank raised because of another
         self.is_blind = False  # its guard cannot look at the others
         self.motion = Motion(threading.get_ident())
-        self._recorder, self._record = recorder, FlightRecord(recorder.path)
+        self._recorder, self._record, self._host = recorder, FlightRecord(recorder.path), socket.gethostname()
         self._folds: dict[str, Folding] = {}
-        self._channels: Counter[str] | None = Counter()  # messages so far; None where not all of them are known
+        self._channels: dict[str, int] | None = {}  # messages so far; None where not all of them are known
         self._under_way: dict[int, Record] = {}  # at the last look, by number
         self._read = 0  # records before this number have been read
+        self._traced_s, self._is_traced = -_TRACED_S, False
 
     def group(self, name: str, ranks: Sequence[int]) -> bool:
         """There is a group of this name and these ranks. Whether that is news."""
@@ -56,14 +58,12 @@ class Account:
         self._recorder.take_up()
         for record in self._record.records(min(under_way, default=self._read)):
             number = record.number
-            if number < self._read:
-                record = record._replace(seq=under_way.get(number, record).seq)
-            else:
+            if number >= self._read:
                 if number > self._read:  # some were overwritten before
                     self._channels = None
                 self._read = number + 1
                 if record.is_message:
-                    record = self._count(record)
+                    self._count(record)
                 elif record.group in folds:
                     folds[record.group].add(mark_of((record.seq, record.step, record.digest)))
             if not record.left_ns:
@@ -73,16 +73,12 @@ class Account:
         for number in sorted(under_way)[:-_OPEN_MAX]:
             del under_way[number]
 
-    def _count(self, record: Record) -> Record:
-        """A new message; `seq` is its number in its channel, while the rank has seen all of its messages."""
+    def _count(self, record: Record) -> None:
         message = read_message(record.text)
         if message is None or message.peer is None:
             self._channels = None
         elif self._channels is not None:
-            key = channel(record.group, message.is_send, message.peer, message.tag)
-            self._channels[key] += 1
-            return record._replace(seq=self._channels[key] - 1)
-        return record
+            self._channels[channel(record.group, message.is_send, message.peer, message.tag)] = record.seq + 1
 
     @property
     def newest(self) -> tuple[Record, ...]:
@@ -109,8 +105,8 @@ class Account:
 
     def brief(self, step: int | None = None, **more: Any) -> Status:
         """What needs no looking. step: read before the facts are, which else seem to be of a step that has ended."""
-        recorder, host = self._recorder, socket.gethostname()
-        who = {"rank": recorder.rank, "world_size": recorder.world_size, "pid": os.getpid(), "host": host}
+        recorder = self._recorder
+        who = {"rank": recorder.rank, "world_size": recorder.world_size, "pid": os.getpid(), "host": self._host}
         how = {"state": self.state, "words": self.words, "is_blind": self.is_blind, "step_before": self.step_before}
         return Status(**who, **how, step=recorder.step if step is None else step, **more)
 
@@ -119,6 +115,8 @@ class Account:
         step, stand = self._recorder.step, self.motion.look(now_s)
         steps = sorted(self.steps_s)
         newest = self._record.records(self._read - 1)
+        if now_s - self._traced_s >= _TRACED_S:
+            self._traced_s, self._is_traced = now_s, is_traced()
         channels = self._channels or {}
         return self.brief(
             step,
@@ -131,7 +129,7 @@ class Account:
             stack=stand.stack,
             unmoved_s=stand.unmoved_s,
             looping_s=stand.looping_s,
-            activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if is_traced() else ""),
+            activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if self._is_traced else ""),
             facts=self.facts.said(),
             **said,
         )

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.observe import histories, wording
-from lockstep.observe.endings import CAUGHT, saw_another
+from lockstep.observe.endings import CAUGHT, find_too_large, saw_another
 from lockstep.observe.flight import Record
 from lockstep.observe.histories import Fault, Parting, Side, calls_in
 from lockstep.observe.scene import GRACE_S, Scene
@@ -48,6 +48,8 @@ SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks,
 def find_mismatch(scene: Scene) -> Finding | None:
     """The first collective of any group that was not the same on all of its ranks."""
     found = [_compare(scene, *key, members) for key, members in sorted(scene.groups.items())]
+    me = None if scene.limits.grace_s else scene.me  # an operation of which has failed
+    found += [find_too_large(scene, r) for r, one in sorted(scene.sights.items()) if r == me or "SIGABRT" in one.how]
     return min((finding for finding in found if finding), key=lambda finding: not finding.is_certain, default=None)
 
 

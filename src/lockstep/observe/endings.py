@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.observe import wording
+from lockstep.observe.messages import bits, channels_of, knows_all_messages, tally
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status
@@ -125,65 +126,91 @@ def find_raised(scene: Scene) -> Finding | None:
         return None
     claim = _claim(None, {rank: scene.sights[rank] for rank in origins})
     culprits = origins if claim is None or claim.of is None else [claim.of]
-    return _finding(
-        scene,
-        "raised",
-        culprits,
-        "RAISED in",
-        scene.status(origins[0]).step,
-        [line for rank in origins for line in _quote(scene.sights[rank])],
-        fix=f"see to the error of {names(origins)}; the others only wait." if culprits == origins else _FIXES[-1][1],
-        waits=waits,
-    )
+    fix = f"see to the error of {names(origins)}; the others only wait." if culprits == origins else _FIXES[-1][1]
+    lines, step = [line for rank in origins for line in _quote(scene.sights[rank])], scene.status(origins[0]).step
+    return _finding(scene, "raised", culprits, "RAISED in", step, lines, fix, waits)
 
 
 def find_gone(scene: Scene) -> Finding | None:
-    """A rank whose process ended without a word."""
-    grace_s = scene.limits.grace_s
-    missed = [
-        rank
-        for wait in scene.waits
-        for rank in _without(scene, wait)
-        if wait.age_s >= grace_s <= scene.sights[rank].age_s - scene.sights[wait.rank].age_s
-    ]
-    vanished = [rank for rank in missed if _has_vanished(scene.sights[rank])]
+    """A rank whose process ended without a word; all of them, where they were killed in a way that no rank causes."""
+    grace_s, sights = scene.limits.grace_s, scene.sights
+    missed = [(wait, rank) for wait in scene.waits for rank in _without(scene, wait) if wait.age_s >= grace_s]
+    missed = [(wait, r) for wait, r in missed if sights[r].age_s - sights[wait.rank].age_s >= grace_s]
+    vanished = [rank for _, rank in missed if _has_vanished(sights[rank])]
     if not vanished:
         return None
-    rank = max(vanished, key=lambda one: scene.sights[one].age_s)  # who went first; others may have been ended for it
-    gone = scene.sights[rank]
-    return _finding(
-        scene,
-        "gone",
-        [rank],
-        "GONE in",
-        gone.status.step,
-        [*_quote(gone), *wording.whereabouts(scene, rank, "was last seen")],
-        fix=next(fix for sign, fix in _FIXES if sign in gone.how),
-        waits=[wait for wait in scene.waits if rank in _without(scene, wait)],
-    )
+    first = max(vanished, key=lambda one: sights[one].age_s)  # others may have been ended for it
+    sign, fix = next(advice for advice in _FIXES if advice[0] in sights[first].how)
+    alike = {r for r, sight in sights.items() if sign in sight.how and _has_vanished(sight)}
+    ranks = sorted(alike) if sign in ("SIGSTOP", "out of memory", "SIGKILL") else [first]
+    lines = [line for rank in ranks for line in _quote(sights[rank])]
+    lines += [line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")]
+    waits = [wait for wait in scene.waits if set(ranks).intersection(_without(scene, wait))]
+    step = min(scene.status(rank).step for rank in ranks)
+    return _finding(scene, "gone", ranks, "GONE in", step, lines, fix, waits)
 
 
 def find_finished(scene: Scene) -> Finding | None:
     """Ranks that came to their end while others want one more operation of them."""
     for wait in scene.waits:
-        is_early = wait.age_s < scene.limits.grace_s
-        if is_early or wait.is_any or (wait.record.is_message and wait.rank not in scene.blocked):
+        absent, is_message, grace_s = wait.absent, wait.record.is_message, scene.limits.grace_s
+        if is_message and wait.rank not in scene.blocked:
+            has_failed = not grace_s and wait.rank == scene.me and scene.status(wait.rank).last == wait.record
+            absent = wait.ranks if has_failed else ()  # what was begun there may not have been sent
+        if wait.age_s < grace_s or wait.is_any:
             continue
-        ended = [scene.status(rank) for rank in sorted(scene.ended.intersection(wait.absent))]
+        ended = [scene.status(rank) for rank in sorted(scene.ended.intersection(absent))]
         early = [one.rank for one in ended if one.state == FINISHED and not saw_another(one)]
         if early:
             loops = "have shorter loops or left them" if early[1:] else "has a shorter loop or left it"
-            return _finding(
-                scene,
-                "finished",
-                early,
-                "FINISHED too early, in",
-                min(scene.status(rank).step for rank in early),
-                [*(f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early), _wanted(wait)],
-                fix=f"{names(early)} {loops} early: equal numbers of batches, or join().",
-                waits=[wait for wait in scene.waits if set(early).intersection(wait.absent)],
-            )
+            fix = f"{names(early)} {loops} early: equal numbers of batches, or join()."
+            lines = [*(f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early), _wanted(wait)]
+            if is_message and (counts := tally(scene, wait.rank, wait.record)):
+                lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
+            waits = [wait for wait in scene.waits if set(early).intersection(wait.absent)]
+            step = min(scene.status(rank).step for rank in early)
+            return _finding(scene, "finished", early, "FINISHED too early, in", step, lines, fix, waits)
     return None
+
+
+def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding | None:
+    """The first message of `rank` of which more was sent than its receiver asked for: Gloo aborts that one.
+
+    is_note: the other way round, which Gloo lets through.
+    """
+    for (_, ends, _), (sent, asked) in channels_of(scene, rank).items():
+        for number in sorted(sent.keys() & asked.keys()):
+            pair = sent[number], asked[number]
+            less, more = pair if is_note else pair[::-1]
+            if bits(less) < bits(more):
+                calls = [f"  rank {end}: {wording.call(one)}" for end, one in zip(ends, pair, strict=True)]
+                than = "more" if is_note else "less"
+                lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
+                fix = "send and receive one dtype and shape; or one of the two has left out a message before."
+                step, kind = min(one.step for one in pair), "messages" if is_note else "mismatch"
+                head = "SIZES of messages differ in" if is_note else "MISMATCH in"
+                return _finding(scene, kind, sorted(ends), head, step, lines + calls, fix, [])
+    return None
+
+
+def find_left_over(scene: Scene) -> Finding | None:
+    """Messages that were sent and that nobody has asked for, as the one that looks can tell at its own end."""
+    others = [sight.status for rank, sight in scene.sights.items() if rank != scene.me]
+    if len(others) < scene.status(scene.me).world_size - 1:
+        return None
+    if any(one.state != FINISHED or saw_another(one) for one in others):
+        return None
+    lines: list[str] = []
+    for rank in sorted(scene.sights):
+        for key, count in scene.status(rank).messages.items():
+            group, kind, peer, tag = key.rsplit(" ", 3)
+            asked = scene.status(int(peer)).messages.get(f"{group} recv {rank} {tag}", 0)
+            if kind == "send" and count > asked and knows_all_messages(scene, int(peer)):
+                record = channels_of(scene, rank)[group, (rank, int(peer)), int(tag)][0].get(asked)
+                lines.append(f"rank {rank} sent {count}, rank {peer} asked for {asked}; the first that it did not:")
+                lines.append("  (overwritten)" if record is None else f"  {wording.call(record)}")
+    fix = "as many receives as sends, and wait() for each isend: what nobody waits for may never be sent."
+    return _finding(scene, "messages", [], "MESSAGES left over in", scene.step, lines, fix, []) if lines else None
 
 
 def find_caught(scene: Scene) -> Finding | None:

@@ -52,8 +52,8 @@ def find_hang(scene: Scene) -> Finding | None:
         if not _is_still(scene, wait):
             continue
         states = {rank: _state(scene, rank) for rank in _roots(scene, wait)}
-        is_circle = states.keys() <= scene.blocked.keys()  # which takes a moment longer to be proven, and says more
-        if is_circle and wait.age_s < scene.hang_s + STILL_S:
+        may_be_proven = all(rank in scene.blocked and scene.stands_in(scene.blocked[rank]) for rank in states)
+        if may_be_proven and wait.age_s < scene.hang_s + STILL_S:  # of a circle there is more to say
             continue
         if states and set(states.values()) <= {"stuck", "ended"}:
             return _report_hang(scene, wait, sorted(states))

@@ -162,7 +162,7 @@ def _has_begun_anew(history: Sequence[Record]) -> bool:
 
 def _is_in_turn(history: Sequence[Record], seldom: tuple[str, str]) -> bool:
     """Whether the last step's calls are those that came so many steps after `seldom` the time before, and the epochs
-    are of one length: of a call that comes when it must, nobody can say that it is out of turn.
+    are of one length, which one alone does not show: nobody can say of a call that must come that it is out of turn.
     """
     rounds = sorted({record.step for record in history[:-1] if _line(record) == seldom})[-3:]
     lengths = {after - before for before, after in pairwise(rounds)}

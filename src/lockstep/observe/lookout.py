@@ -17,7 +17,7 @@ from lockstep.observe.account import Account
 from lockstep.observe.board import Board
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
 from lockstep.observe.divergence import find_left_out
-from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_by
+from lockstep.observe.endings import find_caught, find_left_over, find_too_large, goes_on, left_first, stalled_by
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
@@ -43,6 +43,7 @@ class Lookout:
         self._period_s = period_s
         self._training = Training()
         self._looked_s = self._blind_until_s = 0.0
+        self._messages = 0  # of all ranks, when their sizes were looked at last
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
 
@@ -108,6 +109,7 @@ class Lookout:
             for note in self._training.notes(self._scene(sights)) if is_first else ():
                 if self._voice.is_news(note, sights):
                     self._voice.say(note)
+            self._look_at_sizes(sights if is_first else {})
         if not is_last and (not is_first or self._looked_s < self._blind_until_s):
             return
         found = self._diagnosed(sights, self._limits)
@@ -120,6 +122,16 @@ class Lookout:
         elif is_first:  # only said: it may pass
             self.finding, self._stood = found, stalled_by(found, sights, "")
             self._voice.say_with_evidence(found, sights)
+
+    def _look_at_sizes(self, sights: Mapping[int, Sight]) -> None:
+        """Of messages: each time that there are twice as many, for all records have to be read."""
+        begun = sum(sum(sight.status.messages.values()) for sight in sights.values())
+        if begun >= max(1, 2 * self._messages):
+            self._messages = begun
+            for rank in [rank for rank, sight in sights.items() if sight.status.messages]:
+                note = find_too_large(self._scene(sights), rank, is_note=True)
+                if note is not None and self._voice.is_news(note, sights):
+                    self._voice.say(note)
 
     def _is_first(self, sights: Mapping[int, Sight]) -> bool:
         """Whether this is the first rank whose guard looks: one is enough."""
@@ -150,6 +162,9 @@ class Lookout:
             note = find_caught(self._scene(sights))
             if note is not None and note.culprits[0] == self._rank and self._voice.is_news(note, sights):
                 self._voice.say(note)
+            over = find_left_over(self._scene(sights))
+            if over is not None and self._voice.is_news(over, sights):
+                self._voice.say(over)
             left_out = find_left_out(self._scene(sights))
             if left_out is not None and self._voice.is_news(left_out, sights):
                 self.put_up(left_out, sights)

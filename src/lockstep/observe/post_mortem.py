@@ -22,7 +22,7 @@ def words_in(folder: Path) -> dict[int, LastWords]:
 
 
 def post_mortem(folder: Path) -> str:
-    """Which collectives of the ranks in `folder` did not match; "" where all did, or a rank has said so itself.
+    """Which operations of the ranks in `folder` did not match; "" where all did, or a rank has said so itself.
 
     A rank may be ended by what another one sends (Gloo aborts the process where sizes differ), before its guard looks.
     """
@@ -35,8 +35,8 @@ def post_mortem(folder: Path) -> str:
         def records_of(rank: int) -> list[Record]:
             return records[rank].records() if rank in records else []
 
-        found = find_mismatch(Scene(min(records, default=0), sights, records_of, Limits()))
-        return found.text if found is not None and found.is_certain else ""
+        scenes = (Scene(me, sights, records_of, Limits(grace_s=0.0)) for me in sorted(records))
+        return next((found.text for found in map(find_mismatch, scenes) if found and found.is_certain), "")
 
 
 @contextlib.contextmanager

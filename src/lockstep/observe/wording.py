@@ -17,7 +17,7 @@ NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 _MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
 _BLAMELESS = ("cycle", "waiting", "caught")  # of which the head names the ranks
-_NOTES = ("waiting", "gradient", "data", "caught")  # that are only said
+_NOTES = ("waiting", "gradient", "data", "caught", "messages")  # that are only said
 
 Kind = Literal[
     "mismatch",  # ranks issued different collectives
@@ -35,6 +35,7 @@ Kind = Literal[
     "gradient",  # not finite
     "data",
     "caught",  # an error of the ranks, by the program itself
+    "messages",  # whose other half is of another size, or is missing at the end
     "guard",  # which has failed itself
 ]
 

@@ -1,0 +1,53 @@
+"""Messages between two ranks: those that one sends pair, by their order, with those that the other asks for. Pure."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+
+from lockstep.observe.flight import Record
+from lockstep.observe.scene import Scene, read_message
+from lockstep.observe.wording import step_after
+
+_TENSOR = re.compile(r"\w+ [a-z]+(\d*)\w* \[([\d, ]*)\] ")  # bits of an element, and the shape
+
+Both = tuple[dict[int, Record], dict[int, Record]]  # what was sent, and what was asked for, by number
+
+
+def channels_of(scene: Scene, rank: int) -> dict[tuple[str, tuple[int, int], int], Both]:
+    """By group, who sends and who receives, and tag: to and from `rank`, but for whom may have received from any."""
+    found: dict[tuple[str, tuple[int, int], int], Both] = defaultdict(lambda: ({}, {}))
+    unread, vague = [rank], set[int]()
+    for who in unread:
+        for record in scene.records_of(who) if who in scene.sights else ():
+            said = read_message(record.text) if record.is_message else None
+            if said is not None and said.peer is not None and rank in (who, said.peer):
+                unread += [said.peer] * (said.peer not in unread)
+                ends = (who, said.peer) if said.is_send else (said.peer, who)
+                found[record.group, ends, said.tag][not said.is_send][record.seq] = record
+            elif record.is_message and (said is None or said.peer is None):
+                vague.add(who)
+    return {key: both for key, both in found.items() if not vague.intersection(key[1])}
+
+
+def knows_all_messages(scene: Scene, rank: int) -> bool:
+    """Whether its status tells of all of them; it tells of none where it has had none, and where it does not know."""
+    records = scene.records_of(rank)
+    has_none = bool(records) and records[0].number == 0 and not any(record.is_message for record in records)
+    return bool(scene.status(rank).messages) or has_none
+
+
+def tally(scene: Scene, rank: int, record: Record) -> list[str]:
+    """How many like `record`, the last of them of `rank`, both ends have begun; nothing where that is not known."""
+    for (_, ends, _), both in channels_of(scene, rank).items():
+        if all(both) and record in both[rank == ends[1]].values():
+            told = [f"{r.seq + 1}, the last at {r.site} ({step_after(r.step)})" for r in (x[max(x)] for x in both)]
+            return [f"rank {ends[0]} sent {told[0]}", f"rank {ends[1]} asked for {told[1]}"]
+    return []
+
+
+def bits(record: Record) -> float:
+    """Of its tensor; NaN, which is neither more nor less than any, where the record does not say."""
+    found = _TENSOR.match(record.text)
+    return math.nan if found is None else int(found[1] or 8) * math.prod(map(int, filter(None, found[2].split(", "))))

@@ -1,0 +1,263 @@
+"""Messages whose two halves do not match, and channels of which one end has begun more than the other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from rank_sights import LIMITS, PaperRank, diagnosed, found_in, rank_1, running, waiting_for_rank_1
+
+from lockstep.observe.diagnosis import Finding, diagnose
+from lockstep.observe.endings import find_left_over, find_too_large
+from lockstep.observe.scene import Scene
+
+ABORT = "was killed by SIGABRT"
+
+
+def send(what: str, to: int, tag: int = 0) -> str:
+    return f"send {what} to rank {to} tag {tag}"
+
+
+def recv(what: str, of: int | str, tag: int = 0) -> str:
+    return f"recv {what} from rank {of} tag {tag}"
+
+
+def pair(*sizes: tuple[str, str], is_gone: bool = True, tag: int = 0) -> list[PaperRank]:
+    """Rank 0 of three has sent these to rank 2, which asked for those, and is gone since."""
+    ranks = running(3)
+    for sent, asked in sizes:
+        ranks[0].message(send(sent, 2, tag), "train.py:50 give")
+        ranks[2].message(recv(asked, 0, tag), "train.py:60 take")
+    if is_gone:
+        ranks[2].is_gone, ranks[2].how, ranks[2].age_s = True, ABORT, 1.3
+    return ranks
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked"),
+    [
+        ("float64 [4]", "float32 [4]"),
+        ("float32 [8]", "float32 [4]"),
+        ("float32 [2, 4]", "bfloat16 [2, 4]"),
+        ("int64 []", "int32 []"),
+        ("float32 [4]", "float8_e4m3fn [4]"),
+        ("complex64 [3]", "float32 [3]"),
+        ("float32 [1]", "bool [3]"),
+    ],
+)
+def test_the_two_calls_of_which_one_ends_a_rank_are_shown(sent: str, asked: str) -> None:
+    finding = found_in(pair(("float32 [4]", "float32 [4]"), (sent, asked), ("int8 [1]", "int8 [1]")))
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("mismatch", (0, 2), True)
+    assert "\n  rank 2 asked for less than was sent, in their 2nd message:\n" in finding.text
+    assert f"\n    rank 0: {send(sent, 2)} at train.py:50 give\n" in finding.text
+    assert f"\n    rank 2: {recv(asked, 0)} at train.py:60 take\n" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked"),
+    [
+        ("float32 [4]", "float32 [4]"),
+        ("float32 [4]", "float32 [2, 2]"),
+        ("float32 [4]", "uint8 [16]"),
+        ("float32 [4]", "float32 [8]"),  # Gloo lets that through
+        ("float32 []", "float32 [1]"),
+        ("float32 [0, 4]", "float32 [0]"),
+        ("", "float32 [4]"),
+        ("float32 [4]", ".."),
+    ],
+)
+def test_messages_that_fit_are_not_blamed_for_an_abort(sent: str, asked: str) -> None:
+    assert diagnosed(pair((sent, asked))) is None
+
+
+def test_sizes_are_only_compared_once_a_rank_has_ended_by_that() -> None:
+    assert diagnosed(pair(("float32 [8]", "float32 [4]"), is_gone=False)) is None
+    ranks = pair(("float32 [8]", "float32 [4]"))
+    ranks[2].how = "was killed by SIGKILL"
+    assert diagnosed(ranks) is None
+
+
+def test_what_was_to_come_from_any_rank_pairs_with_nothing() -> None:
+    ranks = running(3)
+    ranks[2].message(recv("float32 [2]", "any"))
+    kill = pair(("float32 [8]", "float32 [4]"))[2]
+    ranks[2].is_gone, ranks[2].how, ranks[2].age_s = True, kill.how, kill.age_s
+    ranks[0].message(send("float32 [8]", 2))
+    ranks[2].message(recv("float32 [4]", 0))
+    assert diagnosed(ranks) is None
+
+
+def test_messages_pair_by_their_numbers_where_the_older_ones_are_overwritten() -> None:
+    """Sizes go up and down: one place further on nothing would fit."""
+    sizes = [(f"float32 [{size}]", f"float32 [{size}]") for size in (1, 2) * 40]
+    ranks = pair(*sizes)
+    ranks[0].kept, ranks[2].kept = 11, 20
+    assert diagnosed(ranks) is None
+    ranks = pair(*sizes, ("float32 [3]", "float32 [2]"))
+    ranks[0].kept, ranks[2].kept = 11, 20
+    assert "in their 81st message:" in found_in(ranks).text
+
+
+@pytest.mark.parametrize("other", [{"tag": 1}, {}])
+def test_tags_are_channels_of_their_own(other: dict[str, int]) -> None:
+    ranks = pair(("float32 [4]", "float32 [4]"))
+    ranks[0].message(send("float32 [9]", 2, **other))
+    ranks[2].message(recv("float32 [4]", 0))
+    assert (diagnosed(ranks) is None) == bool(other)
+
+
+# ------------------------------------------------------------------ ends
+
+
+def failed(ranks: list[PaperRank], me: int) -> Finding | None:
+    """What rank `me` makes of it that its newest operation has failed."""
+    ranks[me].waits(len(ranks[me].records) - 1, 0.0)
+    ranks[me].status_fields["stack"] = ()
+    sights = {one.rank: one.sight() for one in ranks}
+    return diagnose(me, sights, lambda rank: ranks[rank].kept_records(), replace(LIMITS, grace_s=0.0))
+
+
+def stage(sent: int, asked: int, kept: int = 1024) -> list[PaperRank]:
+    """Rank 0 has sent so many to rank 1, which has asked for so many."""
+    ranks = running(2)
+    for one in ranks:
+        one.kept = kept
+    for _ in range(sent):
+        ranks[0].message(send("float32 [4]", 1), "train.py:50 give")
+    for _ in range(asked):
+        ranks[1].message(recv("float32 [4]", 0), "train.py:60 take")
+    return ranks
+
+
+@pytest.mark.parametrize("kept", [1024, 8])
+@pytest.mark.parametrize(("sent", "asked", "early", "me"), [(12, 13, 0, 1), (13, 12, 1, 0), (12, 20, 0, 1)])
+def test_the_numbers_of_a_channel_are_told_where_one_end_has_left(
+    sent: int, asked: int, early: int, me: int, kept: int
+) -> None:
+    ranks = stage(sent, asked, kept)
+    ranks[early].finishes()
+    finding = failed(ranks, me)
+    assert finding is not None
+    assert (finding.kind, finding.culprits) == ("finished", (early,))
+    assert f"\n  rank 0 sent {sent}, the last at train.py:50 give (step 4)\n" in finding.text
+    assert f"\n  rank 1 asked for {asked}, the last at train.py:60 take (step 4)\n" in finding.text
+    assert "Likely fix: as many sends as receives, and wait() for each isend before the end." in finding.text
+
+
+def test_who_left_before_its_sends_were_through_is_told_to_wait_for_them() -> None:
+    ranks = stage(20, 2)
+    ranks[0].finishes()
+    finding = failed(ranks, 1)
+    assert finding is not None
+    assert "rank 0 sent 20, " in finding.text
+    assert "rank 1 asked for 2, " in finding.text
+
+
+def test_numbers_are_not_told_where_one_of_them_is_not_known() -> None:
+    ranks = stage(0, 1)
+    ranks[0].finishes()
+    finding = failed(ranks, 1)
+    assert finding is not None
+    assert "asked for" not in finding.text
+    assert "rank 1 wanted a message (recv" in finding.text
+
+
+def test_whoever_still_runs_is_not_blamed_for_a_message_that_failed() -> None:
+    assert failed(stage(12, 13), 1) is None
+
+
+def test_a_message_that_was_not_the_newest_has_not_failed() -> None:
+    ranks = stage(12, 12)
+    ranks[0].finishes()
+    ranks[1].waits(ranks[1].message(recv("float32 [4]", 0, 7)), 0.0)
+    ranks[1].call(group="pair")
+    sights = {one.rank: one.sight() for one in ranks}
+    assert diagnose(1, sights, lambda rank: ranks[rank].kept_records(), replace(LIMITS, grace_s=0.0)) is None
+
+
+# ------------------------------------------------------------------ several that were killed
+
+
+@pytest.mark.parametrize("how", ["was killed by SIGKILL", "was killed by the kernel: out of memory"])
+def test_all_that_were_killed_in_one_way_are_named(how: str) -> None:
+    ranks = waiting_for_rank_1(4, 5)
+    for rank, age_s in ((1, 1.9), (3, 1.1)):
+        ranks[rank].is_gone, ranks[rank].how, ranks[rank].age_s = True, how, age_s
+    ranks[3].how += "; its last words: step 4"
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("gone", (1, 3))
+    assert all(f"rank {rank} (pid 471{rank}) {how.partition(':')[0]}" in finding.text for rank in (1, 3))
+
+
+@pytest.mark.parametrize("how", ["was killed by SIGABRT", "ended with exit code 1", "was killed by SIGSEGV"])
+def test_an_end_that_may_be_another_ones_doing_is_not_named_beside_it(how: str) -> None:
+    ranks = waiting_for_rank_1(4, 5)
+    for rank, age_s in ((1, 1.9), (3, 1.1)):
+        ranks[rank].is_gone, ranks[rank].how, ranks[rank].age_s = True, how, age_s
+    assert found_in(ranks).culprits == (1,)
+
+
+def test_who_was_killed_is_named_without_who_ended_in_another_way() -> None:
+    def kill(one: PaperRank) -> None:
+        one.is_gone, one.how, one.age_s = True, "was killed by SIGKILL", 1.3
+
+    ranks = rank_1(kill, 5, 4)
+    ranks[2].is_gone, ranks[2].how, ranks[2].age_s = True, "was ended by its launcher because of another", 1.2
+    assert found_in(ranks).culprits == (1,)
+
+
+# ------------------------------------------------------------------ what is only said
+
+
+def left_over(ranks: list[PaperRank], me: int) -> Finding | None:
+    sights = {one.rank: one.sight() for one in ranks}
+    return find_left_over(Scene(me, sights, lambda rank: ranks[rank].kept_records(), LIMITS))
+
+
+def ended(sent: int, asked: int, kept: int = 1024) -> list[PaperRank]:
+    ranks = stage(sent, asked, kept)
+    for one, told in zip(ranks, ({"world send 1 0": sent}, {"world recv 0 0": asked}), strict=True):
+        one.status_fields["messages"] = {key: count for key, count in told.items() if count}
+        one.finishes()
+    return ranks
+
+
+@pytest.mark.parametrize(("sent", "asked"), [(1, 0), (3, 2), (1100, 1000)])
+def test_messages_that_nobody_asked_for_are_told_at_the_end(sent: int, asked: int) -> None:
+    note = left_over(ended(sent, asked, 2048), 0)
+    assert note is not None
+    assert (note.kind, note.culprits, note.is_certain) == ("messages", (), False)
+    assert f"  rank 0 sent {sent}, rank 1 asked for {asked}; " in note.text
+    assert f"\n    {send('float32 [4]', 1)} at train.py:50 give\n" in note.text
+
+
+def test_messages_that_were_received_or_may_yet_be_are_not_told() -> None:
+    assert left_over(ended(3, 3), 0) is None
+    assert left_over(ended(2, 3), 0) is None  # posted early, and never needed
+    ranks = ended(3, 2)
+    del ranks[1].status_fields["state"]
+    assert left_over(ranks, 0) is None  # it goes on
+    assert left_over(ranks, 1) is not None
+    assert left_over(ended(1, 0)[:1], 0) is None  # nobody has heard of the other one
+    assert left_over(ended(5, 0, kept=3), 0) is None  # what it asked for is not known
+    ranks = ended(5, 0)
+    ranks[1].message(recv("float32 [4]", "any"))
+    assert left_over(ranks, 0) is None
+    ranks = ended(3, 2)
+    ranks[1].raises("PeerFailed", "rank 0 is lost", "train.py:40", is_consequence=True)
+    assert left_over(ranks, 0) is None
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked", "is_told"), [("[4]", "[8]", True), ("[8]", "[4]", False), ("[4]", "[2, 2]", False)]
+)
+def test_who_asks_for_more_than_is_sent_is_told_so(sent: str, asked: str, is_told: bool) -> None:
+    ranks = pair((f"float32 {sent}", f"float32 {asked}"), is_gone=False)
+    sights = {one.rank: one.sight() for one in ranks}
+    for me in (0, 2):
+        scene = Scene(0, sights, lambda rank: ranks[rank].kept_records(), LIMITS)
+        note = find_too_large(scene, me, is_note=True)
+        assert (note is not None) == is_told
+        if note is not None:
+            assert (note.kind, note.culprits, note.is_certain) == ("messages", (0, 2), False)
+            assert "rank 2 asked for more than was sent, in their 1st message:" in note.text

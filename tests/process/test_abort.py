@@ -13,8 +13,7 @@ import torch
 
 from host_ranks import hosts, on_hosts
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.lent_transport import LentTransport
-from lockstep.comm.transport import Transport, TransportLayer
+from lockstep.comm.transport import LentTransport, Transport, TransportLayer
 from lockstep.errors import CommError, PeerFailed, PeerLost
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes, run_threads

@@ -297,6 +297,11 @@ def test_command_that_is_no_python(tmp_path: Path) -> None:
         code, out, err = outcome(fresh, Program("command", "no-such-command"), tmp_path, known)
         assert (code, out) == (1, "")
         assert err == "lockstep: no-such-command cannot be started: No such file or directory\n"
+        (tool := tmp_path / "tool").write_text("echo nobody is named who reads this\n")
+        tool.chmod(0o755)
+        code, _, err = outcome(fresh, Program("command", str(tool)), tmp_path, known)
+        assert code == 1
+        assert err.endswith("cannot be started: Exec format error; its first line has to name who runs it, #!/bin/sh\n")
 
 
 def _children() -> list[int]:

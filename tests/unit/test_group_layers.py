@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from lockstep.comm.lent_transport import LentTransport
 from lockstep.comm.process_group import layered, layers
+from lockstep.comm.transport import LentTransport
 from lockstep.errors import PeerLost
 from lockstep.observe.checking import CheckLayer
 from lockstep.observe.group_layers import is_watched, watch_groups

@@ -127,16 +127,18 @@ def test_a_thread_that_stands_still_is_told_from_one_that_works(monkeypatch: pyt
 @pytest.mark.parametrize("is_in_loop", [False, True])
 def test_of_a_busy_thread_no_more_is_asked_than_needed(monkeypatch: pytest.MonkeyPatch, is_in_loop: bool) -> None:
     """Four looks in a second: one asks where it is. Once it may wait in a loop, what it moves counts with each look."""
-    cpu_s, asked, read = 0.0, list[float](), list[float]()
+    cpu_s, asked, read, frame = 0.0, list[float](), list[float](), frame_of("/x/load.py")
     monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
     monkeypatch.setattr(stacks, "transferred_bytes", lambda: read.append(cpu_s) or 0)
-    monkeypatch.setattr(stacks, "frame_of", lambda thread: asked.append(cpu_s))
-    monkeypatch.setattr(stacks.Loop, "is_seen", is_in_loop)
+    monkeypatch.setattr(stacks, "frame_of", lambda thread: asked.append(cpu_s) or frame)
+    monkeypatch.setattr(stacks, "_waiting_loop", lambda frame: ("a loop",) if is_in_loop else ())
     motion = Motion(threading.get_ident())
+    stands = []
     for _ in range(40):
         cpu_s += 0.25
-        stand = motion.look(100.0 + cpu_s)
-        assert (stand.unmoved_s, stand.looping_s) == (0.0, 0.0)
+        stands.append(motion.look(100.0 + cpu_s))
+    assert not any(stand.unmoved_s for stand in stands)
+    assert (stands[-1].looping_s > 0) == is_in_loop
     assert len(asked) == 10
     assert len(read) == (40 if is_in_loop else 10)
 

@@ -21,18 +21,14 @@ from lockstep.errors import CheckpointError
 _SCALARS = frozenset({type(None), bool, int, float, str})  # exactly: a subclass would come back as something else
 _PLAIN = frozenset({Tensor, Parameter})  # of these types exactly most tensors are, which makes looking at them short
 _DTYPES = frozenset(DTYPES.values())
-_NO_CODE = "code is not saved: leave it out, and make it again from the config"
 _HINTS = {
     "bytes": "pass torch.frombuffer(bytearray(x), dtype=torch.uint8)",
     "bytearray": "pass torch.frombuffer(x, dtype=torch.uint8)",
     "ndarray": "pass torch.from_numpy(x)",
     "generic": "pass x.item()",
-    "set": "pass sorted(x)",
-    "frozenset": "pass sorted(x)",
+    **dict.fromkeys(("set", "frozenset"), "pass sorted(x)"),
     "complex": "pass [x.real, x.imag]",
-    "device": "pass str(x)",
-    "dtype": "pass str(x)",
-    "PurePath": "pass str(x)",
+    **dict.fromkeys(("device", "dtype", "PurePath", "str"), "pass str(x)"),
     "Enum": "pass x.value",
     "deque": "pass list(x)",
     "Mapping": "pass dict(x)",
@@ -40,11 +36,11 @@ _HINTS = {
     "list": "pass list(x)",
     "int": "pass int(x)",
     "float": "pass float(x)",
-    "str": "pass str(x)",
     "type": "pass its name",
-    "function": _NO_CODE,
-    "method": _NO_CODE,
-    "builtin_function_or_method": _NO_CODE,
+    **dict.fromkeys(
+        ("function", "method", "builtin_function_or_method"),
+        "code is not saved: leave it out, and make it again from the config",
+    ),
 }
 
 

@@ -216,7 +216,7 @@ class _Plan:
         return problems
 
     def _difference(self, path: str, tensor: AnyTensor) -> tuple[str, str, str] | None:
-        dtype, shape = self.manifest.tensors[self.manifest.aliases.get(path, path)]
+        dtype, shape = self.manifest.tensors[self.manifest.target(path)]
         if tuple(tensor.shape) != tuple(shape):
             return "shape", path, f"is {list(tensor.shape)}, the checkpoint has {list(shape)}"
         if tensor.dtype != DTYPES[dtype]:
@@ -244,7 +244,7 @@ class _Plan:
     def _room_of(self, path: str, owner: Any) -> Any:
         """Tensors for what the checkpoint has of `owner`: its own, those it makes, or whole ones on the CPU."""
         if hasattr(owner, "room_for"):
-            return owner.room_for(self._subtree(path, lambda tensor: self._like(tensor, "meta")))
+            return owner.room_for(self._subtree(path, lambda tensor: self._room(tensor, "meta")))
         if isinstance(owner, Module):
             return owner.state_dict()
         if isinstance(owner, Optimizer):
@@ -259,7 +259,7 @@ class _Plan:
         Of a whole parameter, an optimizer that is itself cut has room for its elements.
         """
         *before, number, key = keys_of(path)
-        room = self._like(path, "meta")
+        room = self._room(path, "meta")
         if before != list(above) or not number.isdecimal() or int(number) >= len(params):
             return self._room(path)
         param = params[int(number)]
@@ -286,11 +286,8 @@ class _Plan:
             found = found[key]
         return found
 
-    def _room(self, path: str) -> Tensor:
-        return self._like(path, "cpu")
-
-    def _like(self, path: str, device: str) -> Tensor:
-        dtype, shape = self.manifest.tensors[self.manifest.aliases.get(path, path)]
+    def _room(self, path: str, device: str = "cpu") -> Tensor:
+        dtype, shape = self.manifest.tensors[self.manifest.target(path)]
         return torch.empty(tuple(shape), dtype=DTYPES[dtype], device=device)
 
     def _has(self, prefix: str) -> bool:

@@ -38,9 +38,8 @@ ENTRIES_MAX = 1_000_000  # tensors, aliases, values, kinds and files together
 _HEAD = f'{{"format":"{FORMAT}","sha256":"'
 _BODY = '","manifest":'
 _TAIL = "}\n"
-_BEGINNING = re.compile(
-    r'\{"format":"(lockstep-[a-z]+-[0-9]{1,4})","sha256":"([0-9a-f]{64})","manifest":'
-)  # of any format
+# of any format
+_BEGINNING = re.compile(r'\{"format":"(lockstep-[a-z]+-[0-9]{1,4})","sha256":"([0-9a-f]{64})","manifest":')
 _FILE_NAME = re.compile(r"rank-([0-9]{5})\.safetensors")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _CRC32S = re.compile(r"(?:[0-9a-f]{8})*")

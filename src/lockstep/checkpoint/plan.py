@@ -141,7 +141,8 @@ def _form(tensor: Any) -> tuple[Any, ...]:
 
 def _planned(comm: Communicator, what: str, structure: StateStructure, common: FlatState, own: FlatState) -> Plan:
     """The plan for the structures of all ranks. Collective: one exchange, and one more for ties that are not seen."""
-    tensors = _with_aliases(common)
+    tensors = _table(common)
+    tensors |= {path: tensors[target] for path, target in common.aliases.items()}  # an empty piece cannot see its ties
 
     def look() -> tuple[dict[str, Layout], Any]:
         said = [_digest(tensors), structure.shards, common.aliases, _boxes(common), own.aliases, _table(own)]
@@ -197,12 +198,6 @@ def _has_elements(tensor: AnyTensor) -> bool:
 
 def _table(flat: FlatState) -> Table:
     return {path: (dtype_name(tensor.dtype, path), tuple(tensor.shape)) for path, tensor in flat.tensors.items()}
-
-
-def _with_aliases(flat: FlatState) -> Table:
-    """The table with aliases, too: which paths are these a rank with an empty piece cannot see."""
-    table = _table(flat)
-    return table | {path: table[target] for path, target in flat.aliases.items()}
 
 
 def _boxes(flat: FlatState) -> dict[str, list[Part]]:

@@ -207,8 +207,7 @@ class Communicator(PointToPoint):
         JSON values, at most 1 MiB (so tuples come back as lists and keys as strings): the same holds for the next two.
         Raises: ConfigError where the value cannot travel, and CommError on the other ranks.
         """
-        src = peer_of(self, "src", src)
-        return objects.broadcast_object(self, value, src, label)
+        return objects.broadcast_object(self, value, peer_of(self, "src", src), label)
 
     def all_gather_object(self, value: Any, *, label: str = "") -> list[Any]:
         """The ranks' `value`s, in rank order, on every rank. Blocks."""
@@ -216,8 +215,7 @@ class Communicator(PointToPoint):
 
     def gather_object(self, value: Any, dst: int = 0, *, label: str = "") -> list[Any] | None:
         """The ranks' `value`s, in rank order, on rank `dst`; None on the others. Blocks."""
-        dst = peer_of(self, "dst", dst)
-        return objects.gather_object(self, value, dst, label)
+        return objects.gather_object(self, value, peer_of(self, "dst", dst), label)
 
     # ------------------------------------------------------------------ smaller groups
 

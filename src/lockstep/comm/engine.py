@@ -53,10 +53,6 @@ class Patience:
         self.seconds = seconds
         self._given_up = self._op
 
-    def is_ending(self) -> bool:
-        """Whether nothing more may happen here: this rank closes the group, or it was aborted."""
-        return self.closing or self.aborted is not None
-
     def check_open(self, where: str) -> None:
         """Raises: TransportClosed where this rank has closed the group, CommError where it was aborted."""
         if self.closing:
@@ -141,7 +137,7 @@ class Engine:
         assert op is not None
         try:
             self.patience.begin(op, seconds, spins)
-            if self.patience.is_ending():
+            if self.patience.closing or self.patience.aborted is not None:
                 self.patience.check_open(describe(op))
             self._execute(op)
         except CommError as error:

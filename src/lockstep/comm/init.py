@@ -60,7 +60,8 @@ def init(layer: Layer, caller: str, **options: Unpack[Options]) -> Communicator:
     """`lockstep.init`, with `layer` over the transport. caller: "train.py:12", where the user's code calls it."""
     settings = Settings(**options)
     _refuse_second(caller)
-    _enable_faulthandler()
+    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)  # stacks when C++ kills the process, as gloo does where shapes differ
     if dist.is_initialized():
         comm = _adopt(settings, layer)
     else:
@@ -263,12 +264,6 @@ def _headline(comm: Communicator) -> str:
         f"{place.describe()}: {machines}{comm.transport.name}, {comm.device.type}, {threads} thread(s) per rank, "
         f"timeout {comm.timeout_s:g} s{met}"
     )
-
-
-def _enable_faulthandler() -> None:
-    """Python stacks when C++ kills the process, as gloo does where shapes differ."""
-    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)
 
 
 @atexit.register

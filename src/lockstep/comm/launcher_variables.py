@@ -89,7 +89,7 @@ def _slurm_tasks(environ: Mapping[str, str], problem: Callable[[str, str], None]
 def expand_hosts(text: str) -> list[str]:
     """The hosts of a Slurm list: `n[01-03,7],m2` is n01 n02 n03 n7 m2. Raises ValueError where it is none."""
     hosts: list[str] = []
-    for item in _split_outside_brackets(text):
+    for item in re.split(r",(?![^\[]*\])", text):  # at the commas outside of brackets
         parts = re.split(r"\[([^\[\]]*)\]", item)
         if any(c in "[]" for part in parts[::2] for c in part) or not item:
             raise ValueError(f"unbalanced brackets or an empty name in {item!r}")
@@ -112,10 +112,6 @@ def expand_tasks(text: str) -> list[int]:
 def slurm_port(job_id: int, step_id: int) -> int:
     """A port that every task of a step computes alike, and neighbouring jobs and steps do not share."""
     return _PORTS[(job_id * 31 + step_id) % len(_PORTS)]
-
-
-def _split_outside_brackets(text: str) -> list[str]:
-    return re.split(r",(?![^\[]*\])", text)
 
 
 def _expand_range(text: str) -> Iterator[str]:

@@ -13,9 +13,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.agreement import agree_on_tensor
 from lockstep.comm.local_exchange import copy_message, exchange, find_mismatch
 from lockstep.comm.op import AllWork, CommOp, Work, describe
+from lockstep.comm.shm.announcement import agree_on_tensor
 from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost, TransportClosed
 

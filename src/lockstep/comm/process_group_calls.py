@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.lent_transport import LentTransport
 from lockstep.comm.op import AllWork, Reduction, ThenWork, Work
 from lockstep.comm.process_group import layered
 from lockstep.comm.process_group_meeting import Member, connect, nccl_group, numbered
 from lockstep.comm.process_group_routing import served
 from lockstep.comm.process_group_work import GroupWork, future_teller
+from lockstep.comm.transport import LentTransport
 from lockstep.errors import CommError, ConfigError
 
 _CPU = torch.device("cpu")
@@ -94,11 +94,12 @@ class LockstepGroup(ProcessGroup):
     # ------------------------------------------------------------------ what the communicator does not serve
 
     def other(self, kind: str) -> ProcessGroup:
-        """The group of torch's own for tensors of a kind of device."""
-        return self._gloo if kind == "cpu" else self._on(kind)
+        """The group of torch's own for tensors of a kind of device.
 
-    def _on(self, kind: str) -> ProcessGroup:
-        """The group for tensors of another device. Torch stops at the first ProcessGroup it gets, so it made none."""
+        Torch stops at the first ProcessGroup it gets, so it made none for another device than the CPU.
+        """
+        if kind == "cpu":
+            return self._gloo
         if kind not in self._others:
             connects_early = self not in distributed_c10d._world.pg_map  # the device_id given to init_process_group
             name = "nccl" if connects_early else self._named().get(kind, "")
@@ -145,13 +146,13 @@ class LockstepGroup(ProcessGroup):
 
     def _start_coalescing(self, device: torch.device = _CPU) -> None:
         if device.type != "cpu":
-            self._on(device.type)._start_coalescing(device)
+            self.other(device.type)._start_coalescing(device)
         else:
             self._batch = []
 
     def _end_coalescing(self, device: torch.device = _CPU) -> dist.Work:
         if device.type != "cpu":
-            return self._on(device.type)._end_coalescing(device)
+            return self.other(device.type)._end_coalescing(device)
         works, self._batch = self._batch or [], None
         return GroupWork(AllWork(works), [], self._limit_s(), self._teller)
 

@@ -1,7 +1,7 @@
 """CPU ranks of one host, through memory that all of them see.
 
 No socket, no copy in the kernel: a rank writes where the others read, and says so by a counter. See `comm/shm/`:
-`segment` is the memory, `control` the counters, `collectives` and `messages` what is done with them.
+`segment` is the memory, `control` the counters; `moving`, `reducing` and `messages` are what is done with them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,17 @@ from typing import Any, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.agreement import agree_on_tensor
 from lockstep.comm.engine import Engine
 from lockstep.comm.local_exchange import exchange as exchange_alone
 from lockstep.comm.op import DONE, AllWork, CommOp, Work, describe
 from lockstep.comm.operands import check_on_cpu
-from lockstep.comm.shm.collectives import Collectives
+from lockstep.comm.shm.announcement import agree_on_tensor
 from lockstep.comm.shm.control import Control
 from lockstep.comm.shm.host import TOKEN_BYTES, Host, Room, offer_memory, why_not_shared
 from lockstep.comm.shm.messages import Mail
+from lockstep.comm.shm.moving import Moving
 from lockstep.comm.shm.post import Post
+from lockstep.comm.shm.reducing import Reducing
 from lockstep.comm.shm.segment import SegmentFile, default_directory
 from lockstep.comm.shm.staging import SLOT_BYTES, Staging
 from lockstep.comm.shm.waiting import Parking, best_parking
@@ -59,7 +60,7 @@ class ShmTransport(Transport):
         self._control = control = host.control_of(room, members)
         control.put_slot(room.slot)
         name = f"lockstep-shm-{self.rank}"
-        execute = Collectives(Staging(host.segment, control)).execute
+        execute = _Collectives(Staging(host.segment, control)).execute
         self._engine = Engine(execute, control.patience, self.timeout_s, name)
         post = Post(host.segment, host.heap, control)
         self._mail = Mail(post, control, self.timeout_s, f"{name}-messages")
@@ -219,6 +220,41 @@ class ShmTransport(Transport):
             self._end()
         if self.beneath is not None:
             self.beneath.close()
+
+
+@final
+class _Collectives:
+    """Carries out the collectives of one rank of one group, one at a time."""
+
+    def __init__(self, staging: Staging) -> None:
+        self._control = staging.control
+        reducing, moving = Reducing(staging), Moving(staging)
+        self._run = {
+            "broadcast": moving.broadcast,
+            "reduce": reducing.reduce,
+            "all_reduce": reducing.all_reduce,
+            "gather": moving.gather,
+            "all_gather": moving.all_gather,
+            "scatter": moving.scatter,
+            "reduce_scatter": reducing.reduce_scatter,
+            "all_to_all": moving.all_to_all,
+            "barrier": moving.barrier,
+        }
+
+    def execute(self, op: CommOp) -> None:
+        """Do what `op` says; blocks.  Raises: CommError."""
+        run = self._run[op.kind]
+        try:
+            if op.outputs and op.outputs[0].is_inference():  # only inference mode may write to its tensors
+                with torch.inference_mode():
+                    run(op)
+            else:
+                run(op)
+        except CollectiveMismatch:  # raised where all ranks are in step: the group goes on
+            raise
+        except BaseException as error:
+            self._control.fail(error, op)
+            raise
 
 
 def _end(host: Host, control: Control, engine: Engine, mail: Mail, post: Post, room: Room, owner: int) -> None:

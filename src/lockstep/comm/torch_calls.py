@@ -107,7 +107,7 @@ def _reduction(transport: TorchTransport, op: CommOp) -> Reduction:
 def _reduced(transport: TorchTransport, op: CommOp, work: dist.Work, result: Tensor) -> Work:
     """NCCL divides the sum into a mean itself; Gloo's own mean is wrong for some kinds."""
     if op.reduce != "mean" or transport.is_nccl:
-        return (NcclWork if transport.is_nccl else GlooWork)(transport, op, work)
+        return _work(transport, op, work)
     return ThenWork(GlooWork(transport, op, work), lambda: result.div_(transport.world_size))
 
 
@@ -195,10 +195,6 @@ def _scatter(transport: TorchTransport, op: CommOp) -> Work:
     return _exchange(transport, op, op.inputs or nothing, taken)
 
 
-def _all_to_all(transport: TorchTransport, op: CommOp) -> Work:
-    return _exchange(transport, op, op.inputs, op.outputs)
-
-
 def _exchange(transport: TorchTransport, op: CommOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
     """All to all with any sizes. Gloo works on one tensor per side, so several are copied into one."""
     sources, targets = [_movable(t) for t in inputs], [_movable(t) for t in outputs]
@@ -236,6 +232,6 @@ START: dict[str, Callable[[TorchTransport, CommOp], Work]] = {
     "all_gather": _all_gather,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
+    "all_to_all": lambda transport, op: _exchange(transport, op, op.inputs, op.outputs),
     "barrier": _barrier,
 }  # kind -> what starts such an operation

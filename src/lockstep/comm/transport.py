@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import abc
 import copy
+import threading
+import weakref
 from collections.abc import Sequence
-from typing import final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.op import CommOp, Work
-from lockstep.errors import CommError
+from lockstep.errors import CommError, TransportClosed
 
 
 class Transport(abc.ABC):
@@ -109,6 +111,37 @@ class TransportLayer(Transport):
 
     def close(self) -> None:
         self.inner.close()
+
+
+@final
+class LentTransport(TransportLayer):
+    """The transport of a torch group, for the group itself and for communicators over it, also from several threads.
+
+    Closing it closes nothing: the group does that, by its own transport, when it is destroyed.
+    """
+
+    def __init__(self, transport: Transport, owner: Any) -> None:
+        super().__init__(transport)
+        self._owner = weakref.ref(owner)
+        self._submitting = threading.Lock()
+
+    @property
+    def process_group(self) -> Any:
+        """The torch group that lends it."""
+        owner = self._owner()
+        if owner is None:
+            raise TransportClosed(f"rank {self.rank}: the process group under this communicator was destroyed")
+        return owner
+
+    def submit(self, op: CommOp) -> Work:
+        with self._submitting:
+            return self.inner.submit(op)
+
+    def over(self, inner: Transport) -> Transport:
+        return inner  # a part is its maker's own
+
+    def close(self) -> None:
+        pass
 
 
 def blamed_on(abort: CommError | None, error: CommError) -> CommError:

@@ -115,10 +115,9 @@ class Coverage:
         Collective: every rank; blocks.
         """
         self._hash()
-        if self.world_size == 1:
-            self._note()
-        else:
+        if self.world_size > 1:
             self._meet(communicator_over() if comm is None else comm)
+        self._note()
 
     def _meet(self, comm: Communicator) -> None:
         own = [[epoch, tally.count, f"{tally.total:x}"] for epoch, tally in self._own.items()]
@@ -129,7 +128,6 @@ class Coverage:
                 if rank == comm.rank:
                     self._given[epoch] = self._given.get(epoch, Tally()) + added
         self._own.clear()
-        self._note()
 
     def _note(self) -> None:
         """Write down what is known of the epochs of which samples were used since the last time."""

@@ -6,7 +6,6 @@ name is the digest of everything that decides its content, so it is never out of
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import hashlib
 import json
@@ -124,7 +123,9 @@ def _entry(root: Path, corpus: Corpus, settings: dict[str, Any]) -> Path:
         return entry
     try:
         root.mkdir(parents=True, exist_ok=True)
-        with _locked(root / f"{entry.name}.lock"):
+        with (root / f"{entry.name}.lock").open("wb") as lock:
+            # one process at a time, on this host and on file systems that have locks; the kernel unlocks for the dead
+            fcntl.flock(lock, fcntl.LOCK_EX)
             for leftover in root.glob(f"{entry.name}.tmp-*"):  # of a killed process
                 shutil.rmtree(leftover)
             if not entry.exists():
@@ -134,14 +135,6 @@ def _entry(root: Path, corpus: Corpus, settings: dict[str, Any]) -> Path:
             f"cannot write the token cache {root}: {error.strerror}. Set XDG_CACHE_HOME to a directory with room"
         ) from error
     return entry
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """One process at a time, on this host and on file systems that have locks; the kernel unlocks for the dead."""
-    with path.open("wb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _make(entry: Path, corpus: Corpus, settings: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from torch.nn import Module  # what attributes of a module are typed as
 
 import lockstep
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import CommOp, Work
+from lockstep.comm.op import CommOp, ThenWork, Work
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.learn.events import VALUES_MAX, Event, Values, file_of, words
 from lockstep.learn.program import FOLDER
@@ -97,7 +97,10 @@ class Stage:
 
 @final
 class EventLayer(TransportLayer):
-    """Tells of every operation with its values. It waits for nothing and changes nothing."""
+    """Tells of every operation with its values, when it has been waited for: only then they are there.
+
+    It waits for nothing itself and changes nothing.
+    """
 
     def __init__(self, inner: Transport, tell: Tell) -> None:
         super().__init__(inner)
@@ -106,7 +109,7 @@ class EventLayer(TransportLayer):
     def submit(self, op: CommOp) -> Work:
         began_ns = monotonic_ns()
         before = [first_values(part.inputs[0]) if part.inputs else () for part in op.parts or (op,)]
-        return EventWork(self.inner.submit(op), self, op, before, began_ns)
+        return ThenWork(self.inner.submit(op), partial(self.ended, op, before, began_ns))
 
     def ended(self, op: CommOp, before: Sequence[Values], began_ns: int) -> None:
         """All of `op` is done on this rank."""
@@ -130,30 +133,6 @@ class EventLayer(TransportLayer):
 
     def over(self, inner: Transport) -> EventLayer:
         return EventLayer(inner, self._tell)
-
-
-@final
-class EventWork(Work):
-    """Tells of its operation when it has been waited for: only then the values are there."""
-
-    def __init__(self, work: Work, layer: EventLayer, op: CommOp, before: Sequence[Values], began_ns: int) -> None:
-        self._work = work
-        self._layer = layer
-        self._op: CommOp | None = op
-        self._before = before
-        self._began_ns = began_ns
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        self._work.wait(timeout_s)
-        op, self._op = self._op, None
-        if op is not None:
-            self._layer.ended(op, self._before, self._began_ns)
-
-    def is_done(self) -> bool:
-        return self._work.is_done()
-
-    def source_rank(self) -> int | None:
-        return self._work.source_rank()
 
 
 def first_values(tensor: Tensor) -> Values:

@@ -100,7 +100,7 @@ class Motion:
         cpu_s = 0.0 if self._clock is None else time.clock_gettime(self._clock)
         is_busy, before = cpu_s - self._cpu_s > _BUSY * passed_s, self._stand
         self._cpu_s, self._looks = cpu_s, self._looks + 1
-        if is_busy and now_s - self._asked_s < _ASKED_S and not self._loop.is_seen:  # as nearly always: no more to know
+        if is_busy and now_s - self._asked_s < _ASKED_S and not self._loop.seen:  # as nearly always: no more to know
             self._stand = Stand(before.stack, before.activity, 0.0)
             return self._stand
         moved = transferred_bytes()
@@ -152,20 +152,15 @@ class Loop:
     def __init__(self) -> None:
         self._place: tuple[object, ...] = ()
         self._began_s = 0.0
-        self._seen = 0
-
-    @property
-    def is_seen(self) -> bool:
-        """Whether the thread may wait in one."""
-        return self._seen > 0
+        self.seen = 0  # times
 
     def see(self, frame: FrameType | None, now_s: float) -> float:
         """The thread is at `frame` at `now_s`. For how long it has waited in one loop; 0 while that is not known."""
         place = _waiting_loop(frame)
         if not place or place != self._place:
-            self._place, self._began_s, self._seen = place, now_s, 0
-        self._seen += bool(place)
-        return now_s - self._began_s if self._seen >= _LOOPS else 0.0
+            self._place, self._began_s, self.seen = place, now_s, 0
+        self.seen += bool(place)
+        return now_s - self._began_s if self.seen >= _LOOPS else 0.0
 
 
 def _waiting_loop(frame: FrameType | None) -> tuple[object, ...]:

@@ -150,13 +150,6 @@ class Bucket:
         torch.mul(grad, scale, out=self.views[slot])
         return kept
 
-    def leave_out(self, slot: int) -> None:
-        """Let zeros stand for a member that somebody else takes care of."""
-        if self.sparse:
-            self._sparse_grad = no_entries(self.params[slot])
-        else:
-            self.fill(slot, None, 1.0)
-
     def _leave_kept_gradients_alone(self) -> None:
         """Take a new buffer if the caller still holds a gradient of an earlier step: that must not change under him.
 

@@ -42,7 +42,9 @@ def clip_grad_norm_(
     """
     limit = _checked(max_norm)
     params = _listed(parameters)
-    _coalesce(params)
+    for param in params:
+        if param.grad is not None and param.grad.is_sparse:
+            param.grad = param.grad.coalesce()  # each element once: the norm is of their sum
     held = held_gradients(params)
     total = _total_norm(held, params, norm_type, error_if_nonfinite, foreach)
     _scale(held, limit, total, foreach)
@@ -89,13 +91,6 @@ def _listed(tensors: Tensor | Iterable[Tensor]) -> list[Tensor]:
         text = "the generator of parameters is empty, so nothing is clipped: was it used before? Pass a list."
         warnings.warn(text, RuntimeWarning, stacklevel=4)  # past torch.no_grad
     return listed
-
-
-def _coalesce(params: Sequence[Tensor]) -> None:
-    """Let sparse gradients hold each element once: the norm is of their sum."""
-    for param in params:
-        if param.grad is not None and param.grad.is_sparse:
-            param.grad = param.grad.coalesce()
 
 
 # ------------------------------------------------------------------ the norm

@@ -17,7 +17,6 @@ from lockstep.errors import ModelMismatch, UnsupportedArgument
 from lockstep.observe.gradients import GradientWatch
 from lockstep.observe.model_match import describe_model
 from lockstep.parallel.buckets import MIB
-from lockstep.parallel.buffers import BufferSync
 from lockstep.parallel.comm_hooks import TorchHook
 from lockstep.parallel.ddp_arguments import (
     Device,
@@ -34,7 +33,7 @@ from lockstep.parallel.grad_exchange import GradExchange
 from lockstep.parallel.join import JoinableReplica
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
-from lockstep.parallel.replica import broadcast_coalesced, verify_same_model
+from lockstep.parallel.replica import BufferSync, broadcast_coalesced, verify_same_model
 from lockstep.parallel.stats import logging_data
 
 

@@ -12,9 +12,9 @@ from torch.nn import Module, Parameter
 from lockstep.comm import torch_names
 from lockstep.comm.torch_names import TorchDistributedDataParallel
 from lockstep.errors import ConfigError
-from lockstep.parallel.buffers import BufferHook
 from lockstep.parallel.comm_hooks import CommHook, Fp16Mean, Mean
 from lockstep.parallel.join import JoinableReplica
+from lockstep.parallel.replica import BufferHook
 
 _BUILTIN_HOOKS: dict[str, type[CommHook]] = {"ALLREDUCE": Mean, "FP16_COMPRESS": Fp16Mean}
 _OF_THE_GROUP = ("_comm", "reducer", "_frozen", "_comm_hooks", "_builtin_hook")  # made anew where it is unpickled

@@ -15,12 +15,10 @@ from lockstep.comm import torch_names
 from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.fsdp1 import optim_state, preparation, state, summon
-from lockstep.parallel.fsdp1.arguments import HYBRID, RESHARD_AFTER_FORWARD, checked, understand_ignored
-from lockstep.parallel.fsdp1.mesh import mesh_for
+from lockstep.parallel.fsdp1.arguments import HYBRID, RESHARD_AFTER_FORWARD, checked, mesh_for, understand_ignored
 from lockstep.parallel.fsdp1.unit import WRAPPED, FsdpUnit, units_in
 from lockstep.parallel.fully_shard import fully_shard
-from lockstep.parallel.outputs import find_tensors
-from lockstep.parallel.shard_policies import cast_floats
+from lockstep.parallel.outputs import cast_floats, find_tensors
 from lockstep.parallel.torch_fsdp import (
     BackwardPrefetch,
     CPUOffload,

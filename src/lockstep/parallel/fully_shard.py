@@ -21,10 +21,9 @@ from lockstep.parallel.shard_face import face_of
 from lockstep.parallel.shard_gradients import sparse_gradient
 from lockstep.parallel.shard_group import TAKEN, Member, Owner, ShardGroup
 from lockstep.parallel.shard_mesh import ShardMesh, resolve_mesh
-from lockstep.parallel.shard_policies import understand_offload, understand_policy
 from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.shard_unit import ShardUnit, register_unit, unit_of
-from lockstep.parallel.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from lockstep.parallel.torch_fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 PlacementFn = Callable[[Parameter], Shard | None]
 
@@ -66,14 +65,14 @@ def fully_shard(
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     _check_arguments(modules, dp_mesh_dims)
-    policy = understand_policy(mp_policy)
+    policy = _understand_policy(mp_policy)
     where = resolve_mesh(mesh)
     managed = _managed_modules(modules)
     ignored = _identities(ignored_params)
     members = _members(managed, ignored, shard_placement_fn, where)
     _move_buffers(managed, where.device)
     reshards = _reshards(reshard_after_forward, where.shard.world_size, members)
-    groups = _group(members, where, policy, understand_offload(offload_policy))
+    groups = _group(members, where, policy, _understand_offload(offload_policy))
     unit = ShardUnit(modules, managed, groups, where, policy, reshards)
     register_unit(unit)
     compile_only_the_module(FSDPModule, ("__call__", "run_whole"), ())
@@ -97,6 +96,25 @@ def _check_arguments(modules: Sequence[Module], dp_mesh_dims: Any) -> None:
             raise ShardingError(f"fully_shard was called on this {type(module).__name__} before")
     if dp_mesh_dims is not None:
         raise UnsupportedArgument("dp_mesh_dims", "pass the data axes of the mesh: mesh=mesh['replicate', 'shard']")
+
+
+def _understand_policy(given: Any) -> MixedPrecisionPolicy:
+    """`given`, or a policy that leaves all dtypes as they are.  Raises: ConfigError."""
+    policy = MixedPrecisionPolicy() if given is None else given
+    if not isinstance(policy, MixedPrecisionPolicy):
+        raise ConfigError(f"mp_policy={given!r}: pass a MixedPrecisionPolicy")
+    for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        dtype = getattr(policy, name)
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise ConfigError(f"mp_policy: {name}={dtype!r} is not a floating-point torch.dtype")
+    return policy
+
+
+def _understand_offload(given: Any) -> CPUOffloadPolicy | None:
+    """`given`; None where nothing is kept elsewhere than where it is computed with.  Raises: ConfigError."""
+    if given is not None and not isinstance(given, OffloadPolicy):
+        raise ConfigError(f"offload_policy={given!r}: pass an OffloadPolicy or CPUOffloadPolicy")
+    return given if isinstance(given, CPUOffloadPolicy) else None
 
 
 def _identities(params: Any) -> set[int]:

@@ -72,16 +72,15 @@ class GradExchange:
         self._unsettled = False  # a backward raised and left its buckets in flight; nobody reads their results
         self._told: ControlMessage | None = None  # what the other ranks were told about it
         self._lay_out: Callable[[Sequence[int]], Layout] = Dense
-        self._plans = GradPlans(self.params, caps_bytes, self._sparse, frozenset(delayed))
+        self.plans = GradPlans(self.params, caps_bytes, self._sparse, frozenset(delayed))
         self._new_plan: Plan | None = None
-        self._build(self._plans.first())
+        self._build(self.plans.first())
 
     # ------------------------------------------------------------------ place
 
     def leave_to_other(self, current: BackwardPass, index: int) -> None:
         """Another wrapper averages this gradient in the same backward; `.grad` is its bucket by now, and stays that."""
-        bucket, slot = self._home[index]
-        bucket.leave_out(slot)
+        self._fill(index, shadow=True)  # zeros stand for it here
         current.elsewhere.add(index)
         self._count_in(current, index)
 
@@ -183,7 +182,7 @@ class GradExchange:
         self.expected = [max(known, new) for known, new in zip(before, current.arrivals, strict=True)]
         if not self.stats.order and not self.plan_stays:  # plan buckets by what was ready when
             self.stats.order = agreed_order(self.comm, current.order, used_by)
-            self._new_plan = self._plans.by_readiness(self.stats.order)
+            self._new_plan = self.plans.by_readiness(self.stats.order)
 
     def _fill(self, index: int, shadow: bool) -> Tensor | None:
         """Put what a parameter without a new gradient has into its bucket: zeros, or what earlier micro-steps left.
@@ -249,10 +248,6 @@ class GradExchange:
 
     # ------------------------------------------------------------------ plans
 
-    def check_kind(self) -> None:
-        """Raises: ConfigError where parameters were moved or converted since they were planned for."""
-        self._plans.refuse_moved(self.params, self.names, self.comm.rank)
-
     def next_plan(self) -> None:
         """Use the plan that was agreed on, if there is a new one. Not collective, but on all ranks."""
         if self._new_plan is not None:
@@ -273,7 +268,7 @@ class GradExchange:
         self.comm = comm
         self.divide_by = comm.world_size
         self.expected, self.stats.order, self.rebuilt, self._new_plan = None, [], False, None
-        self._build(self._plans.first())
+        self._build(self.plans.first())
 
     def _build(self, plan: Plan) -> None:
         self.plan = plan

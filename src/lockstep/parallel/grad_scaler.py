@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import Any, final
 
@@ -34,17 +34,13 @@ class GradScaler(TorchGradScaler):
         held = held_gradients([param for param in params if not is_plain(param)])
         comms = dict.fromkeys(comm for lines in held for comm in lines)
         pieces = in_runs([piece for pieces in held.values() for piece in pieces])
-        here: Any = _with_params([*filter(is_plain, params), *map(_with_gradient, pieces)])
-        found = super()._unscale_grads_(here, inv_scale, found_inf, allow_fp16 or bool(comms))
+        here = {"params": [*filter(is_plain, params), *map(_with_gradient, pieces)]}
+        stand_in: Any = SimpleNamespace(param_groups=[here])  # what torch's scaler reads of an optimizer
+        found = super()._unscale_grads_(stand_in, inv_scale, found_inf, allow_fp16 or bool(comms))
         if comms:
             found = found or {found_inf.device: found_inf.clone()}
             _agree(found.values(), comms)
         return found
-
-
-def _with_params(params: Sequence[Tensor]) -> SimpleNamespace:
-    """What torch's scaler reads of an optimizer."""
-    return SimpleNamespace(param_groups=[{"params": params}])
 
 
 def _with_gradient(piece: Tensor) -> Tensor:

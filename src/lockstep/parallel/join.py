@@ -11,9 +11,8 @@ from torch import Tensor
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_names import Join, Joinable, JoinHook
 from lockstep.errors import ConfigError
-from lockstep.parallel.buffers import BufferSync
 from lockstep.parallel.reducer import GradReducer
-from lockstep.parallel.replica import broadcast_coalesced
+from lockstep.parallel.replica import BufferSync, broadcast_coalesced
 
 
 class JoinableReplica(Joinable, abc.ABC):

@@ -47,6 +47,13 @@ def move_tensors(value: Any, device: torch.device) -> Any:
     return _pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device, non_blocking=True), value)
 
 
+def cast_floats(value: Any, dtype: torch.dtype | None) -> Any:
+    """`value` with every floating-point tensor in it as `dtype`; None leaves it alone."""
+    if dtype is None:
+        return value
+    return _pytree.tree_map_only(Tensor, lambda leaf: leaf.to(dtype) if leaf.is_floating_point() else leaf, value)
+
+
 def accumulates_gradients(node: torch.autograd.graph.Node) -> bool:
     """Whether the current run of autograd is `backward()`, which fills `.grad` fields, and not `torch.autograd.grad`.
 

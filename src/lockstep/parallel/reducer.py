@@ -75,7 +75,7 @@ class GradReducer:
 
     def after_forward(self, outputs: Iterable[Tensor]) -> None:
         """Let the first gradient of any of `outputs`, which require one, begin the backward pass."""
-        self.exchange.check_kind()
+        self.exchange.plans.refuse_moved(self.params, self.exchange.names, self.comm.rank)
         self.exchange.local.forward_begins()
         forward_sync = self.forward_sync = self.sync
         if not any(param.requires_grad for param in self.params):

@@ -1,13 +1,15 @@
-"""One model on all ranks: compare what every rank built with rank 0's, then copy rank 0's values."""
+"""One model on all ranks: compare what every rank built with rank 0's, copy rank 0's values, and its buffers later."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.objects import all_gather_rows, broadcast_object
@@ -33,9 +35,7 @@ def verify_same_model(comm: Communicator, rows: Sequence[Sequence[object]]) -> N
     found = comm.all_gather_object(difference, label="ddp.verify")
     lines = [f"rank {rank} {text}" for rank, text in enumerate(found) if text is not None]
     raise ModelMismatch(
-        "DDP expects same model across all ranks, but "
-        + "; ".join(lines)
-        + ". Build the module in the same way on every "
+        f"DDP expects same model across all ranks, but {'; '.join(lines)}. Build the module in the same way on every "
         "rank, and freeze parameters before wrapping it."
     )
 
@@ -65,3 +65,52 @@ def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor], src: int, labe
     if comm.rank != src:
         for tensor, part in zip(chunk, flat.split([t.numel() for t in chunk]), strict=True):
             tensor.detach().copy_(part.view(tensor.shape))
+
+
+# ------------------------------------------------------------------ from step to step, as in torch's DDP
+
+
+class BufferHook(NamedTuple):
+    """`hook(state, {name: buffer})` in place of the broadcast; `location` is PRE_FORWARD or POST_FORWARD."""
+
+    hook: Callable[..., Any]
+    state: Any
+    location: str
+
+
+class BufferSync:
+    """Gives every rank the buffers of one, before or after a forward.
+
+    Collective: `sync` on every rank. `forward_raised`: this rank's last forward raised outside training; when it is
+    repeated it does not ask for a second synchronisation, for the other ranks have had theirs.
+    """
+
+    def __init__(self, module: Module, ignored: Collection[str]) -> None:
+        self.hook: BufferHook | None = None
+        self.forward_raised = False
+        self._module = module
+        self._ignored = ignored
+        self.refresh()
+
+    def refresh(self) -> None:
+        """Look the buffers up again: modules may replace them (pytorch issue 63916)."""
+        self.named = {name: buffer for name, buffer in self._module.named_buffers() if name not in self._ignored}
+        self.tensors = list(self.named.values())
+
+    def is_due(self, location: str) -> bool:
+        """True where a synchronisation belongs at `location` of the current forward."""
+        if not self.tensors:
+            return False
+        due = location == ("PRE_FORWARD" if self.hook is None else self.hook.location)
+        return due and not self.forward_raised
+
+    def sync(self, comm: Communicator, source: int) -> list[Any]:
+        """Broadcast from `source`, or run the hook; returns the hook's futures, to wait for at the end of backward."""
+        self.refresh()
+        # A buffer saved for a backward that is still to come may be overwritten with new values: torch allows it too.
+        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tuple(self.tensors)):
+            if self.hook is None:
+                broadcast_coalesced(comm, self.tensors, source, label="ddp.buffers")
+                return []
+            futures = self.hook.hook(self.hook.state, self.named)
+        return [] if futures is None else list(futures) if isinstance(futures, (list, tuple)) else [futures]

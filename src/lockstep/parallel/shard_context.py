@@ -175,7 +175,8 @@ class ShardContext:
             if self._callback() is not None:
                 return
             self._backward_died()
-        kind = PassKind.BACKWARD if self.reductions.are_synced else PassKind.LOCAL_BACKWARD
+        is_synced = any(gradients.settings.sync for gradients in self.gradients)
+        kind = PassKind.BACKWARD if is_synced else PassKind.LOCAL_BACKWARD
         current = self._backward = self._begin(kind, self.reductions.num_params)
         self.reductions.begin()
         self.wholes.keep_parts(False)
@@ -195,7 +196,8 @@ class ShardContext:
     def _unit_ready(self, unit: ShardUnit) -> None:
         """Backward is through with what is complete of `unit`: give the parameters back, then reduce."""
         if unit.reshard_after_backward:
-            unit.reshard_complete()
+            for place in unit.complete:
+                self.groups[place].reshard()
         while unit.complete:
             self._group_ready(unit.complete.pop(0))
 

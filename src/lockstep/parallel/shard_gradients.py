@@ -10,9 +10,8 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.errors import ShardingError
-from lockstep.parallel.buffer_pool import BufferPool
 from lockstep.parallel.dtensors import local_tensor
-from lockstep.parallel.shard_flight import Flight, Settings, wide
+from lockstep.parallel.shard_flight import BufferPool, Flight, Settings, wide
 from lockstep.parallel.shard_group import ShardGroup
 
 # Life of the tensors here:

@@ -9,8 +9,7 @@ from typing import Any, final
 from torch.nn import Parameter
 
 from lockstep.errors import CollectiveTimeout, PeerLost
-from lockstep.parallel.buffer_pool import BufferPool
-from lockstep.parallel.shard_flight import Flight
+from lockstep.parallel.shard_flight import BufferPool, Flight
 from lockstep.parallel.shard_gradients import ShardGradients
 
 
@@ -43,11 +42,6 @@ class ShardReductions:
         self._in_flight: list[tuple[ShardGradients, Flight]] = []
         self._pool = BufferPool()
         self.begin()
-
-    @property
-    def are_synced(self) -> bool:
-        """Whether any group's gradients leave this rank."""
-        return any(gradients.settings.sync for gradients in self.gradients)
 
     def begin(self) -> None:
         """A backward begins."""

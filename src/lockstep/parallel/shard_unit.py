@@ -13,12 +13,11 @@ from torch.utils import _pytree
 
 from lockstep.errors import ShardingError
 from lockstep.parallel.eager import compile_only_the_module
-from lockstep.parallel.outputs import move_tensors, output_tensors
+from lockstep.parallel.outputs import cast_floats, move_tensors, output_tensors
 from lockstep.parallel.shard_gradients import ShardGradients
 from lockstep.parallel.shard_group import ShardGroup
 from lockstep.parallel.shard_mesh import ShardMesh
 from lockstep.parallel.shard_pass import ShardOp
-from lockstep.parallel.shard_policies import cast_floats
 from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy
 
 if TYPE_CHECKING:
@@ -231,11 +230,6 @@ class ShardUnit:
         """Keep nothing of whole parameters that were given back. All ranks at the same point."""
         for group in self.groups:
             group.forget_part()
-
-    def reshard_complete(self) -> None:
-        """Let the modules have the shards of the groups whose gradients are all here."""
-        for place in self.complete:
-            self.groups[place - self.first_index].reshard()
 
 
 def _count_parameters(modules: Sequence[Module]) -> int:

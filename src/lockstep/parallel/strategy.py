@@ -31,7 +31,7 @@ from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.observe.model_match import describe_model
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.fsdp import FullyShardedDataParallel
-from lockstep.parallel.fsdp1.mesh import mesh_for
+from lockstep.parallel.fsdp1.arguments import mesh_for
 from lockstep.parallel.fsdp_module import FSDPModule
 from lockstep.parallel.fully_shard import fully_shard
 from lockstep.parallel.replica import broadcast_coalesced, verify_same_model

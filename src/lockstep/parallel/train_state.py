@@ -89,10 +89,8 @@ class ModelState:
     def _in_pieces(self) -> Iterator[Module]:
         """The user's module, with state dicts of DTensors where it is cut."""
         module = unwrapped(self._model)
-        if not units_in(module):
-            yield module
-            return
-        with state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        is_wrapped = bool(units_in(module))
+        with state_dict_type(module, StateDictType.SHARDED_STATE_DICT) if is_wrapped else contextlib.nullcontext():
             yield module
 
     def state_dict(self) -> State:

@@ -113,10 +113,11 @@ class Gathered(Unsharded):
         self._layout = layout
         self._comm = comm
         self._label = f"gather {label}"
-        self._flat = torch.empty(layout.whole_numel, dtype=dtype, device=device) if whole is None else whole
-        self._nbytes = self._flat.numel() * self._flat.element_size()
-        self._flat.untyped_storage().resize_(self._nbytes)
-        self.views = [_part(self._flat, *layout.whole_span(i), cut.shape) for i, cut in enumerate(layout.cuts)]
+        # all parameters one after the other [whole_numel]: what owns the storage, empty after `release`
+        self.whole = torch.empty(layout.whole_numel, dtype=dtype, device=device) if whole is None else whole
+        self._nbytes = self.whole.numel() * self.whole.element_size()
+        self.whole.untyped_storage().resize_(self._nbytes)
+        self.views = [_part(self.whole, *layout.whole_span(i), cut.shape) for i, cut in enumerate(layout.cuts)]
         indices = range(len(layout.cuts))
         self._placed = [i for i in indices if device.type == "cpu" and self._is_worth_an_operation(i)]
         self._staged = [i for i in indices if i not in self._placed]
@@ -125,22 +126,17 @@ class Gathered(Unsharded):
         self._begun: list[Work] = []  # of a gather that has begun in part
         self.release()
 
-    @property
-    def whole(self) -> Tensor:
-        """All parameters one after the other [whole_numel]: what owns the storage, empty after `release`."""
-        return self._flat
-
     def _is_worth_an_operation(self, index: int) -> bool:
         shape, dim = self._layout.cuts[index]
-        return dim == 0 and math.prod(shape) * self._flat.element_size() >= _PLACED_BYTES
+        return dim == 0 and math.prod(shape) * self.whole.element_size() >= _PLACED_BYTES
 
     def launch(self, flat: Tensor | None) -> None:
         if not self._begun:  # else it would move from under what has begun
-            self._flat.untyped_storage().resize_(self._nbytes)
-        self._buffer, self._work = self._gather(flat, self._flat)
+            self.whole.untyped_storage().resize_(self._nbytes)
+        self._buffer, self._work = self._gather(flat, self.whole)
 
     def contribute(self, flat: Tensor | None) -> Work:
-        return self._gather(flat, torch.empty_like(self._flat))[1]
+        return self._gather(flat, torch.empty_like(self.whole))[1]
 
     def _gather(self, flat: Tensor | None, whole: Tensor) -> tuple[Tensor, Work]:
         """Begin to fill the places in `whole` [whole_numel], and a buffer [W, what is staged] with the rest.
@@ -153,15 +149,12 @@ class Gathered(Unsharded):
         buffer = whole.new_empty(self._layout.world_size, mine.numel())
         for index in self._placed[len(self._begun) :]:
             places = [self._rows(whole, index, rank) for rank in range(self._layout.world_size)]
-            places[self._comm.rank].copy_(self._piece(flat, index))
+            places[self._comm.rank].copy_(flat[slice(*self._layout.local_span(index, self._comm.rank))])
             self._begun.append(self._comm.all_gather(places, places[self._comm.rank], async_op=True, label=self._label))
         if mine.numel() and len(self._begun) == len(self._placed):
             self._begun.append(self._comm.all_gather_into_tensor(buffer, mine, async_op=True, label=self._label))
         works, self._begun = self._begun, []
         return buffer, AllWork(works)
-
-    def _piece(self, flat: Tensor, index: int) -> Tensor:
-        return flat[slice(*self._layout.local_span(index, self._comm.rank))]
 
     def _room(self, index: int) -> tuple[int, int]:
         """Where parameter `index` lies in a flat shard, with what pads it."""
@@ -192,7 +185,7 @@ class Gathered(Unsharded):
     def _copy_out(self, index: int, by_rank: Tensor) -> None:
         """Put the pieces [W, room] of one parameter together."""
         layout = self._layout
-        view = self._flat[slice(*layout.whole_span(index))].view(layout.cuts[index].shape)
+        view = self.whole[slice(*layout.whole_span(index))].view(layout.cuts[index].shape)
         if layout.is_even(index):
             view.view(layout.world_size, -1).copy_(by_rank)
             return
@@ -204,7 +197,7 @@ class Gathered(Unsharded):
         work = self._work
         self._forget()
         work.wait()  # of a gather for the others' sake; it has to end, and its result is not used
-        self._flat.untyped_storage().resize_(0)
+        self.whole.untyped_storage().resize_(0)
 
 
 def pieces_of(shard: Tensor, layout: ShardLayout, rank: int) -> list[Tensor]:

@@ -52,7 +52,6 @@ class ProcessPool:
         """`fn` on every rank; what each returned. See `run_processes`."""
         __tracebackhide__ = True
         where = getattr(fn, "__qualname__", repr(fn))
-        finished = False
         try:
             if not self._processes:
                 self._start()
@@ -67,10 +66,9 @@ class ProcessPool:
                     errors[rank] = told
                 raise RankFailed(errors, results, self.world_size, where)
             self._release(where)
-            finished = True
-        finally:
-            if not finished:
-                self.kill()
+        except BaseException:
+            self.kill()
+            raise
         return [results[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
@@ -122,12 +120,7 @@ class ProcessPool:
         self.files = open_files() - before
 
     def _send(
-        self,
-        call: bytes,
-        timeout_s: float,
-        env: Environment | Sequence[Environment] | None,
-        connect: bool,
-        where: str,
+        self, call: bytes, timeout_s: float, env: Environment | Sequence[Environment] | None, connect: bool, where: str
     ) -> None:
         assert self._folder is not None
         rendezvous = Path(self._folder.name) / f"job{self._jobs}"

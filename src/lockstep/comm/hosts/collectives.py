@@ -54,7 +54,9 @@ class HostCollectives:
         try:
             with writing_to(op.outputs):
                 if op.kind in ("gather", "scatter", "all_to_all"):
-                    self._within_host(op)
+                    part, _ = halves(op, self.links.here)
+                    if part is not None:
+                        self._on_host(lambda: self.links.within(part, 0), op)
                 else:
                     self._drive(stages_of(self.links, op), op)
         except CommError as error:
@@ -74,11 +76,6 @@ class HostCollectives:
         """Let the other leaders notice that this one does not answer any more."""
         if self.links.leaders is not None:
             self.links.leaders.close()
-
-    def _within_host(self, op: CommOp) -> None:
-        part, _ = halves(op, self.links.here)
-        if part is not None:
-            self._on_host(lambda: self.links.within(part, 0), op)
 
     # ------------------------------------------------------------------ stages
 

@@ -1,4 +1,4 @@
-"""An operation as a number that ranks can compare, and back as words."""
+"""An operation, or a tensor that is asked for, as numbers that ranks can compare, and back as words."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 
 from lockstep.comm.op import REDUCTIONS, CommOp
+from lockstep.comm.transport import Transport
+from lockstep.errors import CollectiveMismatch
 
 SAME_SIZE = frozenset({"broadcast", "reduce", "all_reduce"})  # the sizes of all ranks' tensors must be equal
 
@@ -54,3 +56,22 @@ def words_for(announced: Announcement) -> str:
     if root := code >> 24 & 0xFFFF_FFFF:
         words.append(f"root={root - 1}")
     return " ".join(words)
+
+
+def agree_on_tensor(transport: Transport, numel: int, dtype: torch.dtype, given: int) -> int:
+    """Rank 0's `given`, where every rank asks for the same tensor.
+
+    Collective.  Raises: CollectiveMismatch, on every rank alike.
+    """
+    said = torch.tensor([given, numel, DTYPE_CODES[dtype]], device="cpu")
+    found = torch.empty(transport.world_size, len(said), dtype=torch.int64, device="cpu")
+    transport.submit(CommOp(-1, "all_gather", (said,), (found,), label="shared", async_op=False)).wait()
+    asked = found[:, 1:].tolist()
+    for rank, request in enumerate(asked):
+        if request != asked[0]:
+            lines = "".join(f"\n  rank {r}: {asked[r][0]} x {_DTYPES[asked[r][1]]}" for r in (0, rank))
+            raise CollectiveMismatch(
+                f"shared on rank {transport.rank}: ranks asked for different tensors:{lines}\nNext: find what makes "
+                f"the sizes differ; every rank must ask for the same"
+            )
+    return int(found[0, 0])

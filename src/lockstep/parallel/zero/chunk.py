@@ -107,18 +107,11 @@ class ReplicatedChunk(Chunk):
         part = self.layout.part
         self.part = self.flat[comm.rank * part : (comm.rank + 1) * part]
         self.adopt()
-        self.pieces = [
-            Piece(span, self._memory_of(span.param)[span.start : span.stop])
-            for span in self.layout.spans(comm.rank, longest)
-        ]
+        self.pieces = [Piece(span, self.part[self.in_part(span)]) for span in self.layout.spans(comm.rank, longest)]
 
     def _allocate(self) -> Tensor:
         first, numel = self.params[0], self.layout.numel
         return self.comm.empty(numel, first.dtype).zero_() if numel else torch.empty_like(first).view(-1)
-
-    def _memory_of(self, param: int) -> Tensor:
-        start = self.layout.starts[param]
-        return self.flat[start : start + self.layout.numels[param]]
 
     def adopt(self) -> None:
         for index, param in enumerate(self.params):

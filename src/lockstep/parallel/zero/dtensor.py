@@ -61,7 +61,10 @@ class ShardedChunk(Chunk):
         return None if gradient is None else flat_in_order(local_tensor(gradient), dense_strides(local))
 
     def present(self, param: int, flat: Tensor) -> Tensor:
-        return _like(self.params[param], in_shape(flat, local_tensor(self.params[param])))
+        whole: Any = self.params[param]
+        mesh, placements = whole.device_mesh, whole.placements
+        local = in_shape(flat, local_tensor(whole))
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
     def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
         assert isinstance(state, Tensor), "TensorPieces are of whole parameters"
@@ -70,12 +73,6 @@ class ShardedChunk(Chunk):
 
     def publish(self) -> Work:
         return DONE
-
-
-def _like(param: Any, local: Tensor) -> Tensor:
-    return DTensor.from_local(
-        local, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
 
 
 def _piece_of(param: Any, value: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class PieceOptimizer:
             return {}
         merged: dict[str, Any] = {}
         for key, value in states[0].items():
-            if is_per_element(value, pieces[0]):
+            if isinstance(value, Tensor) and value.shape == pieces[0].shape:  # a number for each element
                 flat = value if len(states) == 1 else torch.cat([state[key] for state in states])
                 merged[key] = self.chunk.present(param, flat)
             elif isinstance(value, Tensor) and value.dim() > 0:
@@ -143,11 +143,6 @@ class PerParameter(Mapping[Tensor, dict[str, Any]]):
 
     def __len__(self) -> int:
         return sum(len(part.states()) for part in self._parts)
-
-
-def is_per_element(value: Any, piece: Tensor) -> bool:
-    """Whether the optimizer keeps one number for each element of a piece in `value`."""
-    return isinstance(value, Tensor) and value.shape == piece.shape
 
 
 def _take(value: Any, part: slice, copy: bool) -> Any:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from lockstep.comm.communicator import Communicator
-from lockstep.errors import ConfigError, UnsupportedArgument
+from lockstep.errors import ConfigError, ModelMismatch, UnsupportedArgument
+from lockstep.observe.tensor_digest import digests
 from lockstep.parallel.buckets import BUCKET_CAP_BYTES, GradSpec, plan_buckets
 from lockstep.parallel.comm_hooks import Mean
 from lockstep.parallel.ddp import DistributedDataParallel
+from lockstep.parallel.replica import verify_same_model
 from lockstep.parallel.zero.chunk import Chunk, ReplicatedChunk
 from lockstep.parallel.zero.overlap import ReduceScatterMean
 from lockstep.parallel.zero.plan import FlatLayout
-from lockstep.parallel.zero.verify import check_params, verify_same_params, verify_same_values
 
 
 class Member(NamedTuple):
@@ -47,13 +49,17 @@ def share_whole(members: Sequence[Member], comm: Communicator, longest: int | No
 
     Raises: ConfigError for parameters that cannot be moved into a buffer; ModelMismatch where ranks differ.
     """
-    check_params([m.param for m in members], [m.name for m in members], comm)
-    verify_same_params(comm, [m.param for m in members], [m.name for m in members])
+    _check_params(members, comm)
+    rows: list[list[object]] = [
+        ["parameter", name, list(param.shape), str(param.dtype).removeprefix("torch."), param.requires_grad]
+        for param, name, _ in members
+    ]
+    verify_same_model(comm, rows)
     # Frozen parameters apart: nothing of them is sent until they are thawed.
     specs = [GradSpec(m.param.nbytes, (m.param.dtype, m.param.device, m.param.requires_grad)) for m in members]
     plan = plan_buckets(specs, range(len(specs)), (BUCKET_CAP_BYTES,))
     shares = [_share([members[i] for i in indices], comm, longest) for indices in plan]
-    verify_same_values(comm, [chunk for chunk, _ in shares if isinstance(chunk, ReplicatedChunk)])
+    _verify_same_values(comm, [chunk for chunk, _ in shares if isinstance(chunk, ReplicatedChunk)])
     return shares
 
 
@@ -81,7 +87,7 @@ def share_buckets(
             f"ddp reduces {', '.join(map(repr, left_out[:5]))}{' ...' if len(left_out) > 5 else ''}, which this "
             "optimizer does not step: give it all parameters of the module, or leave ddp out"
         )
-    check_params([m.param for m in members], [m.name for m in members], reducer.comm)
+    _check_params(members, reducer.comm)
     hook = ReduceScatterMean(reducer.comm)
     reducer.before_forward()  # what an earlier step has left comes to its end first
     exchange.hand_over(hook, functools.partial(FlatLayout, world_size=reducer.comm.world_size))
@@ -94,3 +100,44 @@ def share_buckets(
 def _share(members: Sequence[Member], comm: Communicator, longest: int | None) -> Share:
     chunk = ReplicatedChunk([m.param for m in members], [m.name for m in members], comm, longest)
     return Share(chunk, [m.group for m in members])
+
+
+# ------------------------------------------------------------------ that they can be, and are the same on all ranks
+
+
+def _check_params(members: Sequence[Member], comm: Communicator) -> None:
+    """Raises: ConfigError for parameters on another device than the group's, without values, or in shared memory."""
+    taken: list[tuple[int, int, str]] = []
+    for param, name, _ in members:
+        if param.device != comm.device:
+            hint = "give it values first" if param.is_meta else "move the model there first"
+            raise ConfigError(f"{name} is on {param.device}, its group communicates on {comm.device}: {hint}")
+        if param.numel():
+            extent = 1 + sum((n - 1) * abs(s) for n, s in zip(param.shape, param.stride(), strict=True))
+            taken.append((param.data_ptr(), param.data_ptr() + extent * param.element_size(), name))
+    taken.sort()
+    for (_, end, name), (start, _, other) in itertools.pairwise(taken):
+        if start < end:
+            raise ConfigError(
+                f"{name} and {other} share memory, and would not after each has its place in a flat buffer: tie "
+                "them by using one Parameter in both places"
+            )
+
+
+def _verify_same_values(comm: Communicator, chunks: Sequence[ReplicatedChunk]) -> None:
+    """Collective: every rank. Raises: ModelMismatch, on every rank, with the first parameter whose bits differ."""
+    if comm.world_size == 1 or not chunks or _all_equal(comm, [chunk.flat for chunk in chunks]):
+        return
+    params = [(param, name) for chunk in chunks for param, name in zip(chunk.params, chunk.names, strict=True)]
+    for param, name in params:
+        if not _all_equal(comm, [param.detach()]):
+            raise ModelMismatch(
+                f"rank {comm.rank}: {name} has other values than on another rank, so training would mix two models. "
+                "Wrap the model in DistributedDataParallel before, or load or broadcast the same weights on every rank."
+            )
+
+
+def _all_equal(comm: Communicator, tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors' bits are the same on all ranks. Collective."""
+    said = comm.all_gather_object(digests(tensors), label="optimizer.verify")
+    return all(one == said[0] for one in said)

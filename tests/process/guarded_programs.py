@@ -17,8 +17,7 @@ from lockstep.observe import torch_training
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.settings import GuardSettings, Mode
-from lockstep.observe.torch_replicas import REPLICA_EVERY
+from lockstep.observe.settings import REPLICA_EVERY, GuardSettings, Mode
 from lockstep.observe.torch_training import attach_training
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.worlds import run_processes

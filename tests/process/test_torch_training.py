@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.settings import GuardSettings
-from lockstep.observe.torch_replicas import REPLICA_EVERY
+from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
 from lockstep.observe.torch_training import TrainingWatch, attach_training
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes

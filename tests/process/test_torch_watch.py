@@ -238,7 +238,7 @@ def test_groups_have_one_name_and_messages_name_ranks_of_the_job(tmp_path: Path)
         "send float32 [5] to rank 0 tag 0",
         "recv float32 [5] from rank 1 tag 0",
     ]
-    assert [record.seq for record in per_rank[2] if record.is_message] == [0, 1, 2, 3]
+    assert [record.seq for record in per_rank[2] if record.is_message] == [0, 0, 0, 0]  # each of another tag or peer
 
 
 # ------------------------------------------------------------------ calls from C++

@@ -27,9 +27,9 @@ def test_what_a_model_is_made_of_is_shown_until_its_first_step_has_ended(step: i
     facts.tell(f"model {TEAM}", "wrapped", ["digest"], lambda: [["weight"]])
     facts.show(f"model {TEAM}", "wrapped")
     if way == "forward":
-        models[1].synced = 1
+        models[1].forwards[0] = 1
     if way == "gone":
         del module, named
-    watch.end_step(step)
+    assert not watch.end_step(step, models[1])
     assert facts.is_disputed == (way == "none" and step > 0)
     assert (1 in models) == (way != "gone")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import inf
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import nn
 
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_gradients import GradientFacts
 from lockstep.observe.torch_optimizers import OPTIMIZERS, Seen
+from lockstep.observe.torch_steps import StepCounter
 
 
 class Looks:
@@ -31,11 +34,25 @@ class Looks:
         self.looked.append([value for value, _ in self.seen[-1][1]])
 
 
+class Steps:
+    """Is asked whether a step of the rank has ended, and says no."""
+
+    def __init__(self) -> None:
+        self.guard: Any = None
+        self.groups: Any = SimpleNamespace(listed={}, followed={})
+        self.counter = StepCounter(lambda optimizer: False)
+        self.asked: list[Any] = []
+
+    def stepped(self, optimizer: Any, started: Sequence[Any]) -> bool:
+        self.asked.append(optimizer)
+        return bool(started)
+
+
 @pytest.fixture
 def looks(tmp_path: Path) -> Iterator[Looks]:
     made = Looks(tmp_path)
     detach = [OPTIMIZERS.attach(), BACKWARDS.attach()]
-    OPTIMIZERS.looks = made
+    OPTIMIZERS.looks = cast("Any", made)
     yield made
     for call in detach:
         call()
@@ -62,26 +79,27 @@ def train(optimizer: torch.optim.Optimizer, param: nn.Parameter, factor: float =
 
 def test_an_optimizer_whose_step_calls_its_parents_step_steps_once(looks: Looks) -> None:
     param = weight()
-    optimizer, counted, told = Twice([param], lr=0.1), list[Any](), list[Any]()
-    OPTIMIZERS.counts, OPTIMIZERS.counted = lambda one: bool(counted.append(one)), told.append
+    optimizer, steps, told = Twice([param], lr=0.1), Steps(), list[Any]()
+    OPTIMIZERS.steps, OPTIMIZERS.counted = cast("Any", steps), told.append
     for _ in range(3):
         train(optimizer, param)
-    assert counted == told == [optimizer] * 3
+    assert steps.asked == told == [optimizer] * 3
 
 
 def test_a_step_that_raises_is_not_counted_and_the_next_one_is(looks: Looks) -> None:
-    param, counted = weight(), list[Any]()
+    param = weight()
     optimizer = torch.optim.SGD([param], lr=0.1)
-    OPTIMIZERS.counts = lambda one: bool(counted.append(one))
+    steps = Steps()
+    OPTIMIZERS.steps = cast("Any", steps)
 
     def fail() -> float:
         raise ValueError("the closure's own")
 
     with pytest.raises(ValueError, match="the closure's own"):
         optimizer.step(fail)
-    assert counted == []
+    assert steps.asked == []
     train(optimizer, param)
-    assert counted == [optimizer]
+    assert steps.asked == [optimizer]
 
 
 def test_who_looks_is_called_where_a_loss_is_not_finite_or_none_is_known_or_it_is_due(looks: Looks) -> None:
@@ -111,3 +129,28 @@ def test_losses_of_a_step_are_kept_until_the_next_with_the_step_they_were_in(loo
         train(optimizer, param, step + 1)
     assert [(step, [value for value, _ in losses]) for step, losses, _ in looks.seen] == [(2, [9.0]), (3, [12.0])]
     assert BACKWARDS.recent == []
+
+
+@pytest.mark.parametrize("is_looking", [True, False])
+def test_what_a_finite_loss_hid_is_told_of_its_step_whether_the_guard_looks_or_is_held_up(
+    is_looking: bool, looks: Looks
+) -> None:
+    param, told = nn.Parameter(torch.ones(3)), list[Any]()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    facts = SimpleNamespace(tell=lambda *fact: told.append(fact))
+    guard = SimpleNamespace(recorder=looks.recorder, settings=SimpleNamespace(mode="on"), facts=facts)
+    OPTIMIZERS.looks = gradients = GradientFacts(cast("Any", guard), lambda _: [("weight", param)])
+    gradients.due_ns = gradients._due_ns = inf
+    for step in range(7):
+        looks.recorder.set_step(step)
+        optimizer.zero_grad()
+        param.square().sum().backward()
+        if step == 5 and param.grad is not None:
+            param.grad.fill_(torch.nan)
+        optimizer.step()
+        if is_looking:
+            gradients.forget()
+    [(topic, step, (_, [fault], _))] = told
+    assert (topic, step) == ("gradient", 5)
+    assert fault == "'weight' (3 NaN of 3 elements)"
+    assert [step for step, _, _ in gradients.seen] == ([5, 6] if is_looking else [*range(7)])

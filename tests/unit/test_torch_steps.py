@@ -100,10 +100,10 @@ def test_what_was_asked_for_before_another_phase_of_training_says_nothing_of_its
     steps._backward_begins()
     BACKWARDS.once.remove(steps._backward_begins)
     recorder.started = 1
-    assert steps.stepped(first)
+    assert steps.stepped(first, ())
     del first
     gc.collect()
     steps._backward_begins()  # as it was asked to be called
     assert steps._backward_begins not in BACKWARDS.once  # which would call it with every backward
     recorder.started = 2
-    assert not steps.stepped(second)
+    assert not steps.stepped(second, ())

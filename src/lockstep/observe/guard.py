@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
+from time import monotonic_ns
 from typing import TYPE_CHECKING, TypeVar, final
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
@@ -122,7 +123,7 @@ class Guard:
         started: what C++ has started in it and is still to be entered. That can wait, as all that is not needed here:
         see `FlightRecorder.take_up`.
         """
-        recorder, now_ns = self.recorder, time.monotonic_ns()
+        recorder, now_ns = self.recorder, monotonic_ns()
         if "join" not in self._account.activities:  # some ranks have steps there that others have not
             step, clock = recorder.step + 1, recorder.clock
             is_followed = not clock.is_marked and get_ident() == clock.owner
@@ -235,7 +236,8 @@ class Guard:
     def _watch(self) -> None:
         self.recorder.count_this_thread()  # it enters what the rank's own thread has started in C++
         self._voice.looker = get_ident()
-        while not self._stop.wait(self._period_s):
+        # With the other ranks of this machine: those who wait for each other are held up once, not each by each.
+        while not self._stop.wait(self._period_s - time.monotonic() % self._period_s):
             self.look()
 
     def look(self) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 import zlib
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from sys import _getframe
 from time import monotonic_ns
 from types import CodeType, FrameType
@@ -59,7 +59,8 @@ class GuardLayer(TransportLayer):
         self._of_lines: dict[tuple[object, ...], Words] = {}
         self._of_others: dict[tuple[object, ...], dict[str, Words]] = {}  # lines that are not the user's, by his
         self._codes: list[CodeType] = []  # of these lines, which keep the numbers that they go by
-        self._numbers = itertools.count(), itertools.count()  # of collectives, of messages
+        self._collectives = itertools.count()  # the number that the next one has
+        self._messages: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)  # by kind, peer and tag
         guard.group(name, inner.global_ranks)
 
     def submit(self, op: CommOp) -> Work:
@@ -79,7 +80,8 @@ class GuardLayer(TransportLayer):
             words = self._words_of(op, call_site(2))
         recorder, began_ns = self.recorder, monotonic_ns()
         is_message = kind == "send" or kind == "recv"
-        number = recorder.enter(next(self._numbers[is_message]), words, is_message, began_ns)
+        seqs = self._messages[kind, op.peer, op.tag] if is_message else self._collectives
+        number = recorder.enter(next(seqs), words, is_message, began_ns)
         try:
             work = self.inner.submit(op)
             if async_op:
@@ -98,13 +100,13 @@ class GuardLayer(TransportLayer):
         """Messages that are started together."""
         if op.parts[0].tag == COLLECTIVE_TAG:  # of a collective that is recorded as such
             return self.inner.submit(op)
-        recorder, messages = self.recorder, self._numbers[True]
-        numbers = [recorder.enter(next(messages), self._words_of(part, site), True) for part in op.parts]
+        enter, words = self.recorder.enter, [(part, self._words_of(part, site)) for part in op.parts]
+        numbers = [enter(next(self._messages[one.kind, one.peer, one.tag]), said, True) for one, said in words]
         try:
             return RecordedWork(self.inner.submit(op), self, numbers[0], tuple(numbers[1:]))
         except BaseException:
             for number in numbers:
-                recorder.leave(number)
+                self.recorder.leave(number)
             raise
 
     def _learn(self, op: CommOp, frame: FrameType, line: tuple[object, ...]) -> Words:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import repeat
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, Protocol, final
+from typing import Any, final
 
 from lockstep.observe.call_site import SITES, site_from
 from lockstep.observe.patches import SharedPatches
@@ -27,52 +30,48 @@ _SMALL = 1 << 12  # elements
 Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it; the line of its backward)
 
 
-class Phases(Timed, Protocol):
-    """Whose time it is, and what of it is spent waiting."""
-
-    @property
-    def has_ddp(self) -> bool:
-        """Whether backward waits for the other ranks before it returns."""
-        ...
-
-
 @final
 class Backwards(SharedPatches):
     """Those of one process. Nothing is kept unless somebody has attached it."""
 
     def _end(self) -> None:
-        self.phases: Phases | None = None
+        self.phases: Timed | None = None
         self.once: list[Callable[[], None]] = []  # to be called when the next backward begins
         self.site = ""  # the line of the last one
         self.step_site = ""  # of the last one of this step
         self.losses: list[Loss] = []  # of this step: who counts steps empties it
         self.recent: list[Loss] = []  # since an optimizer has stepped last: who looks then empties it
-        self.own: list[Any] = []  # likewise: gradients of probes, before they are averaged
+        self.own: deque[Any] = deque(maxlen=_KEPT)  # likewise: gradients of probes, before they are averaged
         self.is_sound: bool | None = None  # likewise: whether all losses are finite; None where none is known
         self.probes: list[weakref.ref[Any]] = []  # small parameters
         self.are_shared = False  # ranks share a model, as DistributedDataParallel and fully_shard do it
         self.scaled: tuple[Any, Any] | None = None  # what a GradScaler made of what
         self._plain: Any = None  # torch.Tensor
         self._queue: Any = None
-        self._tails_ns: list[int] = []  # since when the backward that runs waits, the last of them
-        # Autograd is through: what DDP has not sent by now is waited for, in C++, where nobody can look. Both parts are
-        # C's, so that noting it takes no frame of Python's.
-        self._waits = map(self._tails_ns.append, iter(monotonic_ns, None)).__next__
+        self._tails_ns: deque[int] = deque(maxlen=1)  # since when the backward that runs waits
         self._ours: Any = None  # what stands in the place of torch.autograd.backward
 
     def _begin(self) -> None:
         self._patches.add(when_imported("torch.autograd", self._watch))
 
-    def follow(self, parameters: Iterable[Any]) -> None:
-        """Note the gradients of the first small one of a model's `parameters`, before they are averaged."""
+    def follow(self, parameters: Iterable[Any], *, is_sent_by_cpp: bool = False) -> None:
+        """Note the gradients of the first small one of a model's `parameters`, before they are averaged.
+
+        is_sent_by_cpp: what backward has not sent when autograd is through it waits for in C++, where nobody can look;
+        since when, it notes too.
+        """
         from torch.utils.hooks import unserializable_hook
 
         trained = [param for param in parameters if param.requires_grad and param.is_floating_point()]
         first = next((param for param in trained if param.numel() <= _SMALL), None)
         if first is not None and not any(known() is first for known in self.probes):
             self.probes.append(weakref.ref(first))
-            hook = unserializable_hook(functools.partial(self._computed))  # else torch warns who sends the parameter on
-            self._patches.add(first.register_hook(hook).remove)
+            hooks: list[Callable[[Any], Any]] = [partial(self.own.append)]  # C's, also below: no frame of Python's runs
+            if is_sent_by_cpp and self.phases is not None:
+                waits = map(self._tails_ns.append, iter(monotonic_ns, None)).__next__
+                hooks.append(partial(next, map(self._queue, repeat(waits))))  # called back before DDP, which asks later
+            for hook in map(unserializable_hook, hooks):  # else torch warns who sends the parameter on
+                self._patches.add(first.register_hook(hook).remove)
 
     def _watch(self) -> None:
         from torch import Tensor, autograd
@@ -128,13 +127,6 @@ class Backwards(SharedPatches):
 
         self._ours = backward
         return backward
-
-    def _computed(self, gradient: Any) -> None:
-        """That of a probe, before DistributedDataParallel has it."""
-        if len(self.own) < _KEPT:
-            self.own.append(gradient)
-        if self.phases is not None and self.phases.has_ddp:
-            self._queue(self._waits)  # called back before DDP is, which asks for it with the last gradient
 
 
 BACKWARDS = Backwards()

@@ -36,15 +36,15 @@ class GradientFacts:
 
     def __init__(self, guard: Guard, named: Named) -> None:
         self.recorder = guard.recorder
-        self.seen: deque[Seen] = deque(maxlen=2)  # of the optimizers' last steps
-        self.due_ns = 0.0
+        self.seen: deque[Seen] = deque(maxlen=64)  # of the optimizers' last steps
+        self.due_ns = 0.0  # from then on `look` is called before each, by time.monotonic_ns
         self._guard, self._named = guard, named
         self._is_done = False
         self._steps = 0  # of optimizers, whose gradients are all looked at, if they are few
         self._spent_ns, self._began_ns, self._due_ns = 0, monotonic_ns(), 0.0
 
     def look(self, optimizer: Any) -> None:
-        """At what `optimizer` is about to apply: see `torch_optimizers.Looks`."""
+        """At what `optimizer` is about to apply, where that is due or a loss not finite, or not known."""
         now_ns, losses, is_strict = monotonic_ns(), self.seen[-1][1], self._guard.settings.mode == "strict"
         known = [value for value, _ in losses if type(value) is float]
         has_sign = not all(map(isfinite, known)) or ((is_strict or not known) and _is_probe_faulty())
@@ -56,12 +56,17 @@ class GradientFacts:
         faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
         if faults and not scaler_is_active():
             applied = _applied(named)
-            self._tell(applied or faults, self.seen[0] if applied else self.seen[-1])
+            self._tell(applied or faults, [*self.seen][-2:][0 if applied else -1])
         self._steps += 1
         self._spent_ns += monotonic_ns() - now_ns
         if self._steps >= FIRST_STEPS:
             self._due_ns = self._began_ns + self._spent_ns / _SHARE
         self.due_ns = 0.0 if is_strict else self._due_ns
+
+    def forget(self) -> None:
+        """Let go of all but the last two steps: the guard's thread does, as that takes longer than to keep them."""
+        while len(self.seen) > 2:
+            self.seen.popleft()
 
     def finish(self, optimizer: Any) -> None:
         """No step comes any more whose loss would show what the last one, of `optimizer`, has applied."""

@@ -6,8 +6,8 @@ import itertools
 import math
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
@@ -49,7 +49,8 @@ class WatchedGroup:
         self.seen = started  # torch's number after the last of them
         self.pending: deque[Pending] = deque()
         self._recorder = recorder
-        self.collectives, self.messages = itertools.count(), itertools.count()  # the number that the next one has
+        self.collectives = itertools.count()  # the number that the next one has
+        self.messages: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)  # by kind, peer and tag
         self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
         self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 

@@ -16,6 +16,7 @@ import time
 import weakref
 import zlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
@@ -50,7 +51,7 @@ class ModelFacts:
         from torch._C._distributed_c10d import Reducer
         from torch.nn.parallel.distributed import DistributedDataParallel
 
-        self._patches.replace(DistributedDataParallel, "__init__", self._wrapping)
+        self._patches.replace(DistributedDataParallel, "__init__", partial(self._wrapping, is_sent_by_cpp=True))
         self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
         self._patches.replace_in(_CUTS, "FSDPParam", "__init__", self._cutting)
 
@@ -60,7 +61,7 @@ class ModelFacts:
 
     # ------------------------------------------------------------------ when they are wrapped
 
-    def _wrapping(self, old: Callable[..., None]) -> Callable[..., None]:
+    def _wrapping(self, old: Callable[..., None], *, is_sent_by_cpp: bool = False) -> Callable[..., None]:
         signature = inspect.signature(old)
 
         @functools.wraps(old)
@@ -79,7 +80,7 @@ class ModelFacts:
             ignored = set(ddp.parameters_to_ignore)
             named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
             self._models[id(ddp.reducer)] = Model(ddp, team, "ddp", call_site(), named)
-            BACKWARDS.follow(ddp.module.parameters())
+            BACKWARDS.follow(ddp.module.parameters(), is_sent_by_cpp=is_sent_by_cpp)
 
         return init
 
@@ -131,16 +132,15 @@ class ModelFacts:
             ddp: Any = None if model is None else model.module()
             if model is None or ddp is None:
                 return old(reducer)
-            guard = self._guard
+            guard, forwards = self._guard, model.forwards
             guard.motion.has_begun, step = True, guard.recorder.step
             if ddp.require_backward_grad_sync:
-                model.synced += 1
-                if model.synced >= _MANY and model.synced & (model.synced - 1) == 0:
+                forwards[0] += 1
+                if forwards[0] >= _MANY and forwards[0] & (forwards[0] - 1) == 0:
                     self._tell_synced(model, step, call_site())
             else:
-                model.unsynced += 1
-                model.unsynced_site = call_site()
-            if model.synced + model.unsynced == 1 and (step < _FEW or step % _FEW == 0):
+                forwards[1:] = forwards[1] + 1, call_site()
+            if (step < _FEW or step % _FEW == 0) and sum(forwards[:2]) == 1:
                 self._tell_trained(model, step, not ddp.find_unused_parameters)
             try:
                 return old(reducer)
@@ -158,7 +158,7 @@ class ModelFacts:
         self._guard.facts.tell(f"trained {model.team}", step, value)
 
     def _tell_synced(self, model: Model, step: int, site: str) -> None:
-        value = [model.synced, model.unsynced, site]
+        value = [*model.forwards[:2], site]
         if not model.joins and value != model.told:
             model.told = value
             self._guard.facts.tell(f"sync {model.team}", step, value)
@@ -175,29 +175,18 @@ class ModelFacts:
 
     # ------------------------------------------------------------------ when a step ends
 
-    def end_step(self, step: int) -> list[Model]:
-        """The models of which no forward was seen in `step`, unlike in others before."""
-        unseen: list[Model] = []
-        for key, model in tuple(self._models.items()):
-            is_gone, is_first = model.module() is None, not model.is_forwarded and model.synced + model.unsynced
-            if step == 0 or is_first or is_gone:
-                self._guard.facts.hide(f"model {model.team}")
-            if is_gone:
+    def end_step(self, step: int, model: Model) -> bool:
+        """It was another one than the last for `model`: whether no forward was seen in it, unlike in others before."""
+        is_gone, has_forward = model.module() is None, sum(model.forwards[:2]) > 0
+        if step == 0 or is_gone or (has_forward and not model.is_forwarded):
+            self._guard.facts.hide(f"model {model.team}")
+        if is_gone:
+            for key in [key for key, one in self._models.items() if one is model]:
                 del self._models[key]
-                continue
-            if model.synced or model.unsynced:
-                if model.told != [model.synced, model.unsynced, model.unsynced_site]:
-                    self._tell_synced(model, step, model.unsynced_site)
-                model.synced, model.unsynced, model.unsynced_site = 0, 0, ""
-                model.is_forwarded = True
-            elif model.is_forwarded:
-                unseen.append(model)
-            model.stamp = stamp = []  # as `Model.version` does it, without a call of Python
-            for known in model.sample:
-                param = known()
-                if param is not None:
-                    stamp += (param.data_ptr(), param._version)
-        return unseen
+        elif has_forward:
+            self._tell_synced(model, step, model.forwards[2])
+            model.is_forwarded = True
+        return model.is_forwarded and not (is_gone or has_forward)
 
     # ------------------------------------------------------------------ whom they are of
 

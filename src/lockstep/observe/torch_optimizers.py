@@ -7,30 +7,24 @@ Whoever wants to know of them attaches `OPTIMIZERS`. One hook before and one aft
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.call_site import call_site
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import FORWARD, MARKS, OPTIMIZER, OTHER
 from lockstep.observe.torch_backward import BACKWARDS, Loss
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
 
+if TYPE_CHECKING:
+    from lockstep.observe.guard import Started
+    from lockstep.observe.torch_gradients import GradientFacts
+    from lockstep.observe.torch_steps import TorchSteps
+
 Seen = tuple[int, list[Loss], list[Any]]  # step; of its backwards: losses, and gradients of probes before averaging
-
-
-class Looks(Protocol):
-    """Who looks at what optimizers apply."""
-
-    recorder: FlightRecorder
-    seen: deque[Seen]  # of each step of an optimizer
-    due_ns: float  # from then on `look` is called before each, by time.monotonic_ns; else where a loss is not known
-
-    def look(self, optimizer: Any) -> None: ...
 
 
 @final
@@ -39,9 +33,9 @@ class Optimizers(SharedPatches):
 
     def _end(self) -> None:
         self.phases: Timed | None = None
-        self.looks: Looks | None = None
-        self.counts: Callable[[Any], bool] | None = None  # called after a step: whether a step of the rank has ended
-        self.counted: Callable[[Any], object] | None = None  # called after that
+        self.looks: GradientFacts | None = None  # called where it is due, or a loss is not finite or not known
+        self.steps: TorchSteps | None = None
+        self.counted: Callable[[Any], object] | None = None  # called when `steps` has counted
         self._begun: dict[int, int] = {}  # by id of an optimizer that steps: the phase before
 
     def _begin(self) -> None:
@@ -61,9 +55,10 @@ class Optimizers(SharedPatches):
         self._begun.setdefault(id(optimizer), before)
         looks = self.looks
         if looks is not None:
-            looks.seen.append((looks.recorder.step, backwards.recent, backwards.own))
+            looks.seen.append((looks.recorder.step, backwards.recent, [*backwards.own]))
             is_sound = backwards.is_sound
-            backwards.recent, backwards.own, backwards.is_sound = [], [], None
+            backwards.recent, backwards.is_sound = [], None
+            backwards.own.clear()
             if now_ns >= looks.due_ns or not is_sound:
                 looks.look(optimizer)
 
@@ -71,7 +66,24 @@ class Optimizers(SharedPatches):
         before = self._begun.pop(id(optimizer), None)
         if before is None:  # its parent class's has, within this step
             return
-        if self.counts is None or not self.counts(optimizer):  # else what the thread does now begins with the step
+        steps, has_ended = self.steps, False
+        if steps is not None:
+            counter, groups, guard = steps.counter, steps.groups, steps.guard
+            started: list[Started] = []
+            # what C++ has started belongs to the step that ends, and as a rule to the line of its backward
+            site, BACKWARDS.step_site = BACKWARDS.step_site, ""
+            for group in tuple(groups.listed):
+                watched = groups.followed.get(id(group)) or groups.known(group)
+                if watched is not None and not watched.inside:
+                    number = group._get_sequence_number_for_group()
+                    if number != watched.seen:
+                        started.append((watched, number, site or call_site()))
+            if counter.leads_alone and counter.leader() is optimizer and get_ident() == guard.recorder.clock.owner:
+                guard.step_done(started)
+                has_ended = True
+            else:
+                has_ended = steps.stepped(optimizer, started)
+        if not has_ended:  # else what the thread does now begins with the step
             phases = self.phases
             if phases is not None and get_ident() == phases.owner:
                 clock, now_ns, marks = phases.clock, monotonic_ns(), phases.clock.marks

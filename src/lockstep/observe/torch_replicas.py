@@ -14,13 +14,12 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
-from lockstep.errors import ConfigError
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
 from lockstep.observe.wording import step_after
 
-REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
 _SOON, _EVERY = 8, 128  # steps: from the first comparison to the second, and from one to the next
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
@@ -40,9 +39,8 @@ class Model:
         self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
         self._params = [weakref.ref(param) for _, param in named]
         self.sample = [self._params[at] for at in {0, len(named) // 2, len(named) - 1} if named]
-        self.synced = self.unsynced = 0  # forwards of this step
-        self.unsynced_site = ""  # of the last one in no_sync
-        self.told: list[Any] = []  # these three, as they were told last
+        self.forwards: list[Any] = [0, 0, ""]  # of this step: synchronised ones, others, the line of the last of these
+        self.told: list[Any] = []  # as they were told last
         self.is_forwarded = False  # has had a forward that was seen
         self.past = ""  # where a backward first went past DDP
         self.buffers: dict[str, str] = {}  # as they were at the last check
@@ -89,9 +87,8 @@ class ReplicaFacts:
 
     def __init__(self, guard: Guard, models: dict[int, Model], environ: Mapping[str, str], patches: Patches) -> None:
         self._guard, self._models, self._patches = guard, models, patches
+        GuardSettings.of(environ)  # refuses what the variable cannot be
         text = environ.get(REPLICA_EVERY, "")
-        if text and not text.isdecimal():
-            raise ConfigError(f"{REPLICA_EVERY}={text!r}: give a number of steps, or 0 for never")
         self._is_fixed = bool(text)  # it was asked for
         self.is_on = text != "0"
         self.stride = int(text or _SOON)  # steps from one comparison to the next

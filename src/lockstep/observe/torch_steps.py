@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable
-from threading import get_ident
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.call_site import call_site
 from lockstep.observe.torch_backward import BACKWARDS
-from lockstep.observe.torch_groups import TorchGroups, WatchedGroup
 
 if TYPE_CHECKING:
-    from lockstep.observe.guard import Guard
+    from lockstep.observe.guard import Guard, Started
+    from lockstep.observe.torch_groups import TorchGroups
 
 _TAKES_OVER = 2  # steps of another optimizer without one of the leading one between them
 
@@ -94,11 +92,11 @@ class StepCounter:
 
 @final
 class TorchSteps:
-    """When a step of this rank ends, and what torch's C++ has started in it."""
+    """When a step of this rank ends."""
 
     def __init__(self, guard: Guard, groups: TorchGroups) -> None:
-        self._guard, self._recorder, self._groups = guard, guard.recorder, groups
-        self._counter = StepCounter(self._is_shared, is_alone=guard.world_size == 1)
+        self.guard, self._recorder, self.groups = guard, guard.recorder, groups
+        self.counter = StepCounter(self._is_shared, is_alone=guard.world_size == 1)
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
         self._begun: int | None = None  # operations, when the last backward began before any step was counted
         self._has_counted = False
@@ -115,34 +113,22 @@ class TorchSteps:
         self._reduced.update((id(param), param) for param in params)
         BACKWARDS.are_shared = True
 
-    def stepped(self, optimizer: Any) -> bool:
-        """An optimizer has stepped: whether a step of the rank has ended with it. Raises: as `Guard.step_done`."""
-        recorder, groups, followed, counter = self._recorder, self._groups, self._groups.followed, self._counter
-        # what C++ has started belongs to the step that ends, and as a rule to the line of its backward
-        site, BACKWARDS.step_site = BACKWARDS.step_site, ""
-        started: list[tuple[WatchedGroup, int, str]] = []
-        for group in tuple(groups.listed):
-            watched = followed.get(id(group)) or groups.known(group)
-            if watched is not None and not watched.inside:
-                number = group._get_sequence_number_for_group()
-                if number != watched.seen:
-                    started.append((watched, number, site or call_site()))
-        if counter.leads_alone and counter.leader() is optimizer and get_ident() == recorder.clock.owner:
-            self._guard.step_done(started)
-            return True
+    def stepped(self, optimizer: Any, started: Sequence[Started]) -> bool:
+        """`optimizer` has, by when C++ has started that: whether a step of the rank has ended. As `Guard.step_done`."""
+        recorder = self._recorder
         for watched, number, line in started:
             watched.catch_up(number, line)
         recorder.take_up()
         begun = None if self._has_counted or BACKWARDS.are_shared or _averaged else self._begun
-        counted = counter.stepped(optimizer, recorder.started, self._guard.operations, begun)
+        counted = self.counter.stepped(optimizer, recorder.started, self.guard.operations, begun)
         self._has_counted |= counted > 0
         for _ in range(counted):
-            self._guard.step_done()
+            self.guard.step_done()
         return counted > 0
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""
-        if self._guard.world_size == 1:
+        if self.guard.world_size == 1:
             return True
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if any(self._reduced.get(id(param)) is param or is_averaged(param) for param in params):

@@ -55,8 +55,10 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     undo += [BACKWARDS.attach(), OPTIMIZERS.attach()]
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
     guard.at_end.append(watch.finish)
+    guard.before_look.append(watch.gradients.forget)
     atexit.register(watch.end)
     undo += [partial(guard.at_end.remove, watch.finish), partial(atexit.unregister, watch.end)]
+    undo.append(partial(guard.before_look.remove, watch.gradients.forget))
     watch.until_closed(undo)
     close_ours = weakref.WeakMethod(watch.close)
     os.register_at_fork(after_in_child=lambda: (close := close_ours()) and close())  # the facts are the parent's
@@ -135,18 +137,28 @@ class TrainingWatch:
     def stepped(self, optimizer: Any) -> None:
         """One of the program's optimizers has stepped, after which a step of the rank may have ended."""
         step, key = self._guard.recorder.step, id(optimizer)
-        self._stepper = weakref.ref(optimizer)
         if step != self._step:
             before, self._step, replicas = self._step, step, self.replicas
             if replicas.leader() is not optimizer:
                 replicas.lead(optimizer)
-            unseen = self.models.end_step(before)
+            self._stepper = replicas.leader
+            unseen: list[Model] = []
+            for model in tuple(self._models.values()):
+                if not (model.is_forwarded and model.forwards == model.told) and self.models.end_step(before, model):
+                    unseen.append(model)
+                model.forwards = [0, 0, ""]
+                model.stamp = stamp = []  # as `Model.version` does it, without a call of Python
+                for known in model.sample:
+                    param = known()
+                    if param is not None:
+                        stamp += (param.data_ptr(), param._version)
+            self._pending = None
             if replicas.is_on and (step % replicas.stride == 0 or not replicas.checked or unseen):
                 self._plan(unseen, before, step)
-            else:
-                self._pending = None
             self._stamped = {key}
-        elif key not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
+            return
+        self._stepper = weakref.ref(optimizer)
+        if key not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
             self._stamped.add(key)
             for model in tuple(self._models.values()):
                 model.stamp = model.version()

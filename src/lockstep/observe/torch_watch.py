@@ -52,7 +52,7 @@ def attach(guard: Guard) -> Callable[[], None]:
         OPTIMIZERS.attach(),
         watch_groups(guard),
     ]
-    OPTIMIZERS.counts = watch.steps.stepped
+    OPTIMIZERS.steps = watch.steps
     guard.before_look.append(watch.look)
     guard.aborts.append(watch.abort)
 
@@ -163,7 +163,7 @@ class TorchWatch:
                 if not is_ours:
                     operation, tensor = read(name, args, kwargs)
                     words = watched.words.get((site, operation)) or watched.learn(operation, site)
-                    seq = next(watched.messages if is_message else watched.collectives)
+                    seq = next(watched.messages[(name, *operation[5:])] if is_message else watched.collectives)
                     number = recorder.enter(seq, words, is_message)
                 work = old(group, *args, **kwargs)
             except BaseException as error:
@@ -254,8 +254,11 @@ class TorchWatch:
         if flights is None:
             return
         pairs = self._groups.all()
-        flights.look()
         moving = {watched: group._get_sequence_number_for_group() for group, watched in pairs if not watched.inside}
+        if not self._open and all(moving.get(one) == one.seen and not one.pending for _, one in pairs):
+            self._moving = moving  # nothing is under way
+            return
+        flights.look()
         for watched, number in moving.items():
             if number > watched.seen and self._moving.get(watched) == number:
                 self._catch_up_late(flights, watched, number)

@@ -353,6 +353,33 @@ def test_report_of_a_kill() -> None:
     ]
 
 
+_LOST = failure("PeerLost", is_consequence=True)
+
+
+@pytest.mark.parametrize(
+    ("others", "text"),
+    [
+        ([ended(0, -9)], "; so was rank 0 (pid 100)"),
+        ([ended(0, -9), ended(2, 1, _LOST)], "; so was rank 0 (pid 100); the other ranks were ended"),
+        ([ended(0, -9, _LOST, was_ended=True)], "; the other ranks were ended"),  # its launcher has killed it
+        ([ended(0, -9, was_ended=True), ended(2, 0)], "; the other ranks were ended"),
+        ([], ""),
+    ],
+)
+def test_report_names_all_that_were_killed_and_nobody_whom_the_launcher_has_ended(
+    others: list[Ended], text: str
+) -> None:
+    said = report_of([ended(1, -9, at_s=-1.0), *others], [], Decision(False, 2, "no restart: none is allowed"))
+    assert said.splitlines()[0] == f"rank 1 (pid 101) was killed by SIGKILL{text}"
+
+
+def test_report_does_not_name_with_a_rank_that_hung_one_that_was_killed() -> None:
+    processes = [ended(0, -9, at_s=2.0), ended(1, -9, stuck="stopped (SIGSTOP) for 10 s", at_s=1.0)]
+    said = report_of(processes, [], Decision(False, 2, "no restart: none is allowed"))
+    assert "so was" not in said
+    assert said.startswith("rank 1 (pid 101) ")
+
+
 def test_report_of_an_exception_that_ends_the_run() -> None:
     process = ended(0, 1, failure(where="train.py:31"))
     decision = Decision(False, 1, "no restart: none is allowed (--max-restarts 0)")

@@ -217,9 +217,10 @@ def report_of(
     if first is None:
         return ""
     steps = {beat.rank: beat.step for beat in beats}
-    killed = [one for one in ended if one.failed and one.exit_code == first.exit_code == -signal.SIGKILL]
-    others = "".join(f"; so was rank {one.rank} (pid {one.pid})" for one in killed if one is not first)
-    others += "; the other ranks were ended" if len(ended) > max(1, len(killed)) else ""
+    killed = [one for one in ended if one.exit_code == -signal.SIGKILL and not (one.was_ended or one.stuck)]
+    also = [one for one in killed if first in killed and one is not first]
+    others = "".join(f"; so was rank {one.rank} (pid {one.pid})" for one in also)
+    others += "; the other ranks were ended" if len(ended) > 1 + len(also) else ""
     name = f"rank {first.rank} (pid {first.pid}{', ' + host if host else ''})"
     lines = [f"{name} {describe(first)}{others}", *_lost(steps, newest)]
     if decision.restart:

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lockstep.errors import ConfigError
-from lockstep.observe.flight import RECORDS, FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.flight import RECORDS, FlightRecord, FlightRecorder, MessageNumbers, pack_words
 from lockstep.testing.waiting import wait_until
 
 # A writer whose records say everything twice: `seq` is the number, and so is the text.
@@ -408,3 +408,16 @@ def test_what_is_overwritten_while_it_is_read_is_left_out(
         found = [one.number for one in record.records()]
     memory.close()
     assert found == list(range(300 + more, begun))
+
+
+def test_messages_of_many_tags_are_numbered_in_bounded_memory() -> None:
+    numbers = MessageNumbers()
+    assert [next(numbers["send", 1, 0]) for _ in range(3)] == [0, 1, 2]
+    assert next(numbers["recv", 1, 0]) == 0
+    for tag in range(1, 3 * RECORDS):
+        assert next(numbers["send", 1, tag]) == 0
+    assert next(numbers["send", 1, 0]) == 3, "one that is not forgotten goes on"
+    for tag in range(10 * RECORDS):
+        next(numbers["send", 2, tag])
+    assert len(numbers) == 4 * RECORDS
+    assert next(numbers["send", 1, 0]) == 0

@@ -79,6 +79,8 @@ class Account:
             self._channels = None
         elif self._channels is not None:
             self._channels[channel(record.group, message.is_send, message.peer, message.tag)] = record.seq + 1
+            if len(self._channels) > _CHANNELS_MAX:  # they are too many to be told
+                self._channels = None
 
     @property
     def newest(self) -> tuple[Record, ...]:
@@ -117,12 +119,11 @@ class Account:
         newest = self._record.records(self._read - 1)
         if now_s - self._traced_s >= _TRACED_S:
             self._traced_s, self._is_traced = now_s, is_traced()
-        channels = self._channels or {}
         return self.brief(
             step,
             step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
             groups={name: fold.progress() for name, fold in self._folds.items()},
-            messages=dict(channels) if len(channels) <= _CHANNELS_MAX else {},
+            messages=dict(self._channels or {}),
             waiting=waits_of(list(self._under_way.values())),
             last=newest[-1] if newest else None,
             phases=tuple(self._recorder.clock.so_far(_PHASES)),

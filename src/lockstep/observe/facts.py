@@ -175,10 +175,9 @@ class Facts:
         with self._lock:
             explained = {topic for topic, _ in self._shown}
             mine = [(topic, key, self._told[topic][key]) for topic, key in self._details if topic not in explained]
-        others = [facts for facts in told[1:] if facts]
         for topic, key, value in mine:
             if topic not in explained:
-                theirs = [facts[topic][key] for facts in others if key in facts.get(topic, {})]
+                theirs = [facts[topic][key] for facts in told[1:] if key in facts.get(topic, {})]
                 if any(differ(topic, value, other) for other in theirs):
                     explained.add(topic)
                     self._show(topic, key)

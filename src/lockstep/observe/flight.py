@@ -20,7 +20,7 @@ import os
 import struct
 import threading
 import zlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -33,6 +33,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.profile.step_clock import WAITS, StepClock
 
 RECORDS = 1024
+_CHANNELS = 4 * RECORDS  # whose messages are numbered
 _WRITERS = 64  # threads that may be about to store a record
 _MAGIC = int.from_bytes(b"lkstpfl1", "little")
 _WORDS = 64
@@ -120,6 +121,16 @@ class _Caller(threading.local):
         mine = get_ident()
         started = {thread.ident for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)}
         self.has_steps = mine == owner or mine not in started  # autograd runs hooks in threads that Python did not make
+
+
+@final
+class MessageNumbers(OrderedDict[object, Iterator[int]]):
+    """By kind, peer and tag, what the next message is numbered. Of thousands, those met first are forgotten."""
+
+    def __missing__(self, key: object) -> Iterator[int]:
+        if len(self) >= _CHANNELS:
+            self.popitem(last=False)
+        return self.setdefault(key, itertools.count())  # another thread may have come first
 
 
 @final

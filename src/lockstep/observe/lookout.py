@@ -107,8 +107,7 @@ class Lookout:
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():
-                if self._voice.is_news(note, sights):
-                    self._voice.say(note)
+                self._voice.say_if_news(note, sights)
             self._look_at_sizes(sights if is_first else {})
         if not is_last and (not is_first or self._looked_s < self._blind_until_s):
             return
@@ -129,9 +128,7 @@ class Lookout:
         if begun >= max(1, 2 * self._messages):
             self._messages = begun
             for rank in [rank for rank, sight in sights.items() if sight.status.messages]:
-                note = find_too_large(self._scene(sights), rank, is_note=True)
-                if note is not None and self._voice.is_news(note, sights):
-                    self._voice.say(note)
+                self._voice.say_if_news(find_too_large(self._scene(sights), rank, is_note=True), sights)
 
     def _is_first(self, sights: Mapping[int, Sight]) -> bool:
         """Whether this is the first rank whose guard looks: one is enough."""
@@ -160,11 +157,9 @@ class Lookout:
             mine = self._account.status(time.monotonic(), **self._voice.shown())
             sights = {**self._board.sights(), self._rank: Sight(mine, 0.0, is_gone=False)}
             note = find_caught(self._scene(sights))
-            if note is not None and note.culprits[0] == self._rank and self._voice.is_news(note, sights):
-                self._voice.say(note)
-            over = find_left_over(self._scene(sights))
-            if over is not None and self._voice.is_news(over, sights):
-                self._voice.say(over)
+            if note is not None and note.culprits[0] == self._rank:
+                self._voice.say_if_news(note, sights)
+            self._voice.say_if_news(find_left_over(self._scene(sights)), sights)
             left_out = find_left_out(self._scene(sights))
             if left_out is not None and self._voice.is_news(left_out, sights):
                 self.put_up(left_out, sights)

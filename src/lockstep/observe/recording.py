@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from sys import _getframe
 from time import monotonic_ns
 from types import CodeType, FrameType
@@ -17,7 +17,7 @@ from lockstep.comm.operands import pieces
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CommError
 from lockstep.observe.call_site import call_site, is_users, site_from
-from lockstep.observe.flight import Words, pack_words
+from lockstep.observe.flight import MessageNumbers, Words, pack_words
 from lockstep.observe.scene import message_text
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class GuardLayer(TransportLayer):
         self._of_others: dict[tuple[object, ...], dict[str, Words]] = {}  # lines that are not the user's, by his
         self._codes: list[CodeType] = []  # of these lines, which keep the numbers that they go by
         self._collectives = itertools.count()  # the number that the next one has
-        self._messages: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)  # by kind, peer and tag
+        self._messages = MessageNumbers()
         guard.group(name, inner.global_ranks)
 
     def submit(self, op: CommOp) -> Work:

@@ -17,7 +17,6 @@ from lockstep.observe.flight import Mark, Record, mark_of
 RUNNING, RAISED, FINISHED = "running", "raised", "finished"
 State = Literal["running", "raised", "finished"]
 _FACTS = ',\t"facts":'  # between what changes with every status and what does not: JSON with a space of its own
-_REMEMBERED = 64  # texts of facts
 _encoded = json.JSONEncoder(separators=(",", ":")).encode  # made once
 _NEWEST, _EVERY, _SPAN = 32, 32, 1024  # of which operations the digest is kept
 
@@ -147,7 +146,7 @@ class ToldFacts(dict[str, dict[str, Any]]):
         self.text = text
 
 
-_facts_of = lru_cache(maxsize=_REMEMBERED)(ToldFacts)  # they change seldom
+_facts_of = lru_cache(maxsize=64)(ToldFacts)  # they change seldom
 
 
 class Sight(NamedTuple):

@@ -6,12 +6,12 @@ import itertools
 import math
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.flight import FlightRecorder, Words, pack_words
+from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words, pack_words
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
 
@@ -50,7 +50,7 @@ class WatchedGroup:
         self.pending: deque[Pending] = deque()
         self._recorder = recorder
         self.collectives = itertools.count()  # the number that the next one has
-        self.messages: defaultdict[object, Iterator[int]] = defaultdict(itertools.count)  # by kind, peer and tag
+        self.messages = MessageNumbers()
         self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
         self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 

@@ -84,6 +84,11 @@ class Voice:
         self._write(text or found.text)
         self.call(self.on_finding, found)
 
+    def say_if_news(self, found: Finding | None, sights: Mapping[int, Sight]) -> None:
+        """Unless a rank has said it."""
+        if found is not None and self.is_news(found, sights):
+            self.say(found)
+
     def say_with_evidence(self, found: Finding, sights: Mapping[int, Sight]) -> None:
         """Also what may pass; as the end of what was said before, where it is that."""
         here = place_of(sys.stderr)
@@ -120,8 +125,7 @@ class Voice:
         )
         self.failures += 1
         found = Finding("guard", (self._rank,), "\n".join(lines), is_certain=False, key=f"guard:{where}")
-        if self.is_news(found, {}):
-            self.say(found)
+        self.say_if_news(found, {})
 
     def part(self, what: str) -> Spared:
         """A part of a look, `spared`. The `looker` takes a breath after it, if the last one was a while ago.

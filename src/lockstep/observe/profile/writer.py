@@ -30,7 +30,7 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import EXPOSED, TAIL, Step, StepClock, spans_in, spent_in, worked_out
+from lockstep.observe.profile.step_clock import EXPOSED, PHASES, TAIL, Step, StepClock, spans_in, spent_in, worked_out
 from lockstep.observe.profile.torch_phases import forwards_found
 from lockstep.observe.scene import read_message
 from lockstep.observe.torch_groups import FROM_CPP
@@ -70,20 +70,15 @@ class _Line:
 
     __slots__ = ("began_ns", "count", "longest_ns", "operations", "samples", "spent_ns", "step", "tokens", "until")
 
-    def __init__(self, until: int) -> None:
-        self.until = until  # the last step of the line
-        self.step = self.began_ns = 0  # the newest; the first one's beginning
-        self.count = self.longest_ns = self.tokens = self.samples = self.operations = 0
-        self.spent_ns: Sequence[int] = ()
+    def __init__(self, began_ns: int, until: int) -> None:
+        self.began_ns, self.until = began_ns, until  # the last step of the line
+        self.step = self.count = self.longest_ns = self.tokens = self.samples = self.operations = 0
+        self.spent_ns = [0] * len(PHASES)
 
     def add(self, step: Step) -> None:
         """The next one."""
         number, began_ns, ended_ns, tokens, samples, (first, end), *_ = step
-        spent_ns = spent_in(step)
-        if not self.count:
-            self.began_ns, self.spent_ns = began_ns, spent_ns
-        else:
-            self.spent_ns = [*map(add, self.spent_ns, spent_ns)]
+        self.spent_ns = [*map(add, self.spent_ns, spent_in(step))]
         self.step = number
         self.count += 1
         self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
@@ -217,7 +212,7 @@ class RunWriter:
             return [*before, *self._listed(worked_out(step))]
         until = last_in_line(step.step)
         is_cut = step.step < self._window.start <= until
-        self._line = line = _Line(self._window.start - 1 if is_cut else until)
+        self._line = line = _Line(step.began_ns, self._window.start - 1 if is_cut else until)
         line.add(step)
         return [*before, *self._line_so_far()] if step.step == line.until else before
 
@@ -247,7 +242,7 @@ class RunWriter:
         open_ns = [(one.entered_ns, one.left_ns or step.ended_ns) for one in (*records, *carried)]
         open_ns += [one[1:] for one in step.waits]
         hidden_ns = covered_ns(open_ns, step.began_ns, step.ended_ns) - step.summed_ns[EXPOSED]
-        alone = _Line(step.step)
+        alone = _Line(step.began_ns, step.step)
         alone.add(step)
         line = replace(
             self._told(alone),

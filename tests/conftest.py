@@ -15,7 +15,7 @@ from types import FrameType
 
 import pytest
 
-from leaks import Snapshot, child_processes
+from leaks import Snapshot, child_processes, process_stacks
 from lockstep.testing.failures import thread_stacks
 
 _LIMIT_S = 60.0
@@ -71,8 +71,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 
 def _all_stacks() -> str:
-    worlds = sys.modules.get("lockstep.testing.worlds")
-    return thread_stacks(threading.enumerate()) + ("" if worlds is None else worlds.process_stacks())
+    return thread_stacks(threading.enumerate()) + process_stacks()
 
 
 @pytest.fixture(autouse=True)

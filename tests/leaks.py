@@ -14,6 +14,7 @@ from typing import Any
 from lockstep.launch.processes import children
 from lockstep.testing.waiting import wait_until
 from process_tree import words_of
+from shared_segments import pool_segments
 
 _PATIENCE_S = 2.0  # for a thread or process that is just ending
 _OWN_FILES = (".pytest_cache", "__pycache__", ".hypothesis", ".ruff_cache", ".coverage")
@@ -49,6 +50,23 @@ class Snapshot:
         return sorted(lines)
 
 
+def process_stacks() -> str:
+    """The stacks of all ranks that `run_processes` has started."""
+    return "\n".join(f"world of {pool.world_size}:\n{pool.stacks()}" for pool in _pools())
+
+
+def open_files() -> set[int]:
+    """This process's file descriptors."""
+    folder = Path("/proc/self/fd")
+    return {int(name) for name in os.listdir(folder) if (folder / name).is_symlink()}  # the listing's own is closed
+
+
+def _pools() -> list[Any]:
+    """Those that `run_processes` keeps."""
+    worlds = sys.modules.get("lockstep.testing.worlds")
+    return [] if worlds is None else list(worlds._pools.values())
+
+
 def child_processes() -> dict[str, str]:
     """This process's children, without those that the pools of `run_processes` keep."""
     helpers = {forkserver._forkserver._forkserver_pid, resource_tracker._resource_tracker._pid}  # pyright: ignore
@@ -62,8 +80,9 @@ def _threads() -> dict[str, str]:
 def _files() -> dict[str, str]:
     """Open files, pipes and sockets, without those of the pools."""
     helpers = {forkserver._forkserver._forkserver_alive_fd, resource_tracker._resource_tracker._fd}  # pyright: ignore
-    if "lockstep.testing.worlds" in sys.modules:
-        helpers |= sys.modules["lockstep.testing.worlds"].pool_files()
+    for pool in _pools():  # a pipe to each process, and what tells of its end and of ours
+        helpers |= {pipe.fileno() for pipe in pool._pipes}
+        helpers |= {file for process in pool._processes for file in process._popen.finalizer._args}
     files: dict[str, str] = {}
     for link in Path("/proc/self/fd").iterdir():
         if int(link.name) not in helpers:
@@ -72,12 +91,6 @@ def _files() -> dict[str, str]:
             except FileNotFoundError:  # the listing's own
                 continue
     return files
-
-
-def _segments() -> dict[str, str]:
-    """Shared memory that a rank of a pool keeps after its job: something still refers to the job's group or tensors."""
-    worlds = sys.modules.get("lockstep.testing.worlds")
-    return {} if worlds is None else worlds.pool_segments()
 
 
 def _variables() -> dict[str, str]:
@@ -92,8 +105,8 @@ def _settings() -> dict[str, Any]:
         settings["threads of torch"] = torch.get_num_threads()
         settings["grad mode"] = torch.is_grad_enabled()
         settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
-    transport = sys.modules.get("lockstep.comm.torch_transport")
-    settings["default process group"] = transport is not None and transport.has_default_group()
+    dist = sys.modules.get("torch.distributed")
+    settings["default process group"] = dist is not None and dist.is_initialized()
     return settings
 
 
@@ -105,7 +118,7 @@ _LOOKS: dict[str, Callable[[], dict[str, Any]]] = {
     "thread": _threads,
     "child process": child_processes,
     "open file": _files,
-    "segment of shared memory": _segments,
+    "segment of shared memory": pool_segments,  # kept after its job: something refers to the job's group or tensors
     "environment variable": _variables,
     "setting": _settings,
     "file in the working directory": _files_here,

@@ -18,9 +18,9 @@ from lockstep.comm.shm import segment
 from lockstep.comm.shm_transport import ShmTransport
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.segments import mapped_segments
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
+from shared_segments import mapped_segments
 from shm_ranks import goes_on, segment_bytes, share, shared
 
 MIB = 2**20
@@ -126,11 +126,11 @@ def without_room(comm: Communicator) -> list[str]:
         before = segment_bytes()
         comm.barrier()
         assert ours.shared(2**42) is None
-        left, segment._free_memory = segment._free_memory, lambda: 0.0
+        left, segment.free_memory = segment.free_memory, lambda: 0.0
         try:
             assert ours.shared(8 * MIB) is None
         finally:
-            segment._free_memory = left
+            segment.free_memory = left
         assert segment_bytes() == before
         comm.barrier()
         tensor = have(ours, 8 * MIB)

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import lockstep
 from lockstep import DistributedDataParallel
 from lockstep.comm.process_group import register_backend
-from lockstep.testing.segments import kept_segments, mapped_segments
 from lockstep.testing.worlds import run_processes
+from shared_segments import kept_segments, mapped_segments
 
 
 def gloo_threads() -> list[str]:

@@ -13,9 +13,9 @@ from comm_cases import bits
 from lockstep import DistributedDataParallel
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import TransportClosed
-from lockstep.testing.segments import mapped_segments
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes, run_threads
+from shared_segments import mapped_segments
 from shm_ranks import lies_in_segment, segment_bytes, shared
 
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from comm_cases import same
+from leaks import open_files
 from lockstep.comm.communicator import Communicator
-from lockstep.testing.pool import open_files
-from lockstep.testing.segments import mapped_segments
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import close_pools, run_processes
+from shared_segments import mapped_segments
 from shm_ranks import (
     lies_in_segment,
     named_memory,

@@ -22,8 +22,8 @@ from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.segment import SegmentFile
 from lockstep.errors import SharedMemoryUnavailable
-from lockstep.testing.segments import mapped_segments
 from lockstep.testing.worlds import run_processes
+from shared_segments import mapped_segments
 from shm_ranks import lies_in_segment, share
 
 KIB = 1024

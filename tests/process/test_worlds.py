@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from leaks import Snapshot
+from leaks import Snapshot, process_stacks
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import PeerLost
 from lockstep.testing import pool
 from lockstep.testing.failures import RankFailed, RankTimeout
 from lockstep.testing.waiting import wait_until
-from lockstep.testing.worlds import close_pools, process_stacks, run_processes, run_threads
+from lockstep.testing.worlds import close_pools, run_processes, run_threads
 
 
 class Unpicklable(Exception):
@@ -263,7 +263,7 @@ def test_good():
 
 
 def test_the_conftest_fails_what_hangs_or_leaks(tmp_path: Path) -> None:
-    for name in ("conftest.py", "leaks.py", "process_tree.py", "slow_tests.txt"):
+    for name in ("conftest.py", "leaks.py", "process_tree.py", "shared_segments.py", "slow_tests.txt"):
         (tmp_path / name).write_text((Path(__file__).parents[1] / name).read_text())
     (tmp_path / "test_sample.py").write_text(SAMPLE)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)]

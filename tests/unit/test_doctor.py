@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
-from lockstep.comm.preflight import Knock
+from lockstep.comm.preflight import Interface, Knock
 from lockstep.errors import ConfigError
 from lockstep.launch.doctor import examination, machine, probes
 from lockstep.launch.doctor.asked import Asked, read_asked
 from lockstep.launch.doctor.check import Check, has_failed, size, summary
-from lockstep.launch.doctor.machine import Interface, Limits, Memory, Port
+from lockstep.launch.doctor.machine import Limits, Memory, Port
 from lockstep.launch.doctor.variables import KNOWN, check_variables, meant_by
 
 INF = float("inf")
@@ -124,6 +125,12 @@ def test_flags_that_cannot_be(words: list[str], environ: Mapping[str, str], expe
 
 
 # ---------------------------------------------------------------------- variables
+
+
+def test_wheel_holds_their_names() -> None:
+    builder = WheelBuilder(str(Path(__file__).parents[2]))
+    inside = {each.distribution_path for each in builder.recurse_included_files()}
+    assert "lockstep/launch/doctor/variables.json" in inside
 
 
 @pytest.mark.parametrize(

@@ -116,3 +116,24 @@ def test_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) ->
     assert FIGURES in shown
     assert "20/100" in shown
     assert "[bold]hello[/bold]" in shown
+
+
+def test_narrow_terminal_loses_the_bar_and_the_end_of_the_line_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(console_module.sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    console = Console(0, 100)
+    console.step(RECORD)
+    console.close()
+    assert "step 20/100 loss 2.5000 lr 1.00e-03 gra" in screen.getvalue()
+
+
+def test_terminal_that_can_move_no_cursor_gets_plain_lines_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = Terminal()
+    monkeypatch.setattr(console_module.sys, "stdout", screen)
+    monkeypatch.setenv("TERM", "dumb")
+    console = Console(0, 100)
+    console.step(RECORD)
+    assert screen.getvalue() == f"step 20/100 {FIGURES}\n"
+    console.close()

@@ -8,6 +8,7 @@ import json
 import os
 import socket
 import struct
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -255,6 +256,18 @@ def test_end_of_a_run_says_where_its_report_lies(tmp_path: Path, capsys: pytest.
     for environ in ({}, {RUN: ""}, {RUN: str(tmp_path / "not made")}):
         tell_record(environ, is_quiet=False)
     assert capsys.readouterr().err == ""
+
+
+def test_end_of_a_run_is_what_it_is_where_nothing_can_be_said_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full_run(tmp_path, steps=5)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        tell_record({RUN: str(tmp_path), PROFILE: "steps=70:75"}, is_quiet=False)
+        tell_record({RUN: str(tmp_path), PROFILE: "no window"}, is_quiet=False)
+        assert main(["watsh"]) == 2
+    assert (tmp_path / "report.html").exists()
 
 
 def test_window_that_no_step_has_reached_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

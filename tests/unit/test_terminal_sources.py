@@ -197,7 +197,8 @@ def test_what_the_ranks_have_found_is_a_card_until_the_document_has_it(
     onlooker.follow(places_of(folder)[1])
     onlooker.sights()
     found = Finding("gone", (1,), "lockstep: GONE in step 5.\n  rank 1 was last seen", True, "gone:1")
-    next(iter(onlooker._records.values())).put_up(found.to_json().encode())
+    record, _ = next(iter(onlooker._records.values()))
+    record.put_up(found.to_json().encode())
 
     assert view.look().cards == [{"severity": "error", "title": "GONE in step 5.", "text": "  rank 1 was last seen"}]
     cards.append({"severity": "error", "title": "rank 1 has ended", "text": found.text})

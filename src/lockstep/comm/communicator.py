@@ -21,14 +21,14 @@ from lockstep.comm.operands import (
     in_place_list,
     peer_of,
 )
-from lockstep.comm.point_to_point import PointToPoint
+from lockstep.comm.rank_group import RankGroup
 from lockstep.errors import ConfigError
 
 if TYPE_CHECKING:
     from lockstep.comm.mesh import Mesh
 
 
-class Communicator(PointToPoint):
+class Communicator(RankGroup):
     """The ranks of one group, and everything they can say to each other.
 
     Every operation takes tensors of any shape, also non-contiguous and empty ones. By default it blocks until the

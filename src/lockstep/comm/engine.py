@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import final
 
 from lockstep.comm.background import Background
@@ -23,19 +24,17 @@ _AGAIN_S = 0.1  # an operation that was asked to give up and has not is asked ag
 
 
 @final
+@dataclass(slots=True, eq=False)
 class Patience:
     """How the operation that runs now may wait. Another thread may shorten it."""
 
-    __slots__ = ("_given_up", "_op", "aborted", "closing", "deadline", "seconds", "spins")
-
-    def __init__(self) -> None:
-        self.spins = False  # worth looking again and again before sleeping: nobody else wants this core
-        self.seconds = 0.0  # the limit, for messages
-        self.deadline = 0.0  # on the monotonic clock
-        self.closing = False
-        self.aborted: CommError | None = None  # what everything fails with from now on
-        self._op: CommOp | None = None  # what runs now
-        self._given_up: CommOp | None = None
+    spins: bool = False  # worth looking again and again before sleeping: nobody else wants this core
+    seconds: float = 0.0  # the limit, for messages
+    deadline: float = 0.0  # on the monotonic clock
+    closing: bool = False
+    aborted: CommError | None = None  # what everything fails with from now on
+    _op: CommOp | None = None  # what runs now
+    _given_up: CommOp | None = None
 
     def begin(self, op: CommOp, seconds: float, spins: bool) -> None:
         """An operation begins and may take this long."""
@@ -159,8 +158,6 @@ class Engine:
 @final
 class EngineWork(Work):
     """One operation in the queue."""
-
-    __slots__ = ("_engine", "done", "ended_ns", "error", "op", "owner")
 
     def __init__(self, engine: Engine, op: CommOp, owner: object) -> None:
         self.op: CommOp | None = op  # None once it has ended: the tensors are the caller's again

@@ -172,8 +172,6 @@ class HierarchicalTransport(Transport):
 class HostsWork(Work):
     """An operation in the engine, whose waits end in time also while the engine is inside another transport's."""
 
-    __slots__ = ("_error", "_owner", "_work")
-
     def __init__(self, work: EngineWork, owner: HierarchicalTransport) -> None:
         self._work = work
         self._owner = owner  # its end closes the engine, which must not happen inside of a wait

@@ -66,9 +66,7 @@ def init(layer: Layer, caller: str, **options: Unpack[Options]) -> Communicator:
         comm = _adopt(settings, layer)
     else:
         comm = _found(settings, layer)
-        group = dist.group.WORLD
-        assert group is not None
-        _open[comm] = weakref.ref(group), caller
+        _open[comm] = weakref.ref(distributed_c10d._get_default_group()), caller
         comm.forget = lambda closed: _open.pop(closed, None)  # listed there it would keep its shared memory
     if comm.rank == 0:
         settings.say(_headline(comm))
@@ -153,8 +151,7 @@ def _make_group(settings: Settings, place: Place, device: torch.device, store: d
         )
     except RuntimeError as error:
         raise CommError(f"rank {place.rank}: torch could not make the {backend} group: {error}") from error
-    group = dist.group.WORLD
-    assert group is not None
+    group = distributed_c10d._get_default_group()
     distributed_c10d._set_pg_timeout(timedelta(seconds=settings.limit_s), group)
     plain = TorchTransport(group, device, settings.limit_s, owned=True)
     try:

@@ -43,30 +43,21 @@ def _mismatch(problem: str, ops: Ops, *ranks: int) -> CollectiveMismatch:
 
 def _copy(target: Tensor, source: Tensor, ops: Ops, source_rank: int, target_rank: int) -> None:
     if target.numel() != source.numel() or target.dtype != source.dtype:
-        raise _mismatch(
-            f"rank {target_rank} has room for {target.numel()} x {target.dtype} from rank {source_rank}, which gives "
-            f"{source.numel()} x {source.dtype}",
-            ops,
-            source_rank,
-            target_rank,
-        )
+        room, given = (f"{tensor.numel()} x {tensor.dtype}" for tensor in (target, source))
+        problem = f"rank {target_rank} has room for {room} from rank {source_rank}, which gives {given}"
+        raise _mismatch(problem, ops, source_rank, target_rank)
     target.view(-1).copy_(source.view(-1))
 
 
-def _root(ops: Sequence[CommOp]) -> int:
-    assert ops[0].peer is not None
-    return ops[0].peer
-
-
 def _broadcast(ops: Sequence[CommOp]) -> None:
-    root = _root(ops)
+    root = ops[0].partner
     for rank, op in enumerate(ops):
         _copy(op.outputs[0], ops[root].inputs[0], ops, root, rank)
 
 
 def _reduce(ops: Sequence[CommOp]) -> None:
     result = tree_reduce([op.inputs[0] for op in ops], ops[0].reduction)
-    ops[_root(ops)].outputs[0].copy_(result)
+    ops[ops[0].partner].outputs[0].copy_(result)
 
 
 def _all_reduce(ops: Sequence[CommOp]) -> None:
@@ -76,13 +67,13 @@ def _all_reduce(ops: Sequence[CommOp]) -> None:
 
 
 def _gather(ops: Sequence[CommOp]) -> None:
-    root = _root(ops)
+    root = ops[0].partner
     for rank, op in enumerate(ops):
         _copy(ops[root].outputs[rank], op.inputs[0], ops, rank, root)
 
 
 def _scatter(ops: Sequence[CommOp]) -> None:
-    root = _root(ops)
+    root = ops[0].partner
     for rank, op in enumerate(ops):
         _copy(op.outputs[0], ops[root].inputs[rank], ops, root, rank)
 

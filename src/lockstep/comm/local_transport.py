@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import final
 
 import torch
 from torch import Tensor
 
 from lockstep.comm.local_exchange import copy_message, exchange, find_mismatch
-from lockstep.comm.op import AllWork, CommOp, Work, describe
+from lockstep.comm.op import AllWork, CommOp, DoneWork, Work, describe
 from lockstep.comm.shm.announcement import agree_on_tensor
 from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CollectiveMismatch, CollectiveTimeout, CommError, PeerLost, TransportClosed
@@ -38,17 +39,15 @@ class LocalWorld:
             self.changed.notify_all()
 
 
+@dataclass(slots=True, eq=False)
 class _Entry:
     """What has become of one collective of all ranks, or of one rank's message."""
 
-    __slots__ = ("came", "done", "error", "ops", "source")
-
-    def __init__(self) -> None:
-        self.ops: dict[int, CommOp] = {}  # rank -> what it asked for; empty again when it is done
-        self.came: set[int] = set()
-        self.done = False
-        self.error: CommError | None = None
-        self.source: int | None = None  # of a message: the rank that sent it
+    ops: dict[int, CommOp] = field(default_factory=dict)  # rank -> what it asked for; empty again when it is done
+    came: set[int] = field(default_factory=set)
+    done: bool = False
+    error: CommError | None = None
+    source: int | None = None  # of a message: the rank that sent it
 
     def finish(self, error: CommError | None = None) -> None:
         self.done = True
@@ -170,9 +169,9 @@ class LocalTransport(Transport):
             if self.rank in group.closed:
                 raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
             if self.rank in group.aborted:
-                entry = _Entry()
-                entry.finish(CommError(f"{describe(op)}: aborted on rank {self.rank}"))
-            elif op.kind in ("send", "recv"):
+                own = CommError(f"{describe(op)}: aborted on rank {self.rank}")
+                return DoneWork(blamed_on(group.aborted[self.rank], own))
+            if op.kind in ("send", "recv"):
                 entry = group.post(self.rank, op)
             else:
                 entry = group.come(self.rank, self._collectives, op)

@@ -6,6 +6,7 @@ import difflib
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import final
 
 from lockstep.comm.communicator import Communicator
@@ -13,7 +14,7 @@ from lockstep.errors import ConfigError
 
 
 @final
-class Mesh:
+class Mesh(AbstractContextManager["Mesh"]):
     """The ranks of a communicator laid out on named axes, the last axis varying fastest (as torch's DeviceMesh).
 
         mesh = Mesh(comm, {"replica": 2, "shard": 4})    ranks 0 1 2 3 are a line along "shard", 0 4 one along "replica"
@@ -60,9 +61,6 @@ class Mesh:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
         return f"<Mesh {self.comm.name!r}: {sizes}; rank {self.comm.rank} at {tuple(self.coordinate.values())}>"
-
-    def __enter__(self) -> Mesh:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from lockstep.errors import CommError
+
 Kind = Literal[
     "send", "recv", "batch_send_recv", "barrier",
     "broadcast", "reduce", "all_reduce", "gather", "all_gather", "scatter", "reduce_scatter", "all_to_all",
@@ -62,6 +64,12 @@ class CommOp(NamedTuple):
         """`reduce` of a kind that has one."""
         assert self.reduce is not None
         return self.reduce
+
+    @property
+    def partner(self) -> int:
+        """`peer` of a kind that names one."""
+        assert self.peer is not None
+        return self.peer
 
     @property
     def nbytes(self) -> int:
@@ -133,21 +141,22 @@ class Work(abc.ABC):
         return None
 
 
-class Algorithm(abc.ABC):
+class Algorithm(NamedTuple):
     """A way to carry out collectives by messages, see `comm/algorithms/`."""
 
     name: str
-
-    @abc.abstractmethod
-    def start(self, op: CommOp) -> Work:
-        """What a transport does with `op`, which asks for it. Its messages pass all layers, as any message does."""
+    start: Callable[[CommOp], Work]  # what a transport does with an `op` that asks for it; its messages pass all layers
 
 
 class DoneWork(Work):
-    """Work that ended before it was returned."""
+    """Work that ended before it was returned: well, or with `error`."""
+
+    def __init__(self, error: CommError | None = None) -> None:
+        self._error = error
 
     def wait(self, timeout_s: float | None = None) -> None:
-        pass
+        if self._error is not None:
+            raise self._error
 
     def is_done(self) -> bool:
         return True

@@ -207,6 +207,21 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
+def read_proc(path: str) -> bytes:
+    """What the kernel tells in a file of /proc; nothing where it is not Linux, or tells another user only."""
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError:  # also of a process that has ended
+        return b""
+
+
+def free_memory() -> float:
+    """Bytes that programs can still have; infinite where the system does not say."""
+    lines = read_proc("/proc/meminfo").splitlines()
+    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(b"MemAvailable:")), float("inf"))
+
+
 def process_state(pid: int) -> str:
     """One letter, as /proc has it (R, S, D, T, t, Z); "" where the process has gone, or /proc does not say."""
     return state_and_cpu_s(f"/proc/{pid}/stat")[0]
@@ -214,10 +229,8 @@ def process_state(pid: int) -> str:
 
 def state_and_cpu_s(path: str) -> tuple[str, float]:
     """That letter of a thread or process, and its time on cores; "" and 0 where that is not told."""
-    try:
-        with open(path, "rb") as file:
-            words = file.read().rpartition(b")")[2].split()  # it may call itself anything, also "x) T"
-    except OSError:  # also of another user's process, where those are hidden
+    words = read_proc(path).rpartition(b")")[2].split()  # it may call itself anything, also "x) T"
+    if not words:
         return "", 0.0
     return words[0].decode(), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
 
@@ -243,21 +256,28 @@ def local_address(towards: str) -> str:
         return ""
 
 
-def interface_addresses() -> list[tuple[str, str]]:
-    """(name, IPv4 address) of each interface that has one; [] where the system cannot be asked."""
-    found: list[tuple[str, str]] = []
+class Interface(NamedTuple):
+    """A way out of this machine."""
+
+    name: str
+    address: str  # IPv4
+
+
+def interfaces() -> list[Interface]:
+    """Those that have an IPv4 address, in the system's order; [] where it cannot be asked."""
+    found: list[Interface] = []
     if sys.platform == "linux":
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             for _, name in socket.if_nameindex():
                 with contextlib.suppress(OSError):  # an interface without an IPv4 address
                     answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                    found.append((name, socket.inet_ntoa(answer[20:24])))
+                    found.append(Interface(name, socket.inet_ntoa(answer[20:24])))
     return found
 
 
 def interface_of(address: str) -> str:
     """The interface that has this IPv4 address; "" where none has, or where the system cannot be asked."""
-    return next((name for name, own in interface_addresses() if own == address), "")
+    return next((name for name, own in interfaces() if own == address), "")
 
 
 def gloo_interface(towards: Sequence[str], one_machine: bool) -> str:

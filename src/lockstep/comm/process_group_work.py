@@ -17,9 +17,10 @@ from lockstep.comm.operands import writing_to
 from lockstep.errors import CollectiveTimeout, CommError, ConfigError
 
 _NO_TIMEOUT = timedelta(0)
+Teller = Background[Any, "GroupWork"]
 
 
-def future_teller(name: str) -> Background[Any, GroupWork]:
+def future_teller(name: str) -> Teller:
     """What waits for works in the order they came, and tells their futures.
 
     In a thread of its own, because what a user attaches to a future runs in the thread that completes it, and may begin
@@ -33,12 +34,7 @@ class GroupWork(dist.Work):
     """One operation of a `LockstepGroup`. Whichever thread waits first does what is left to do, the others see it."""
 
     def __init__(
-        self,
-        work: Work,
-        outputs: list[Tensor],
-        limit_s: float,
-        teller: Background[Any, GroupWork] | None,
-        source: int = -1,
+        self, work: Work, outputs: list[Tensor], limit_s: float, teller: Teller | None, source: int = -1
     ) -> None:
         """teller: None for a message, which has no future. source: the rank that a message comes from, where known."""
         super().__init__()

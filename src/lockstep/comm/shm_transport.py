@@ -11,6 +11,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, final
 
@@ -60,7 +61,8 @@ class ShmTransport(Transport):
         self._control = control = host.control_of(room, members)
         control.put_slot(room.slot)
         name = f"lockstep-shm-{self.rank}"
-        execute = _Collectives(Staging(host.segment, control)).execute
+        staging = Staging(host.segment, control)
+        execute = partial(_carry_out, control, Reducing(staging), Moving(staging))
         self._engine = Engine(execute, control.patience, self.timeout_s, name)
         post = Post(host.segment, host.heap, control)
         self._mail = Mail(post, control, self.timeout_s, f"{name}-messages")
@@ -222,39 +224,20 @@ class ShmTransport(Transport):
             self.beneath.close()
 
 
-@final
-class _Collectives:
-    """Carries out the collectives of one rank of one group, one at a time."""
-
-    def __init__(self, staging: Staging) -> None:
-        self._control = staging.control
-        reducing, moving = Reducing(staging), Moving(staging)
-        self._run = {
-            "broadcast": moving.broadcast,
-            "reduce": reducing.reduce,
-            "all_reduce": reducing.all_reduce,
-            "gather": moving.gather,
-            "all_gather": moving.all_gather,
-            "scatter": moving.scatter,
-            "reduce_scatter": reducing.reduce_scatter,
-            "all_to_all": moving.all_to_all,
-            "barrier": moving.barrier,
-        }
-
-    def execute(self, op: CommOp) -> None:
-        """Do what `op` says; blocks.  Raises: CommError."""
-        run = self._run[op.kind]
-        try:
-            if op.outputs and op.outputs[0].is_inference():  # only inference mode may write to its tensors
-                with torch.inference_mode():
-                    run(op)
-            else:
+def _carry_out(control: Control, reducing: Reducing, moving: Moving, op: CommOp) -> None:
+    """Do what a collective says, by the method that has the name of its kind; blocks.  Raises: CommError."""
+    run = getattr(reducing if op.reduce else moving, op.kind)
+    try:
+        if op.outputs and op.outputs[0].is_inference():  # only inference mode may write to its tensors
+            with torch.inference_mode():
                 run(op)
-        except CollectiveMismatch:  # raised where all ranks are in step: the group goes on
-            raise
-        except BaseException as error:
-            self._control.fail(error, op)
-            raise
+        else:
+            run(op)
+    except CollectiveMismatch:  # raised where all ranks are in step: the group goes on
+        raise
+    except BaseException as error:
+        control.fail(error, op)
+        raise
 
 
 def _end(host: Host, control: Control, engine: Engine, mail: Mail, post: Post, room: Room, owner: int) -> None:

@@ -71,8 +71,7 @@ def _message(transport: TorchTransport, op: CommOp) -> Work:
 
 def _post(transport: TorchTransport, op: CommOp) -> dist.Work:
     if op.kind == "send":
-        assert op.peer is not None
-        return transport.process_group.send([op.inputs[0]], op.peer, op.tag)
+        return transport.process_group.send([op.inputs[0]], op.partner, op.tag)
     if op.peer is not None:
         return transport.process_group.recv([op.outputs[0]], op.peer, op.tag)
     if transport.is_nccl:
@@ -94,14 +93,13 @@ def _batch(transport: TorchTransport, op: CommOp) -> Work:
 
 def _reduction(transport: TorchTransport, op: CommOp) -> Reduction:
     """The reduction to ask the backend for; bools are combined by or and and, where bytes would be added."""
-    assert op.reduce is not None
-    dtype = op.inputs[0].dtype
+    reduce, dtype = op.reduction, op.inputs[0].dtype
     if dtype not in _NATIVE:
         raise ConfigError(
-            f"{op.kind} of {dtype}: {transport.name} cannot compute the {op.reduce} of this dtype; convert it first, "
+            f"{op.kind} of {dtype}: {transport.name} cannot compute the {reduce} of this dtype; convert it first, "
             f"to one of {', '.join(sorted(str(t) for t in _NATIVE))}"
         )
-    return _BOOL_OPS[op.reduce] if dtype == torch.bool else op.reduce
+    return _BOOL_OPS[reduce] if dtype == torch.bool else reduce
 
 
 def _reduced(transport: TorchTransport, op: CommOp, work: dist.Work, result: Tensor) -> Work:
@@ -154,11 +152,6 @@ def _exchange_parts(
 
 
 # ------------------------------------------------------------------ moving data
-
-
-def _broadcast(transport: TorchTransport, op: CommOp) -> Work:
-    assert op.peer is not None
-    return _broadcast_from(transport, op, op.outputs[0], op.peer)
 
 
 def _broadcast_from(transport: TorchTransport, op: CommOp, tensor: Tensor, root: int) -> Work:
@@ -225,7 +218,7 @@ START: dict[str, Callable[[TorchTransport, CommOp], Work]] = {
     "send": _message,
     "recv": _message,
     "batch_send_recv": _batch,
-    "broadcast": _broadcast,
+    "broadcast": lambda transport, op: _broadcast_from(transport, op, op.outputs[0], op.partner),
     "reduce": _reduce,
     "all_reduce": _all_reduce,
     "gather": _gather,

@@ -33,21 +33,15 @@ def default_rank_and_world() -> tuple[int, int] | None:
 def communicator_over(process_group: Any = None) -> Communicator:
     """A communicator over a torch process group that exists already; None means torch's default group.
 
-    Collective: every rank of the group.
+    It has the best transport for these ranks; over a group of the backend "lockstep" its own. Where the group also has
+    a backend for the GPUs of this machine, torch's calls, which choose by the tensor.
+    Collective: every rank of the group, the first time for each group; the transport lives as long as the group.
     Raises: ValueError, as torch does, where there is no default group.
     """
-    return Communicator(_over(_get_default_group() if process_group is None else process_group))
-
-
-def _over(process_group: Any) -> Transport:
-    """The best transport for the ranks of a torch process group; of a group of the backend "lockstep" its own.
-
-    Where the group also has a backend for the GPUs of this machine, torch's calls, which choose by the tensor.
-    Collective: every rank of the group, the first time for each group; it lives as long as the group.
-    """
+    process_group = _get_default_group() if process_group is None else process_group
     own = transport_of(process_group)
     if own is not None and not has_gpus(process_group):
-        return own
+        return Communicator(own)
     chosen = _chosen.get(process_group)
     if chosen is None:
         for ended in _listed.difference(_world.pg_map):  # destroyed, but torch's caches of meshes may keep it for ever
@@ -57,7 +51,7 @@ def _over(process_group: Any) -> Transport:
         chosen = _chosen[process_group] = layered(plain, process_group.group_name)
         if process_group in _world.pg_map:
             _listed.add(process_group)
-    return chosen
+    return Communicator(chosen)
 
 
 def flat_group(device_mesh: Any) -> Any:

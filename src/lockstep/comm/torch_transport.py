@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, distributed_c10d
 
 from lockstep.comm.exchanged_sums import ExchangedSums
-from lockstep.comm.op import CommOp, Work, describe
+from lockstep.comm.op import CommOp, DoneWork, Work, describe
 from lockstep.comm.torch_calls import START, make_options
-from lockstep.comm.torch_work import Refused, failure
+from lockstep.comm.torch_work import failure
 from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CommError, ConfigError, TransportClosed
 
@@ -133,7 +133,7 @@ class TorchTransport(Transport):
         if self._closed:
             raise TransportClosed(f"{describe(op)}: this communicator was closed on rank {self.rank}")
         if self.aborted is not None:
-            return Refused(blamed_on(self.aborted, CommError(f"{describe(op)}: aborted on rank {self.rank}")))
+            return DoneWork(blamed_on(self.aborted, CommError(f"{describe(op)}: aborted on rank {self.rank}")))
         if op.algorithm is not None:
             return op.algorithm.start(op)
         try:
@@ -141,7 +141,7 @@ class TorchTransport(Transport):
         except RuntimeError as error:  # Gloo refuses at once what needs a lost connection: that is for `wait` to say
             refusal = failure(self, op, error, self.timeout_s)
             refusal.__cause__ = error
-            return Refused(blamed_on(self.aborted, refusal))
+            return DoneWork(blamed_on(self.aborted, refusal))
 
     def split(self, groups: Sequence[Sequence[int]]) -> Transport | None:
         if self._closed:
@@ -224,14 +224,10 @@ def has_gpus(process_group: ProcessGroup) -> bool:
     return torch.cuda.is_available() and any(kind.type == "cuda" for kind in process_group._device_types)
 
 
-def has_default_group() -> bool:
-    """Whether torch.distributed has a default group in this process."""
-    return dist.is_initialized()
-
-
 def destroy_default_group() -> None:
-    """End the default group of torch.distributed, whoever made it, and with it all others."""
-    dist.destroy_process_group()
+    """End the default group of torch.distributed, whoever made it, and with it all others; nothing where none is."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def import_optimizers() -> None:

@@ -64,24 +64,8 @@ def _limit(seconds: float) -> timedelta:
     return timedelta(seconds=max(seconds, 0.001))
 
 
-@final
-class Refused(Work):
-    """An operation that could not be started because of another rank."""
-
-    def __init__(self, error: CommError) -> None:
-        self._error = error
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        raise self._error
-
-    def is_done(self) -> bool:
-        return True
-
-
 class TorchWork(Work):
     """A torch `Work`."""
-
-    __slots__ = ("_error", "_op", "_transport", "_work")
 
     def __init__(self, transport: TorchTransport, op: CommOp, work: Pending) -> None:
         transport.pending += 1
@@ -122,8 +106,6 @@ class TorchWork(Work):
 class NcclWork(TorchWork):
     """An operation on a GPU: `wait` orders the current stream after it, and blocks only where a limit is given."""
 
-    __slots__ = ()
-
     def _block(self, work: Pending, timeout_s: float | None) -> None:
         if timeout_s is None:
             work.wait()
@@ -134,8 +116,6 @@ class NcclWork(TorchWork):
 @final
 class GlooWork(TorchWork):
     """A collective on CPU: blocks in slices, so that a signal is heard and the limit holds for the whole wait."""
-
-    __slots__ = ()
 
     def _block(self, work: Pending, timeout_s: float | None) -> None:
         limit_s = self._transport.timeout_s if timeout_s is None else timeout_s
@@ -155,8 +135,6 @@ class GlooWork(TorchWork):
 @final
 class GlooMessage(TorchWork):
     """A send or receive on CPU. Gloo only learns of its end by waiting, so `is_done` sets a thread to wait."""
-
-    __slots__ = ("_source", "_waiter")
 
     def __init__(self, transport: TorchTransport, op: CommOp, work: Pending) -> None:
         super().__init__(transport, op, work)

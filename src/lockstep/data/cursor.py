@@ -10,6 +10,7 @@ from typing import Any, final
 from lockstep.errors import DataError
 
 STATE_VERSION = 1
+State = Mapping[str, Any]  # JSON values, by name
 
 
 @final
@@ -100,11 +101,7 @@ class EpochCursor:
 
 
 def check_state(
-    what: str,
-    state: Mapping[str, Any],
-    expected: Mapping[str, Any],
-    counts: tuple[str, ...] = (),
-    parts: tuple[str, ...] = (),
+    what: str, state: State, expected: State, counts: tuple[str, ...] = (), parts: tuple[str, ...] = ()
 ) -> None:
     """Refuse a state that was not taken from this data: `expected` must be equal, `counts` must be numbers >= 0.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar, final, get_args
 
 import torch
@@ -18,7 +19,7 @@ from lockstep.data.batches import BatchPass, BatchSource
 from lockstep.data.coverage import Coverage
 from lockstep.data.cursor import STATE_VERSION, check_state
 from lockstep.data.sample_log import sample_record
-from lockstep.data.sample_rng import Collate, GeneratorsKept, KeyedDataset, Reply, SeedPer, StartWorker, epoch_key
+from lockstep.data.sample_rng import GeneratorsKept, KeyedDataset, Reply, SeedPer, collate, epoch_key, start_worker
 from lockstep.data.sampler import DistributedSampler
 from lockstep.errors import ConfigError, DataError, UnsupportedArgument
 
@@ -67,9 +68,8 @@ class DataLoader(TorchDataLoader[T]):
         if seed_per not in get_args(SeedPer):
             raise ConfigError(f"seed_per={seed_per!r}: choose one of {', '.join(get_args(SeedPer))}")
         if isinstance(dataset, IterableDataset):
-            raise UnsupportedArgument(
-                f"dataset={type(dataset).__name__}", "an IterableDataset cannot be asked for sample i after a restart"
-            )
+            why = "an IterableDataset cannot be asked for sample i after a restart"
+            raise UnsupportedArgument(f"dataset={type(dataset).__name__}", why)
         if batch_sampler is not None:
             dealer = _dealer_of(batch_sampler)
         elif sampler is not None and type(sampler) is not SequentialSampler:
@@ -85,12 +85,8 @@ class DataLoader(TorchDataLoader[T]):
         size, drops = (batches.batch_size, batches.drop_last) if isinstance(batches, BatchSampler) else (1, False)
         self.seed = dealer.seed if seed is None and self.generator is None else _seed_of(seed, self.generator)
         self._source = BatchSource(dealer, size, drops, self.seed, seed_per)
+        self.coverage = self._source.coverage  # which samples have been handed out
         self._inner: TorchDataLoader[Any] | None = None
-
-    @property
-    def coverage(self) -> Coverage:
-        """Which samples have been handed out."""
-        return self._source.coverage
 
     @property
     def epoch(self) -> int:
@@ -103,14 +99,14 @@ class DataLoader(TorchDataLoader[T]):
 
     def __iter__(self) -> BatchIterator:  # pyright: ignore[reportIncompatibleMethodOverride]  torch's is a private class
         self._source.latest = BatchPass(self._source)
-        fetch, collate = KeyedDataset(self.dataset, self._source.seed_per == "sample"), Collate(self.collate_fn)
+        fetch = KeyedDataset(self.dataset, self._source.seed_per == "sample")
         if self.num_workers == 0 and not self.pin_memory:
             in_batches = self.batch_sampler is not None
             load = fetch.__getitems__ if in_batches else fetch.__getitem__
-            replies = map(collate, map(load, self._source))
+            replies = map(partial(collate, self.collate_fn), map(load, self._source))
         else:
             if self._inner is None or not self.persistent_workers:
-                self._inner = self._make_inner(fetch, collate)
+                self._inner = self._make_inner(fetch)
             replies = iter(self._inner)
         return BatchIterator(self._source, replies, len(self), self.num_workers, self.persistent_workers)
 
@@ -144,11 +140,11 @@ class DataLoader(TorchDataLoader[T]):
         dealer = self._source.dealer
         return sample_record([span], dealer.length, dealer.used_order, dealer.seed)
 
-    def _make_inner(self, dataset: KeyedDataset, collate: Collate) -> TorchDataLoader[Any]:
+    def _make_inner(self, dataset: KeyedDataset) -> TorchDataLoader[Any]:
         workers: dict[str, Any] = {}
         if self.num_workers:
             workers = {
-                "worker_init_fn": StartWorker(self.worker_init_fn),
+                "worker_init_fn": partial(start_worker, self.worker_init_fn),
                 "multiprocessing_context": self.multiprocessing_context,
                 "prefetch_factor": self.prefetch_factor,
                 "persistent_workers": self.persistent_workers,
@@ -160,7 +156,7 @@ class DataLoader(TorchDataLoader[T]):
         return TorchDataLoader(
             dataset,
             num_workers=self.num_workers,
-            collate_fn=collate,
+            collate_fn=partial(collate, self.collate_fn),
             pin_memory=self.pin_memory,
             timeout=self.timeout,
             generator=generator,
@@ -207,17 +203,13 @@ def _seed_of(seed: int | None, generator: torch.Generator | None) -> int:
 
 def _dealer_of(batch_sampler: Any) -> DistributedSampler:
     if type(batch_sampler) is not BatchSampler:
-        raise UnsupportedArgument(
-            f"batch_sampler={type(batch_sampler).__name__}",
-            "where it was cannot be told from a number of samples: use sampler, batch_size and drop_last",
-        )
+        why = "where it was cannot be told from a number of samples: use sampler, batch_size and drop_last"
+        raise UnsupportedArgument(f"batch_sampler={type(batch_sampler).__name__}", why)
     return _checked("batch_sampler.sampler", batch_sampler.sampler)
 
 
 def _checked(argument: str, sampler: Any) -> DistributedSampler:
     if isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__:
         return sampler
-    raise UnsupportedArgument(
-        f"{argument}={type(sampler).__name__}",
-        "its order cannot be made again after a restart: use lockstep's DistributedSampler, or shuffle=True alone",
-    )
+    why = "its order cannot be made again after a restart: use lockstep's DistributedSampler, or shuffle=True alone"
+    raise UnsupportedArgument(f"{argument}={type(sampler).__name__}", why)

@@ -9,6 +9,7 @@ same windows for every number of ranks, and the position in the stream is one nu
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache, partial
 from typing import Any, NamedTuple, final
 
 import numpy as np
@@ -110,8 +111,8 @@ class TokenLoader:
         self.digest = digest
         self.consumed: int = 0  # windows of the stream trained on or handed out, over all ranks
         self.coverage = Coverage(len(self.windows), world_size)
-        self._epoch = -1
-        self._epoch_order = epoch_order(1, None, seed, 0)
+        # That of one epoch is kept, because "torch" has to shuffle all of it.
+        self._order_of = lru_cache(maxsize=1)(partial(epoch_order, len(self.windows), order, seed))
 
     def __iter__(self) -> Iterator[list[TokenBatch]]:
         while True:
@@ -147,10 +148,7 @@ class TokenLoader:
         return sample_record(spans, len(self.windows), self.order, self.seed)
 
     def _samples(self, span: Span) -> Positions:
-        if span.epoch != self._epoch:  # the order of one epoch is kept, because "torch" has to shuffle all of it
-            self._epoch_order = epoch_order(len(self.windows), self.order, self.seed, span.epoch)
-            self._epoch = span.epoch
-        return self._epoch_order(np.arange(span.first, span.stop))
+        return self._order_of(span.epoch)(np.arange(span.first, span.stop))
 
     def verdicts(self) -> list[Verdict]:
         """What the coverage proves: of each finished epoch, and of the beginning of the one that is going on.

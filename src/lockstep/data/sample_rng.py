@@ -72,29 +72,17 @@ class KeyedDataset(Dataset[Any]):
         return self.dataset[index]
 
 
-@final
-class Collate:
-    """Calls `fn` on the samples of a reply; picklable where that is."""
-
-    def __init__(self, fn: Callable[[Any], Any]) -> None:
-        self.fn = fn
-
-    def __call__(self, reply: Any) -> Reply:
-        return Reply(reply.number, self.fn(reply.value))
+def collate(fn: Callable[[Any], Any], reply: Any) -> Reply:
+    """The samples of a reply, put together by the user's `fn`."""
+    return Reply(reply.number, fn(reply.value))
 
 
-@final
-class StartWorker:
+def start_worker(fn: Callable[[int], None] | None, worker: int) -> None:
     """First in a worker: makes `get_worker_info().dataset` the one that the user gave, then calls the user's `fn`."""
-
-    def __init__(self, fn: Callable[[int], None] | None) -> None:
-        self.fn = fn
-
-    def __call__(self, worker: int) -> None:
-        info: Any = get_worker_info()
-        object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignment
-        if self.fn is not None:
-            self.fn(worker)
+    info: Any = get_worker_info()
+    object.__setattr__(info, "dataset", info.dataset.dataset)  # it refuses plain assignment
+    if fn is not None:
+        fn(worker)
 
 
 def epoch_key(seed: int, epoch: int) -> int:

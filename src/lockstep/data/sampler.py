@@ -66,7 +66,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self.rank, self.num_replicas = _place(num_replicas, rank, comm)
         order = _choose_order(torch_order, order)
         _check_choices(pad, drop_last)
-        self._length = _length(dataset)
+        self.length = _length(dataset)  # samples in the dataset
         self._cursor = EpochCursor()
         self.dataset = dataset
         self.shuffle = shuffle
@@ -74,13 +74,13 @@ class DistributedSampler(TorchDistributedSampler[int]):
         self.drop_last = drop_last
         self.order: Order = order
         self.pad: Pad = pad
-        if drop_last and self._length < self.num_replicas:
+        if drop_last and self.length < self.num_replicas:
             raise DataError(
-                f"{self._length} samples for {self.num_replicas} ranks with drop_last=True: all would be dropped. "
+                f"{self.length} samples for {self.num_replicas} ranks with drop_last=True: all would be dropped. "
                 "Use at most as many ranks as samples, or drop_last=False"
             )
         self.num_samples = len(self._deal(start=0))
-        self.total_size = self._length if pad == "none" else self.num_samples * self.num_replicas
+        self.total_size = self.length if pad == "none" else self.num_samples * self.num_replicas
 
     @property
     def torch_order(self) -> bool:
@@ -105,8 +105,8 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     def __iter__(self) -> Iterator[int]:
         length = _length(self.dataset)
-        if length != self._length:
-            raise DataError(f"the dataset had {self._length} samples and has {length} now: make a new sampler for it")
+        if length != self.length:
+            raise DataError(f"the dataset had {self.length} samples and has {length} now: make a new sampler for it")
         epoch, start = self._cursor.next(length)
         new = Pass(epoch, start, self._deal(start), self.num_replicas, length, self._cursor.seeks)
         # No Python runs per sample: chain draws from a chunk's list, and the pass asks its iterator what is left.
@@ -114,12 +114,12 @@ class DistributedSampler(TorchDistributedSampler[int]):
 
     def upcoming_deal(self) -> Deal:
         """What a pass that would be made now hands out, over all ranks."""
-        epoch, start = self._cursor.next(self._length)
-        total = self._length if self.pad == "none" else start + len(self._deal(start)) * self.num_replicas
-        return Deal(epoch, self._length, total, partial(self._ordered, epoch), self.num_replicas, start)
+        epoch, start = self._cursor.next(self.length)
+        total = self.length if self.pad == "none" else start + len(self._deal(start)) * self.num_replicas
+        return Deal(epoch, self.length, total, partial(self._ordered, epoch), self.num_replicas, start)
 
     def _ordered(self, epoch: int) -> list[int]:
-        chunks = sample_chunks(range(self._length), self._length, self.used_order, self.seed, epoch)
+        chunks = sample_chunks(range(self.length), self.length, self.used_order, self.seed, epoch)
         return list(itertools.chain.from_iterable(chunks))
 
     def _chunks(self, new: Pass) -> Iterator[Iterator[int]]:
@@ -137,11 +137,6 @@ class DistributedSampler(TorchDistributedSampler[int]):
         new.ended = True
 
     @property
-    def length(self) -> int:
-        """Samples in the dataset."""
-        return self._length
-
-    @property
     def current_pass(self) -> Pass | None:
         """The pass that began last, if any has since the last seek or load."""
         return self._cursor.current
@@ -149,7 +144,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
     @property
     def next_epoch(self) -> int:
         """The epoch of a pass that would be made now."""
-        return self._cursor.next(self._length)[0]
+        return self._cursor.next(self.length)[0]
 
     @property
     def tail(self) -> Tail:
@@ -162,7 +157,7 @@ class DistributedSampler(TorchDistributedSampler[int]):
         return self.order if self.shuffle else None
 
     def _deal(self, start: int) -> range:
-        return deal(self._length, start, self.rank, self.num_replicas, self.tail)
+        return deal(self.length, start, self.rank, self.num_replicas, self.tail)
 
     def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
         """The position in the global order, in JSON values; the same on all ranks that are equally far.
@@ -191,12 +186,12 @@ class DistributedSampler(TorchDistributedSampler[int]):
         Raises: DataError naming both values where the dataset's length, seed, order or shuffle is another one.
         """
         check_state("sampler", state, self._identity(), counts=("epoch", "consumed"))
-        if state["consumed"] > self._length:
-            raise DataError(f"the sampler state is damaged: {state['consumed']} of {self._length} samples are consumed")
+        if state["consumed"] > self.length:
+            raise DataError(f"the sampler state is damaged: {state['consumed']} of {self.length} samples are consumed")
         self._cursor.restore(state["epoch"], state["consumed"])
 
     def _identity(self) -> dict[str, Any]:
-        return {"length": self._length, "seed": self.seed, "shuffle": self.shuffle, "order": self.order}
+        return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle, "order": self.order}
 
 
 def _place(num_replicas: int | None, rank: int | None, comm: Communicator | None) -> tuple[int, int]:

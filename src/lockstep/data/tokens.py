@@ -141,10 +141,8 @@ def _make(entry: Path, corpus: Corpus, settings: dict[str, Any]) -> None:
     temporary = Path(tempfile.mkdtemp(prefix=f"{entry.name}.tmp-", dir=entry.parent))
     try:
         train, held_out = split(corpus, settings["held_out"])
-        if settings["kind"] == "bytes":
-            tokenizer: Tokenizer = ByteTokenizer()
-        else:
-            tokenizer = train_bpe(_texts(train), settings["vocab_size"])
+        is_bpe = settings["kind"] == "bpe"
+        tokenizer = train_bpe(_texts(train), settings["vocab_size"]) if is_bpe else ByteTokenizer()
         counts = {}
         for name, pieces in (("train", train), ("held_out", held_out)):
             with new_file(temporary / f"{name}.bin") as file:
@@ -157,7 +155,7 @@ def _make(entry: Path, corpus: Corpus, settings: dict[str, Any]) -> None:
             **settings,
             "source": corpus.source,
             "corpus_digest": corpus.digest,
-            "digest": _file_digest(temporary / "train.bin"),
+            "digest": hashlib.sha256(np.memmap(temporary / "train.bin", mode="r").data).hexdigest(),
             "tokens": counts,
             "tokenizer": hashlib.sha256(saved.encode()).hexdigest(),
         }
@@ -202,11 +200,3 @@ def _encoded(pieces: Sequence[Piece], tokenizer: Tokenizer) -> Iterator[npt.NDAr
     for piece in pieces:
         yield from (ids for text in _texts([piece]) for ids in tokenizer.encode([text]))
         yield end
-
-
-def _file_digest(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            digest.update(block)
-    return digest.hexdigest()

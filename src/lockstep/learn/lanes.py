@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 from textwrap import wrap
 from typing import NamedTuple
@@ -61,18 +61,14 @@ def _levels(groups: Sequence[Sequence[Event]]) -> list[int]:
             of_rank[event.rank].append((number, event))
     levels: dict[int, int] = {}
 
+    def before(number: int) -> Iterator[int]:
+        for mine in groups[number]:
+            yield from (other for other, event in of_rank[mine.rank] if other != number and _is_before(event, mine))
+
     def level(number: int) -> int:
         if number not in levels:
             levels[number] = 0  # where messages overtake each other, the one that was asked first counts
-            levels[number] = 1 + max(
-                (
-                    level(other)
-                    for mine in groups[number]
-                    for other, event in of_rank[mine.rank]
-                    if other != number and _is_before(event, mine)
-                ),
-                default=-1,
-            )
+            levels[number] = 1 + max(map(level, before(number)), default=-1)
         return levels[number]
 
     return [level(number) for number in range(len(groups))]

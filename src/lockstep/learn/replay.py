@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lockstep.learn.events import Event, Screen, count, numbers, words
 from lockstep.learn.lanes import Row, rows
-from lockstep.observe.report.single_file import single_file
-
-_HERE = Path(__file__).parent
+from lockstep.observe.report.single_file import asset, single_file
 
 
 def replay(name: str, title: str, screens: Sequence[Screen], world_size: int) -> str:
     """The page, as pure ASCII: no network, opens from disk."""
     return single_file(
         title=f"{name} - lockstep",
-        body=_asset("replay.html").replace("$lesson", html.escape(f"{name}: {title}")),
-        style=_asset("replay.css"),
-        script=_asset("replay.js"),
+        body=asset("replay.html", __file__).replace("$lesson", html.escape(f"{name}: {title}")),
+        style=asset("replay.css", __file__),
+        script=asset("replay.js", __file__),
         document={"name": name, "title": title, "ranks": world_size, "screens": [_screen(one) for one in screens]},
     )
 
@@ -67,7 +64,3 @@ def _rank(event: Event) -> Mapping[str, Any]:
         "values": list(event.after) if event.kind == "curve" else [],
         "text": event.text,
     }
-
-
-def _asset(name: str) -> str:
-    return (_HERE / name).read_text(encoding="ascii")

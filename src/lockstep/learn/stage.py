@@ -116,20 +116,19 @@ class EventLayer(TransportLayer):
         ended_ns = monotonic_ns()
         for part, values in zip(op.parts or (op,), before, strict=True):
             tensors = part.outputs or part.inputs
-            self._tell(
-                Event(
-                    self.global_ranks[self.rank],
-                    part.kind,
-                    began_ns,
-                    ended_ns,
-                    name=part.label,
-                    peer=None if part.peer is None else self.global_ranks[part.peer],
-                    reduce=part.reduce or "",
-                    before=values,
-                    after=first_values(part.outputs[0]) if part.outputs else (),
-                    **(_about(tensors[0], part.nbytes) if tensors else {}),
-                )
+            event = Event(
+                self.global_ranks[self.rank],
+                part.kind,
+                began_ns,
+                ended_ns,
+                name=part.label,
+                peer=None if part.peer is None else self.global_ranks[part.peer],
+                reduce=part.reduce or "",
+                before=values,
+                after=first_values(part.outputs[0]) if part.outputs else (),
+                **(_about(tensors[0], part.nbytes) if tensors else {}),
             )
+            self._tell(event)
 
     def over(self, inner: Transport) -> EventLayer:
         return EventLayer(inner, self._tell)

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple, final
 import torch
 from torch import Tensor
 
-from lockstep.comm.op import CommOp, Work
+from lockstep.comm.op import CommOp, DoneWork, Work
 from lockstep.comm.operands import writing_to
-from lockstep.comm.torch_work import Refused
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CollectiveMismatch, CommError
 from lockstep.observe.call_site import call_site
@@ -74,7 +73,7 @@ class CheckLayer(TransportLayer):
             except CommError as error:
                 self._failure = error
         if self._failure is not None:
-            return Refused(self._failure)
+            return DoneWork(self._failure)
         return self._start(op, said) if op.async_op else self.inner.submit(op)
 
     def over(self, inner: Transport) -> CheckLayer:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol, final
+from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.notes import Later
@@ -31,14 +31,11 @@ _PATIENCE_S = 15.0  # at the end of a run, with a logger that cannot write what 
 _PERIOD_S = 0.02  # of looking whether a device has come to a value
 
 
-class Logger(Protocol):
+class Logger(NamedTuple):
     """One that numbers can be given to, in the order of steps."""
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of a step."""
-
-    def close(self, has_failed: bool, /) -> object:
-        """Write what is left. has_failed: by an error of the program."""
+    log: Callable[[int, Mapping[str, float]], object]  # numbers of a step
+    close: Callable[[bool], object]  # write what is left; given whether the program has failed
 
 
 def logger_names(text: str) -> tuple[str, ...]:
@@ -128,34 +125,19 @@ def open_loggers(names: Sequence[str], folder: Path, config: Mapping[str, Any], 
     return Loggers({name: lambda kind=kind: kind(folder, run_id(), config, step) for name, kind in kinds.items()})
 
 
-@final
-class _TensorBoard:
+def _tensorboard(folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> Logger:
     """Event files in the run's folder: `tensorboard --logdir FOLDER`."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    def __init__(self, folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
+    purge = step + 1 if step else None  # an earlier start may have logged steps that are done again
+    writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=_FLUSH_S)
+    writer.add_text("config", f"```\n{json.dumps(dict(config), indent=2, default=str)}\n```")
 
-        purge = step + 1 if step else None  # an earlier start may have logged steps that are done again
-        self._writer = SummaryWriter(str(folder / "tensorboard"), purge_step=purge, flush_secs=_FLUSH_S)
-        self._writer.add_text("config", f"```\n{json.dumps(dict(config), indent=2, default=str)}\n```")
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
+    def log(at: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            writer.add_scalar(name, value, at)
 
-    def close(self, has_failed: bool) -> None:
-        self._writer.close()
-
-
-@final
-class _Run:
-    """A run of Weights & Biases or trackio. finish: given whether the program has failed."""
-
-    def __init__(self, run: Any, finish: Callable[[bool], object]) -> None:
-        self._run, self.close = run, finish
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    return Logger(log, lambda has_failed: writer.close())
 
 
 def _wandb(folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> Logger:
@@ -166,14 +148,18 @@ def _wandb(folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> L
     project = os.environ.get("WANDB_PROJECT") or _PROJECT
     about = {"name": folder.name, "id": run_id, "resume": "allow", "config": dict(config), "dir": str(folder)}
     run = wandb.init(project=project, **about, mode=mode)
-    return _Run(run, lambda has_failed: run.finish(exit_code=1 if has_failed else None))  # None: what wandb knows of it
+    return _logger_of(run, lambda has_failed: run.finish(exit_code=1 if has_failed else None))  # None: what wandb knows
 
 
 def _trackio(folder: Path, run_id: str, config: Mapping[str, Any], step: int) -> Logger:
     """trackio, in its own local files: `trackio show`."""
     name = f"{folder.name}-{run_id}"  # another run of that name would be gone on with
     run = importlib.import_module("trackio").init(project=_PROJECT, name=name, config=dict(config), resume="allow")
-    return _Run(run, lambda has_failed: run.finish())
+    return _logger_of(run, lambda has_failed: run.finish())
+
+
+def _logger_of(run: Any, finish: Callable[[bool], object]) -> Logger:
+    return Logger(lambda step, values: run.log(dict(values), step=step), finish)
 
 
 def _id_of(folder: Path, step: int) -> str:
@@ -185,4 +171,4 @@ def _id_of(folder: Path, step: int) -> str:
     return path.read_text().strip()
 
 
-_LOGGERS = {"tensorboard": _TensorBoard, "wandb": _wandb, "trackio": _trackio}
+_LOGGERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio}

@@ -36,8 +36,6 @@ class ProcessPool:
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._jobs = 0
-        self.files: set[int] = set()  # what the processes hold open in this one
-        self.segments: dict[str, str] = {}  # what ranks keep of shared memory though their job is over -> which job
 
     def run(
         self,
@@ -61,9 +59,8 @@ class ProcessPool:
             if missing and not errors:
                 raise RankTimeout(missing, timeout_s, where, self.stacks())
             if errors:
-                for rank in missing:
-                    told = RankError("Hang", "did not finish after the others had failed", "", None, time.monotonic())
-                    errors[rank] = told
+                hang = RankError("Hang", "did not finish after the others had failed", "", None, time.monotonic())
+                errors |= dict.fromkeys(missing, hang)
                 raise RankFailed(errors, results, self.world_size, where)
             self._release(where)
         except BaseException:
@@ -88,7 +85,7 @@ class ProcessPool:
             process.close()
         for pipe in self._pipes:
             pipe.close()
-        self._processes, self._pipes, self.files, self.segments = [], [], set(), {}
+        self._processes, self._pipes = [], []
         if self._folder is not None:
             self._folder.cleanup()
             self._folder = None
@@ -107,7 +104,6 @@ class ProcessPool:
     # ------------------------------------------------------------------ one job
 
     def _start(self) -> None:
-        before = open_files()
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
         for rank in range(self.world_size):
             here, there = self._context.Pipe()
@@ -117,7 +113,6 @@ class ProcessPool:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
-        self.files = open_files() - before
 
     def _send(
         self, call: bytes, timeout_s: float, env: Environment | Sequence[Environment] | None, connect: bool, where: str
@@ -168,17 +163,13 @@ class ProcessPool:
         for rank in range(self.world_size):
             self._tell(rank, b"", f"teardown after {where}")
         deadline = time.monotonic() + _GRACE_S
-        segments: dict[str, str] = {}
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 raise RankTimeout([rank], _GRACE_S, f"teardown after {where}", self.stacks())
             try:
-                kept = pickle.loads(pipe.recv_bytes())  # noqa: S301 - from our own process
+                pipe.recv_bytes()
             except (EOFError, ConnectionResetError):
                 raise RankFailed({rank: self._death(rank)}, {}, self.world_size, f"teardown after {where}") from None
-            told = {f"{name} in rank {rank} of {self.world_size}": f"after {where}" for name in kept}
-            segments |= {name: self.segments.get(name, job) for name, job in told.items()}
-        self.segments = segments
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]
@@ -191,13 +182,6 @@ class ProcessPool:
         assert self._folder is not None
         path = Path(self._folder.name) / f"rank{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
-
-
-def open_files() -> set[int]:
-    """This process's file descriptors (Linux; elsewhere none is known)."""
-    folder = Path("/proc/self/fd")
-    listed = os.listdir(folder) if folder.is_dir() else []
-    return {int(name) for name in listed if (folder / name).is_symlink()}  # not the listing's own, which is closed
 
 
 def _environment(changes: Environment | None) -> dict[str, str]:

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import torch
 
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.torch_transport import TorchTransport, destroy_default_group, forget_meshes, has_default_group
+from lockstep.comm.torch_transport import TorchTransport, destroy_default_group, forget_meshes
 from lockstep.testing.failures import RankError
-from lockstep.testing.segments import kept_segments
 
 _PR_SET_PDEATHSIG = 1
 STACKS = signal.SIGUSR1  # makes a rank write the stacks of its threads into its log
@@ -37,12 +36,8 @@ class Job(NamedTuple):
 
 
 def serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
-    """Answer each job with a result or a RankError; end its group when told that all ranks have answered.
-
-    Then tell which segments of shared memory this process keeps.
-    """
+    """Answer each job with a result or a RankError; end its group when told that all ranks have answered; say so."""
     _prepare_process(log)
-    kept: set[str] = set()
     while True:
         try:
             job = Job(*pickle.loads(pipe.recv_bytes()))  # noqa: S301 - from the parent process
@@ -57,8 +52,7 @@ def serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
             return
         _tear_down(transport)
         transport = None
-        kept = kept_segments(kept)
-        pipe.send_bytes(pickle.dumps(sorted(kept)))
+        pipe.send_bytes(b"")
 
 
 def _perform(rank: int, world_size: int, job: Job) -> tuple[TorchTransport | None, bytes]:
@@ -112,8 +106,7 @@ def _prepare_job(rank: int, job: Job) -> None:
 def _tear_down(transport: TorchTransport | None) -> None:
     if transport is not None:
         transport.close()
-    if has_default_group():
-        destroy_default_group()  # one that the job made itself
+    destroy_default_group()  # one that the job made itself
     forget_meshes()  # the next job's may look the same, and its groups have other names
     torch.ones((), requires_grad=True).backward()  # of one that raised, autograd keeps nodes until the thread's next
 

@@ -107,20 +107,5 @@ def close_pools() -> None:
         _pools.popitem()[1].close()
 
 
-def process_stacks() -> str:
-    """The stacks of all ranks that `run_processes` has started."""
-    return "\n".join(f"world of {world_size}:\n{pool.stacks()}" for world_size, pool in _pools.items())
-
-
-def pool_files() -> set[int]:
-    """The file descriptors that the pools hold open between calls."""
-    return {file for pool in _pools.values() for file in pool.files}
-
-
-def pool_segments() -> dict[str, str]:
-    """Segments of shared memory that ranks of the pools still map though their job is over, and whose job that was."""
-    return {name: job for pool in _pools.values() for name, job in pool.segments.items()}
-
-
 _pools: dict[int, ProcessPool] = {}
 atexit.register(close_pools)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.comm.algorithms import chain, dissemination, halving, naive, pairwise, ring, tree
@@ -42,29 +43,17 @@ def by_messages(comm: Communicator, op: CommOp, algorithm: str) -> CommOp:
         why = "with algorithm= the caller itself moves one message after the other; leave one of the two out"
         raise UnsupportedArgument("async_op=True", why)
     check_reducible(op)
-    return op._replace(algorithm=MadeOfMessages(comm, algorithm))
-
-
-@final
-class MadeOfMessages(Algorithm):
-    """One of `ALGORITHMS`, on the ranks of one communicator."""
-
-    def __init__(self, comm: Communicator, name: str) -> None:
-        self.name = name
-        self._comm = comm
-
-    def start(self, op: CommOp) -> Work:
-        return MessagesWork(self._comm, op, self.name)
+    return op._replace(algorithm=Algorithm(algorithm, partial(MessagesWork, comm, algorithm)))
 
 
 @final
 class MessagesWork(Work):
     """A collective that the first `wait` carries out. The limit is the communicator's, for each message."""
 
-    def __init__(self, comm: Communicator, op: CommOp, name: str) -> None:
+    def __init__(self, comm: Communicator, name: str, op: CommOp) -> None:
         self._comm = comm
-        self._op: CommOp | None = op  # None once it has ended
         self._name = name
+        self._op: CommOp | None = op  # None once it has ended
         self._error: CommError | None = None
 
     def wait(self, timeout_s: float | None = None) -> None:

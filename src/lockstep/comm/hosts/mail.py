@@ -26,7 +26,6 @@ _CALLED_BYTES = 128  # of what an operation is, in a word without a failure
 _TEXT_MAX = 700  # of a failure in its word; the rest of its JSON fits beside it
 _MISSING_MAX = 16
 _ALIGNMENT = 64
-_KINDS = {kind.__name__: kind for kind in (PeerLost, CollectiveTimeout, CollectiveMismatch)}
 
 Buffer = Callable[[str, int], Tensor]  # (what for, bytes) -> [bytes] of memory that is kept for the next time
 
@@ -72,7 +71,7 @@ class Fault(NamedTuple):
             return PeerLost(message, self.rank)
         if self.kind == "CollectiveTimeout":
             return CollectiveTimeout(message, self.missing)
-        return _KINDS.get(self.kind, CommError)(message)
+        return (CollectiveMismatch if self.kind == "CollectiveMismatch" else CommError)(message)
 
 
 def write_word(word: Tensor, fault: Fault | None, op: CommOp) -> None:

@@ -32,8 +32,7 @@ class BroadcastStage(HostStage):
 
     def __init__(self, links: Links, op: CommOp, slot: int, start: int, stop: int) -> None:
         super().__init__(links, op)
-        assert op.peer is not None
-        self.root = op.peer
+        self.root = op.partner
         self.source = next(host for host, ranks in enumerate(links.hosts) if op.peer in ranks)
         self.block = op.outputs[0].view(-1)[start:stop]
         self.given = op.inputs[0].view(-1)[start:stop] if links.rank == op.peer else None

@@ -13,7 +13,7 @@ its tensor back marks the letter as withdrawn, in a word of its own.
 
 from __future__ import annotations
 
-from typing import final
+from typing import NamedTuple, final
 
 from lockstep.comm.shm.segment import Segment
 from lockstep.comm.shm.waiting import ORDERED, fence
@@ -37,15 +37,11 @@ _BELT_AT = 8 * _HEAD_WORDS + SHEET_BYTES
 CHANNEL_BYTES = _BELT_AT + _PIECES * PIECE_BYTES
 
 
-@final
-class Letter:
+class Letter(NamedTuple):
     """One letter as both sides see it."""
 
-    __slots__ = ("address", "words")
-
-    def __init__(self, words: memoryview, address: int) -> None:
-        self.words = words
-        self.address = address  # of a small message
+    words: memoryview
+    address: int  # of a small message
 
 
 @final

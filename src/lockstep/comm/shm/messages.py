@@ -38,8 +38,7 @@ class Message(Work):
         self.nbytes = self.tensor.nbytes
         self.dtype = DTYPE_CODES[self.tensor.dtype]
         self.moved = 0  # bytes that went over the belt
-        self.letter: Letter | None = None  # the one it has written or opened
-        self.channel: Channel | None = None  # with the letter
+        self.letter: tuple[Channel, Letter] | None = None  # the one it has written or opened, and where
         self.source: int | None = None  # of a receive: the rank whose letter it opened
         self.deadline = math.inf  # on the monotonic clock, once somebody waits
         self.limit_s = math.inf

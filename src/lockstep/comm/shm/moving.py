@@ -34,7 +34,6 @@ class Moving:
 
     def broadcast(self, op: CommOp) -> None:
         """Every rank's tensor becomes the root's."""
-        assert op.peer is not None
         target = op.outputs[0]
         is_root = self._rank == op.peer
         if is_root:
@@ -44,10 +43,10 @@ class Moving:
         if fits and is_root:
             self._staging.put(target.data_ptr(), target.nbytes)
         self._staging.meet_and_check(op)
-        place = self._control.announced(op.peer).place
+        place = self._control.announced(op.partner).place
         if fits:
             if not is_root:
-                self._staging.take(target.data_ptr(), target.nbytes, op.peer)
+                self._staging.take(target.data_ptr(), target.nbytes, op.partner)
         elif place:
             if not is_root:
                 move(target.data_ptr(), self._base + place - 1, target.nbytes)
@@ -59,7 +58,7 @@ class Moving:
                     self._staging.put(target.data_ptr() + start, nbytes)
                 self._control.meet(op)
                 if not is_root:
-                    self._staging.take(target.data_ptr() + start, nbytes, op.peer)
+                    self._staging.take(target.data_ptr() + start, nbytes, op.partner)
 
     def all_gather(self, op: CommOp) -> None:
         """Every rank has every rank's tensor."""

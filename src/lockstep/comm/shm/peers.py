@@ -57,8 +57,6 @@ def is_running(pid: int) -> bool:
         return state not in "ZX"
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
+    except OSError as error:
+        return isinstance(error, PermissionError)
     return True

@@ -61,7 +61,7 @@ class Post:
         for message in pending:
             op = message.op
             if message.letter is not None:
-                (self._take_pieces if op.kind == "recv" else self._give_pieces)(message, message.letter)
+                (self._take_pieces if op.kind == "recv" else self._give_pieces)(message, *message.letter)
             elif op.kind == "send":
                 self._write_letter(message)
             else:
@@ -72,8 +72,7 @@ class Post:
     # ------------------------------------------------------------------ the sender's side
 
     def _write_letter(self, message: Message) -> None:
-        peer = message.op.peer
-        assert peer is not None
+        peer = message.op.partner
         try:
             channel = self._channel_to(peer)
             letter = channel.free_letter()
@@ -93,7 +92,7 @@ class Post:
         is_small = message.nbytes <= INLINE_BYTES
         if is_small:
             move(letter.address, message.address, message.nbytes)
-        message.channel, message.letter = channel, letter
+        message.letter = channel, letter
         if not ORDERED:
             fence()
         channel.letter_written(letter)
@@ -101,11 +100,8 @@ class Post:
         if is_small:
             message.end()
 
-    def _give_pieces(self, message: Message, letter: Letter) -> None:
-        peer, channel = message.op.peer, message.channel
-        assert peer is not None
-        assert channel is not None
-        state = letter.words[STATE]
+    def _give_pieces(self, message: Message, channel: Channel, letter: Letter) -> None:
+        peer, state = message.op.partner, letter.words[STATE]
         if state == TAKEN:
             letter.words[STATE] = FREE
             message.end()
@@ -131,15 +127,14 @@ class Post:
 
         False where the receiver is in the middle of it, and cannot be left alone.
         """
-        letter, peer = message.letter, message.op.peer
-        if message.op.kind == "recv" or letter is None:
-            return letter is None
-        assert peer is not None
+        if message.op.kind == "recv" or message.letter is None:
+            return message.letter is None
+        _, letter = message.letter
         letter.words[WITHDRAWN] = 1
         fence()  # whoever has not said that it is taking it sees that it must not
         patience = time.monotonic() + _COPYING_S
         while letter.words[STATE] == TAKING and time.monotonic() < patience:
-            if self._control.attendance.end_of(peer) == "ended":
+            if self._control.attendance.end_of(message.op.partner) == "ended":
                 return True
             time.sleep(_LOOK_S)
         return letter.words[STATE] not in (TAKING, WANTED)
@@ -154,18 +149,19 @@ class Post:
             return
         for source in sources:
             channel = None if (source, op.tag) in waiting else self._channel_from(source)
-            for letter in channel.open_letters() if channel is not None else ():
+            if channel is None:
+                continue
+            for letter in channel.open_letters():
                 if letter.words[TAG] != op.tag:
                     continue
-                if self._open_letter(message, source, letter):
+                if self._open_letter(message, source, channel, letter):
                     return
                 if not letter.words[WITHDRAWN]:  # it must wait for the belt, and what came later behind it
                     break
 
-    def _open_letter(self, message: Message, source: int, letter: Letter) -> bool:
+    def _open_letter(self, message: Message, source: int, channel: Channel, letter: Letter) -> bool:
         """Take what the letter is about; False where that cannot be now, or never."""
-        channel, words = self._incoming[source], letter.words
-        assert channel is not None
+        words = letter.words
         nbytes, place = words[NBYTES], words[PLACE]
         is_small = nbytes <= INLINE_BYTES
         if not is_small and not place and channel.streaming:
@@ -191,14 +187,13 @@ class Post:
             self._answer(source, letter, TAKEN)
             message.end()
         else:
-            message.channel, message.letter = channel, letter
+            message.letter = channel, letter
             channel.streaming = True
             self._answer(source, letter, WANTED)
         return True
 
-    def _take_pieces(self, message: Message, letter: Letter) -> None:
-        channel, source = message.channel, message.source
-        assert channel is not None
+    def _take_pieces(self, message: Message, channel: Channel, letter: Letter) -> None:
+        source = message.source
         assert source is not None
         while message.moved < message.nbytes and (piece := channel.full_piece()) is not None:
             if not ORDERED:

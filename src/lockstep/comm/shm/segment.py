@@ -23,6 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
+from lockstep.comm.preflight import free_memory
 from lockstep.comm.shm.free_list import FreeList
 from lockstep.errors import SharedMemoryUnavailable
 
@@ -177,24 +178,16 @@ def reserve(fd: int, offset: int, nbytes: int) -> None:
     A file system in memory may be as large as the memory, and full only when the kernel ends processes: so much is not
     asked for.
     """
-    if nbytes > _LARGE_BYTES and nbytes > _free_memory():
+    if nbytes > _LARGE_BYTES and nbytes > free_memory():
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(fd, offset, max(nbytes, 1))
 
 
-def _free_memory() -> float:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return float("inf")
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), float("inf"))
-
-
 def shortage(where: str, fd: int, nbytes: int, error: OSError) -> str:
     """The sentence for memory that the system does not give."""
     if error.errno == errno.ENOMEM:
-        return f"{nbytes} bytes of shared memory are needed, but the machine has {_free_memory():.0f} bytes left"
+        return f"{nbytes} bytes of shared memory are needed, but the machine has {free_memory():.0f} bytes left"
     if error.errno != errno.ENOSPC:
         return f"{where}: {nbytes} bytes of shared memory cannot be had: {error.strerror}"
     found = os.fstatvfs(fd)

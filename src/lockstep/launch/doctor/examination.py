@@ -27,11 +27,7 @@ Say = Callable[[Check], None]
 
 
 class Stopped(Exception):
-    """Nothing that comes after this failed check could work."""
-
-    def __init__(self, check: Check) -> None:
-        super().__init__(check.found)
-        self.check = check
+    """Nothing that comes after the failed check, its one argument, could work."""
 
 
 def examine(asked: Asked, environ: Mapping[str, str], say: Say) -> int:
@@ -47,7 +43,7 @@ def examine(asked: Asked, environ: Mapping[str, str], say: Say) -> int:
     try:
         exit_code = _examine_ranks(asked, _meet(asked, environ, say), say)
     except Stopped as stopped:
-        say(stopped.check)
+        say(*stopped.args)
     except LaunchError as error:
         say(Check("FAIL", "way", str(error), "read what the doctor says on the machine that holds it"))
     say(machine.check_clock_jump([*clock, probes.clock_offset()]))
@@ -85,8 +81,7 @@ def _meet(asked: Asked, environ: Mapping[str, str], say: Say) -> Channel:
     if problem is not None:
         raise Stopped(problem)
     opens = is_here if asked.is_host is None else asked.is_host
-    channel = _host(asked, say) if opens else None
-    channel = channel or _join(asked, addresses, say)
+    channel = (_host(asked, say) if opens else None) or _join(asked, addresses, say)
     _roll_call(asked, channel, say)
     return channel
 

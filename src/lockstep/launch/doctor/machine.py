@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from lockstep.comm.preflight import Knock, is_loopback
+from lockstep.comm.preflight import Interface, Knock, is_loopback
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check, Status, size
 
@@ -16,13 +16,6 @@ _SHM_BYTES = _GIB // 2  # of one rank: the gradients of GPT-2 small in float32
 _FILES, _FILES_PER_RANK = 32, 4  # of a rank, or of who starts it; each other rank is a socket or two
 _CLOCK_JUMP_S = 0.05
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "tun", "tap")
-
-
-class Interface(NamedTuple):
-    """A way out of this machine."""
-
-    name: str
-    address: str  # IPv4
 
 
 class Port(NamedTuple):

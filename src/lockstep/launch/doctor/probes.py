@@ -19,7 +19,7 @@ from lockstep.comm.control_groups import ROOT, group_folders
 from lockstep.launch.doctor import machine
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
-from lockstep.launch.doctor.machine import Interface, Limits, Memory, Port
+from lockstep.launch.doctor.machine import Limits, Memory, Port
 from lockstep.launch.doctor.variables import check_variables
 
 PACKAGES = ("torch", "numpy", "transformers", "safetensors", "tokenizers")
@@ -43,7 +43,7 @@ def examine_machine(asked: Asked, environ: Mapping[str, str]) -> Iterator[Check]
     devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]
     yield machine.check_gpus(len(devices), _driver(), environ.get("CUDA_VISIBLE_DEVICES"), processes)
     addresses, problem = _own_name()
-    found = interfaces()
+    found = preflight.interfaces()
     if not environ.get("GLOO_SOCKET_IFNAME"):  # else nobody asks for it
         yield machine.check_own_name(socket.gethostname(), addresses, found, problem, asked)
     chosen = _chosen(asked, addresses)
@@ -62,12 +62,8 @@ def installed() -> dict[str, str]:
 
 def memory() -> Memory:
     """Of the machine, and of the control group of this process."""
-    available, overcommit = float("inf"), 0
-    with contextlib.suppress(OSError, ValueError):
-        found = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-        available = 1024.0 * int(found.group(1)) if found else available
-        overcommit = int(Path("/proc/sys/vm/overcommit_memory").read_text())
-    return Memory(available, group_limit(), overcommit)
+    overcommit = int(preflight.read_proc("/proc/sys/vm/overcommit_memory") or 0)
+    return Memory(preflight.free_memory(), group_limit(), overcommit)
 
 
 def group_limit(root: Path = ROOT) -> float:
@@ -105,12 +101,9 @@ def _threads_of_user() -> int:
 
 
 def _driver() -> str:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return ""
+    text = preflight.read_proc("/proc/driver/nvidia/version").decode()
     found = re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", text)
-    return found.group(1) if found else "unknown"
+    return found.group(1) if found else "unknown" * bool(text)
 
 
 # ---------------------------------------------------------------------- names, interfaces, ports
@@ -123,11 +116,6 @@ def _own_name() -> tuple[list[str], str]:
         return [], getattr(error, "strerror", None) or str(error)
     except preflight.Deadline:
         return [], f"no answer in {preflight.RESOLVE_S:g} s"
-
-
-def interfaces() -> list[Interface]:
-    """Those with an IPv4 address, in the system's order."""
-    return [Interface(name, address) for name, address in preflight.interface_addresses()]
 
 
 def _chosen(asked: Asked, own_name: Sequence[str]) -> str:

@@ -95,7 +95,7 @@ def _nccl() -> str:
 def _addresses(environ: Mapping[str, str], towards: str) -> list[str]:
     """Where others can reach this machine: at the interface the user named, the one towards the channel, else any."""
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
-    own = preflight.interface_addresses()
+    own = preflight.interfaces()
     likely = [address for name, address in own if name in named]
     likely += [preflight.local_address(address) for address in _resolve(towards)]
     likely = [address for address in likely if address and not preflight.is_loopback(address)]
@@ -104,10 +104,8 @@ def _addresses(environ: Mapping[str, str], towards: str) -> list[str]:
 
 def _leaders(facts: Mapping[int, Facts]) -> list[int]:
     """The first rank of each machine."""
-    first: dict[str, int] = {}
-    for rank in sorted(facts):
-        first.setdefault(facts[rank]["machine"], rank)
-    return list(first.values())
+    first = {facts[rank]["machine"]: rank for rank in sorted(facts, reverse=True)}
+    return sorted(first.values())
 
 
 def _knock(rank: int, facts: Mapping[int, Facts]) -> list[Link]:

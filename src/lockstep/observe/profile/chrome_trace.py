@@ -223,11 +223,8 @@ def merge_files(run: Run, steps: Container[int]) -> tuple[Path, int, float] | No
 
     None where there are none.
     """
-    traces: dict[int, Any] = {}
-    for rank in run.ranks:
-        path = trace_of(run.folder, rank)
-        if path.is_file():
-            traces[rank] = json.loads(path.read_text())
+    paths = {rank: trace_of(run.folder, rank) for rank in run.ranks}
+    traces: dict[int, Any] = {rank: json.loads(path.read_text()) for rank, path in paths.items() if path.is_file()}
     if not traces:
         return None
     hosts = {rank: record.starts[-1].host for rank, record in run.ranks.items()}

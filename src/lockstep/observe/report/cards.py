@@ -17,6 +17,7 @@ from lockstep.observe.wording import names
 
 Severity = Literal["error", "warning", "note", "good"]
 Card = dict[str, Any]
+Section = Mapping[str, Any]  # of the document
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note", "good")
 _CARDS_MAX, _TEXT_MAX = 60, 4000
 _STEPS_MIN = 4  # before that nothing is known of what a step costs
@@ -32,11 +33,7 @@ _TITLES = {
 
 
 def cards_of(
-    source: Source,
-    status: Status,
-    verdict: Verdict,
-    coverage: Mapping[str, Any] | None,
-    replicas: Mapping[str, Any] | None,
+    source: Source, status: Status, verdict: Verdict, coverage: Section | None, replicas: Section | None
 ) -> list[Card]:
     """The most severe first."""
     found = [
@@ -220,7 +217,7 @@ def _summary(verdict: Verdict) -> str:
 # ------------------------------------------------------------------ what is proved
 
 
-def _covered(coverage: Mapping[str, Any] | None) -> Iterator[Card]:
+def _covered(coverage: Section | None) -> Iterator[Card]:
     epochs = coverage["epochs"] if coverage else []
     sealed = [epoch for epoch in epochs if epoch["sealed"]]
     for epoch in epochs:
@@ -237,7 +234,7 @@ def _covered(coverage: Mapping[str, Any] | None) -> Iterator[Card]:
         yield _card("good", f"Each sample was used exactly once in {which}", text)
 
 
-def _equal(replicas: Mapping[str, Any] | None) -> Iterator[Card]:
+def _equal(replicas: Section | None) -> Iterator[Card]:
     if replicas is None:
         return
     differing = [step for step, is_equal in replicas["checks"] if not is_equal]

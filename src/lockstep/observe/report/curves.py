@@ -65,18 +65,13 @@ def values_of(source: Source) -> Iterator[tuple[str, int, int, float]]:
 
 def _speed(run: Run) -> Mapping[str, Points]:
     """Per second, of all ranks together: each rank's own view is one value."""
-    found: dict[str, Points] = defaultdict(dict)
-    samples: dict[int, list[float]] = defaultdict(list)
+    found: dict[str, Points] = defaultdict(lambda: defaultdict(list))
     for record in run.ranks.values():
         for line in record.lines:
-            seconds = line.wall_us / 1e6
-            if seconds <= 0:
-                continue
-            found["steps/s"].setdefault(line.step, []).append(line.count / seconds)
-            if line.tokens:
-                found["tokens/s"].setdefault(line.step, []).append(line.tokens / seconds)
-            if line.samples:
-                samples[line.step].append(line.samples / seconds)
+            for name, done in (("steps/s", line.count), ("tokens/s", line.tokens), ("samples/s", line.samples)):
+                if done and line.wall_us > 0:
+                    found[name][line.step].append(done / (line.wall_us / 1e6))
+    samples = found.pop("samples/s", None)
     if samples and "tokens/s" not in found:
         found["samples/s"] = {step: [sum(rates)] for step, rates in samples.items()}
     return found

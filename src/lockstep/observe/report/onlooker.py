@@ -21,8 +21,7 @@ class Onlooker:
 
     def __init__(self) -> None:
         self._folders: tuple[Path, ...] = ()
-        self._records: dict[Path, FlightRecord] = {}
-        self._peers: dict[Path, Peers] = {}
+        self._records: dict[Path, tuple[FlightRecord, Peers]] = {}
         self._sights: dict[Path, Sight] = {}
 
     def follow(self, folders: Sequence[Path]) -> None:
@@ -36,29 +35,28 @@ class Onlooker:
         for path in (path for folder in self._folders for path in folder.glob(FLIGHTS)):
             if path not in self._records:
                 with contextlib.suppress(OSError, ConfigError):  # it is being made
-                    record = self._records[path] = FlightRecord(path)
-                    self._peers[path] = Peers([record.header().pid])
-        for path, record in self._records.items():
+                    record = FlightRecord(path)
+                    self._records[path] = record, Peers([record.header().pid])
+        for path, (record, peers) in self._records.items():
             before = self._sights.get(path)
             if before is None or not before.is_gone:  # the dead do not change
-                sight = sight_of(record, how="" if self._peers[path].has_ended(0) else None)
+                sight = sight_of(record, how="" if peers.has_ended(0) else None)
                 if sight is not None:
                     self._sights[path] = sight
         return {sight.status.rank: sight for sight in sorted(self._sights.values(), key=lambda one: one.status.rank)}
 
     def records_of(self, rank: int) -> list[Record]:
         """What `rank` did last, oldest first."""
-        return next((record.records() for record in self._records.values() if record.header().rank == rank), [])
+        return next((record.records() for record, _ in self._records.values() if record.header().rank == rank), [])
 
     def finding(self) -> Finding | None:
         """What the ranks have found to be wrong."""
-        notices = filter(None, (record.notice() for record in self._records.values()))
+        notices = filter(None, (record.notice() for record, _ in self._records.values()))
         return next((Finding.from_json(notice.decode()) for notice in notices), None)
 
     def close(self) -> None:
         """Give back the memory."""
-        for record in self._records.values():
+        for record, _ in self._records.values():
             record.close()
         self._records.clear()
-        self._peers.clear()
         self._sights.clear()

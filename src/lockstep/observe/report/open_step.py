@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,16 +54,13 @@ class Moment(NamedTuple):
 
 def moments_in(folders: Sequence[Path]) -> list[Moment]:
     """Of the ranks whose flight records are in `folders`."""
-    onlooker = Onlooker()
-    try:
+    with closing(Onlooker()) as onlooker:
         onlooker.follow(folders)
         sights = onlooker.sights()
         as_they_are = Scene(-1, sights, onlooker.records_of, Limits())
         before = {rank: one._replace(is_gone=False, age_s=0.0) if one.is_gone else one for rank, one in sights.items()}
         scene = Scene(-1, before, onlooker.records_of, Limits())
         return [_moment(rank, scene, as_they_are) for rank in sights]
-    finally:
-        onlooker.close()
 
 
 def _moment(rank: int, before: Scene, as_they_are: Scene) -> Moment:

@@ -3,33 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from lockstep.observe.report.single_file import single_file
+from lockstep.observe.report.single_file import asset, single_file
 
-_HERE = Path(__file__).parent
-SCRIPTS = (  # in the order in which they need each other
-    "page_elements",
-    "page_state",
-    "page_canvas",
-    "page_matrix",
-    "page_header",
-    "page_lane_model",
-    "page_lane_picture",
-    "page_lane_panel",
-    "page_lane_input",
-    "page_lanes",
-    "page_curves",
-    "page_heat",
-    "page_overlap",
-    "page_owners",
-    "page_seals",
-    "page_coverage",
-    "page_replicas",
-    "page_facts",
-    "page_live",
-)
+_IN_ORDER = """
+    elements state canvas matrix header lane_model lane_picture lane_panel lane_input lanes
+    curves heat overlap owners seals coverage replicas facts live
+"""
+SCRIPTS = tuple(f"page_{name}" for name in _IN_ORDER.split())  # in the order in which they need each other
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -37,13 +19,9 @@ def render(document: Mapping[str, Any]) -> str:
     run = document.get("run") or {}
     return single_file(
         title=f"{run.get('id', 'run')} - lockstep",
-        body=_asset("page.html"),
-        style=_asset("page.css"),
-        script="".join(_asset(f"{name}.js") for name in SCRIPTS),
+        body=asset("page.html", __file__),
+        style=asset("page.css", __file__),
+        script="".join(asset(f"{name}.js", __file__) for name in SCRIPTS),
         document=document,
         may_fetch=True,
     )
-
-
-def _asset(name: str) -> str:
-    return (_HERE / name).read_text(encoding="ascii")

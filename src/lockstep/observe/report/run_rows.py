@@ -7,9 +7,9 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Any, Literal
 
+from lockstep.comm.preflight import read_proc
 from lockstep.observe.report.source import Attempt, Source
 
 Status = Literal["running", "finished", "failed", "stopped", "unknown"]
@@ -42,12 +42,11 @@ def status_of(source: Source) -> Status:
 
 def is_alive(pid: int, seen_s: float) -> bool:
     """Whether the process `pid`, which was there at `seen_s` since the epoch, still is: not one with its number."""
-    try:
-        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-    except (OSError, AttributeError):
+    words = read_proc(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    if not words or words[0] in b"ZX":
         return False
-    return words[0] not in "ZX" and booted_s + int(words[19]) / os.sysconf("SC_CLK_TCK") <= seen_s + 1
+    booted_s = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    return booted_s + int(words[19]) / os.sysconf("SC_CLK_TCK") <= seen_s + 1
 
 
 def run_of(source: Source, status: Status, now_ns: int) -> dict[str, Any]:

@@ -24,8 +24,7 @@ def single_file(
 ) -> str:
     """The page, as pure ASCII. body: markup, not data. may_fetch: from the server that it came from, and only there."""
     whole = "(() => {\n'use strict';\n" + script + "})();\n"
-    shell = Path(__file__).with_name("single_file.html").read_text(encoding="ascii")
-    return Template(shell).substitute(
+    return Template(asset("single_file.html", __file__)).substitute(
         title=_ascii(html.escape(title)),
         policy=_policy(style, whole, may_fetch),
         style=style,
@@ -33,6 +32,11 @@ def single_file(
         body=_ascii(body),
         document=to_json(document),
     )
+
+
+def asset(name: str, module: str) -> str:
+    """A file of ours that lies beside that of `module`."""
+    return Path(module).with_name(name).read_text(encoding="ascii")
 
 
 def to_json(document: Mapping[str, Any]) -> str:

@@ -51,13 +51,11 @@ class TerminalView:
     def show(self, stop: threading.Event | None = None) -> None:
         """Draw until the run is over or `stop` is set. Ctrl-C is passed on once the terminal is as it was before."""
         console = Console(file=self._file, highlight=False)
-        try:
+        with contextlib.closing(self._onlooker):
             if self._file.isatty() and not console.is_dumb_terminal:
                 self._draw(console, stop or threading.Event())
             else:
                 self._tell(stop or threading.Event())
-        finally:
-            self._onlooker.close()
 
     def look(self) -> Picture:
         """The run as it is now."""

@@ -421,3 +421,21 @@ def test_messages_of_many_tags_are_numbered_in_bounded_memory() -> None:
         next(numbers["send", 2, tag])
     assert len(numbers) == 4 * RECORDS
     assert next(numbers["send", 1, 0]) == 0
+
+
+def test_a_message_whose_work_was_dropped_is_told_from_one_that_was_waited_for(
+    recorder: FlightRecorder, record: FlightRecord
+) -> None:
+    send = pack_words("WORLD", "send float32 [4] to rank 1 tag 0", "train.py:9")
+    sums = pack_words("WORLD", "all_reduce float32 [4] sum", "train.py:9")
+    numbers = [recorder.enter(seq, send, is_message=True) for seq in range(2)] + [recorder.enter(0, sums)]
+    digest = record.records()[2].digest
+    recorder.stood(numbers[0], 0)
+    recorder.let_go(numbers[1])
+    recorder.let_go(numbers[2])
+    assert [one.digest for one in record.records()] == [0, 1, digest]
+    assert all(one.left_ns for one in record.records())
+    for _ in range(RECORDS):
+        recorder.enter(0, send, is_message=True)
+    recorder.let_go(numbers[1])  # which is overwritten: nothing of what is there now is touched
+    assert not any(one.digest or one.left_ns for one in record.records())

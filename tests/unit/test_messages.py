@@ -8,6 +8,7 @@ import pytest
 from rank_sights import LIMITS, PaperRank, diagnosed, found_in, rank_1, running, waiting_for_rank_1
 
 from lockstep.observe.diagnosis import Finding, diagnose
+from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.endings import find_left_over, find_too_large
 from lockstep.observe.scene import Scene
 
@@ -252,12 +253,159 @@ def test_messages_that_were_received_or_may_yet_be_are_not_told() -> None:
     ("sent", "asked", "is_told"), [("[4]", "[8]", True), ("[8]", "[4]", False), ("[4]", "[2, 2]", False)]
 )
 def test_who_asks_for_more_than_is_sent_is_told_so(sent: str, asked: str, is_told: bool) -> None:
-    ranks = pair((f"float32 {sent}", f"float32 {asked}"), is_gone=False)
-    sights = {one.rank: one.sight() for one in ranks}
-    for me in (0, 2):
-        scene = Scene(0, sights, lambda rank: ranks[rank].kept_records(), LIMITS)
-        note = find_too_large(scene, me, is_note=True)
+    for note in compared(f"float32 {sent}", f"float32 {asked}"):
         assert (note is not None) == is_told
         if note is not None:
             assert (note.kind, note.culprits, note.is_certain) == ("messages", (0, 2), False)
             assert "rank 2 asked for more than was sent, in their 1st message:" in note.text
+    assert compared(f"float32 {sent}", f"float32 {asked}", unknown=2) == [None, None]
+
+
+def test_who_has_ended_well_was_not_sent_too_much() -> None:
+    """As a launcher looks at all ranks afterwards: what seems to be a pair may be none."""
+    ranks = pair(("float32 [8]", "float32 [4]"), is_gone=False)
+    for is_finished in (False, True):
+        ranks[2].finishes() if is_finished else None
+        sights = {one.rank: one.sight() for one in ranks}
+        scene = Scene(2, sights, lambda rank: ranks[rank].kept_records(), replace(LIMITS, grace_s=0.0))
+        assert (find_mismatch(scene) is None) == is_finished
+
+
+# ------------------------------------------------------------------ of another dtype
+
+
+def compared(sent: str, asked: str, *, is_note: bool = True, unknown: int | None = None) -> list[Finding | None]:
+    """What each end finds. unknown: the rank that cannot tell how many messages it has begun."""
+    ranks = pair((sent, asked), is_gone=False)
+    for rank, key in ((0, "world send 2 0"), (2, "world recv 0 0")):
+        ranks[rank].status_fields["messages"] = {key: 1} if rank != unknown else {}
+    scene = Scene(0, {one.rank: one.sight() for one in ranks}, lambda rank: ranks[rank].kept_records(), LIMITS)
+    return [find_too_large(scene, me, is_note=is_note) for me in (0, 2)]
+
+
+@pytest.mark.parametrize("is_note", [True, False])
+@pytest.mark.parametrize(
+    ("sent", "asked"),
+    [
+        ("float32 [4]", "int32 [4]"),
+        ("float32 [8]", "float64 [4]"),
+        ("float32 [8]", "float64 [8]"),
+        ("bfloat16 [3]", "float16 [3]"),
+        ("int16 [3]", "bfloat16 [3]"),
+        ("complex64 [2]", "float64 [2]"),
+        ("float32 []", "int32 [1]"),
+    ],
+)
+def test_what_is_received_as_another_dtype_is_a_mismatch(sent: str, asked: str, is_note: bool) -> None:
+    for finding in compared(sent, asked, is_note=is_note):
+        assert finding is not None
+        assert (finding.kind, finding.culprits, finding.is_certain) == ("mismatch", (0, 2), True)
+        assert finding.text.startswith("lockstep: MISMATCH in step 4.  Culprits: ranks 0,2\n")
+        assert "\n  rank 2 asked for another dtype than was sent, in their 1st message:\n" in finding.text
+        assert f"\n    rank 0: {send(sent, 2)} at train.py:50 give\n" in finding.text
+        assert f"\n    rank 2: {recv(asked, 0)} at train.py:60 take\n" in finding.text
+
+
+@pytest.mark.parametrize(
+    ("sent", "asked"),
+    [
+        ("float32 [4]", "float32 [2, 2]"),
+        ("float32 [4]", "uint8 [16]"),
+        ("int8 [16]", "float32 [4]"),
+        ("uint8 [4]", "bool [4]"),
+        ("complex64 [3]", "float32 [3, 2]"),
+        ("float64 [3, 2]", "complex128 [3]"),
+        ("float32 [0]", "int64 [0]"),
+        ("float32 [4]", ".."),
+    ],
+)
+def test_bytes_and_views_of_one_value_are_not(sent: str, asked: str) -> None:
+    assert compared(sent, asked) == [None, None]
+
+
+@pytest.mark.parametrize("unknown", [0, 2])
+def test_dtypes_are_not_compared_where_a_rank_does_not_know_the_numbers_of_its_messages(unknown: int) -> None:
+    """It has received from any, say, of which the records are overwritten: what looks like a pair may be none."""
+    assert compared("float32 [4]", "int32 [4]", unknown=unknown) == [None, None]
+
+
+def test_of_two_sizes_and_dtypes_the_size_is_said() -> None:
+    for finding in compared("float64 [4]", "float32 [4]"):
+        assert finding is not None
+        assert "rank 2 asked for less than was sent, in their 1st message:" in finding.text
+
+
+# ------------------------------------------------------------------ whose Work was dropped
+
+
+def dropped(*numbers: int, asked: int = 3, by: int = 0, age_s: float = 12.4) -> list[PaperRank]:
+    """Rank 0 has sent four messages, rank 1 stands in the last that it asked for. Rank `by` has dropped these."""
+    ranks = stage(4, asked)
+    first = len(ranks[by].records) - (4, asked)[by]
+    for number in numbers:
+        ranks[by].records[first + number] = ranks[by].records[first + number]._replace(digest=1)
+    ranks[0].status_fields["messages"] = {"world send 1 0": 4}
+    ranks[1].status_fields["messages"] = {"world recv 0 0": asked}
+    ranks[1].waits(len(ranks[1].records) - 1, age_s)
+    return ranks
+
+
+def at_barrier(ranks: list[PaperRank]) -> list[PaperRank]:
+    ranks[0].waits(ranks[0].call("barrier", "train.py:70 meet"), 12.0)
+    return ranks
+
+
+@pytest.mark.parametrize("numbers", [(2,), (0,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("is_at_work", [True, False])
+def test_who_dropped_the_work_of_a_message_that_never_comes_is_named(
+    numbers: tuple[int, ...], is_at_work: bool
+) -> None:
+    ranks = dropped(*numbers)
+    finding = found_in(ranks if is_at_work else at_barrier(ranks))
+    assert (finding.kind, finding.culprits, finding.is_certain) == ("transport", (0,), False)
+    assert finding.text.startswith(
+        "lockstep: HANG for a lost message, for 12.4 s in step 4.  Culprit: rank 0 (host b, "
+    )
+    assert "\n  rank 1 waits in recv float32 [4] from rank 0 tag 0, train.py:60 take, for 12.4 s\n" in finding.text
+    count = len([number for number in numbers if number <= 2])
+    assert f"\n    rank 0 had dropped the Work of {count} by then, the last: {send('float32 [4]', 1)}" in finding.text
+    assert "train.py:50 give" in " ".join(finding.text.split())
+    assert "\nLikely fix: keep what isend and irecv return, and wait() for it.\n" in finding.text
+
+
+def test_so_is_a_receiver_that_dropped_an_earlier_receive_of_its_own() -> None:
+    finding = found_in(at_barrier(dropped(0, by=1)))
+    assert (finding.kind, finding.culprits) == ("transport", (1,))
+    assert f"\n    rank 1 had dropped the Work of 1 by then, the last: {recv('float32 [4]', 0)}" in finding.text
+
+
+def test_who_waits_at_another_line_than_it_asked_is_not_taken_for_missing() -> None:
+    ranks = at_barrier(dropped(1))
+    ranks[1].is_at("train.py:66 take", unmoved_s=12.4)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("transport", (0,))
+    assert "a lost message" in finding.text
+
+
+@pytest.mark.parametrize("numbers", [(), (3,)])
+def test_what_is_sent_after_the_message_that_does_not_come_has_not_lost_it(numbers: tuple[int, ...]) -> None:
+    ranks = at_barrier(dropped(*numbers))
+    assert diagnosed(ranks) is None  # later: of the transport
+    ranks[1].open_s = ranks[0].open_s = 40.0
+    for one in ranks:
+        one.status_fields["unmoved_s"] = 40.0
+    assert "HANG of the transport: all ranks are there" in found_in(ranks).text
+
+
+def test_a_message_that_may_yet_come_is_not_lost() -> None:
+    assert diagnosed(dropped(2, age_s=9.0)) is None
+    ranks = dropped(2)
+    ranks[1].status_fields["unmoved_s"] = 1.0  # it gets data
+    assert diagnosed(ranks) is None
+    ranks = dropped(2, asked=5)  # more than was sent
+    assert "lost" not in ("" if (found := diagnosed(ranks)) is None else found.text)
+    ranks = dropped(2)
+    ranks[0].message(send("float32 [4]", 1, tag=5))
+    ranks[1].open.clear()
+    ranks[1].waits(ranks[1].message(recv("float32 [4]", 0, tag=5)), 12.4)  # another channel
+    assert diagnosed(ranks) is None

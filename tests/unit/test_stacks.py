@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -382,7 +383,7 @@ def test_no_garbage_is_collected_while_threads_are_asked_where_they_are(
     monkeypatch.setattr(sys, "_current_frames", lambda: seen.append(gc.isenabled()) or {})
     try:
         gc.enable() if is_on else gc.disable()
-        assert stacks.frame_of(threading.get_ident()) is None
+        assert stacks.frame_of(0) is None
         assert (seen, gc.isenabled()) == ([False], is_on)
     finally:
         gc.enable()
@@ -398,3 +399,18 @@ def test_a_debugger_is_looked_for_also_while_the_thread_works(tmp_path: Path, mo
     assert said == [*["debugger"] * 8, *[""] * 4]
     mine.close()
     recorder.close()
+
+
+def test_a_look_at_its_own_thread_keeps_nothing_of_its_callers_alive() -> None:
+    """Of the frames that it sees its own is one: kept there, each would live until garbage is collected."""
+
+    def caller() -> weakref.ref[Motion]:
+        held = Motion(threading.get_ident())
+        assert held.look(10.0).stack[-1].endswith(" caller")
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

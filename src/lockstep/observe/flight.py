@@ -43,7 +43,7 @@ _STATUS_BYTES, _NOTICE_BYTES = _NOTICE_AT - _STATUS_AT, _RING_AT - _NOTICE_AT
 _RECORD = struct.Struct("<qqqqqqBB206s")  # number, seq, step, entered, left, digest, is_message, spare, words
 _WORD = struct.Struct("<q")
 _write_record, _write_word = _RECORD.pack_into, _WORD.pack_into  # of all ways to write, those that touch least memory
-_LEFT_AT = 32
+_LEFT_AT, _DIGEST_AT, _MESSAGE_AT = 32, 40, 48
 _RECORD_BYTES = _RECORD.size
 _FILE_BYTES = _RING_AT + RECORDS * _RECORD_BYTES
 _TEXT_BYTES = (24, 96, 56, 27)  # of group, text, site, label; what is longer is cut
@@ -61,7 +61,7 @@ class Record(NamedTuple):
     step: int  # in which it was started; 0 where that was in a thread of its own, which knows no steps
     entered_ns: int  # by time.monotonic_ns, which is one clock for all processes of a machine
     left_ns: int  # when its result could be read; 0 while it is under way
-    digest: int  # of all collectives of its group up to this one, and of the steps they were in; 0 for messages
+    digest: int  # of all collectives of its group up to this one, and of the steps they were in; of a message `let_go`
     is_message: bool  # between two ranks; else it is a collective, and `seq` matches it with the other ranks'
     group: str
     text: str  # "all_reduce float32 [262144] sum": equal on all ranks, or the collective makes no sense
@@ -212,6 +212,13 @@ class FlightRecorder:
         if number >= self.started - RECORDS:
             at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
             _write_word(self._memory, at, monotonic_ns())
+
+    def let_go(self, number: int) -> None:
+        """Nobody has waited for operation `number`, and nobody can any more: a message has the digest 1 then, not 0."""
+        self.leave(number)
+        at = _RING_AT + number % RECORDS * _RECORD_BYTES
+        if number >= self.started - RECORDS and self._memory[at + _MESSAGE_AT]:
+            _write_word(self._memory, at + _DIGEST_AT, 1)
 
     def leave_all(self, numbers: Sequence[int]) -> None:
         """These operations have ended."""

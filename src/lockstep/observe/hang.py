@@ -10,6 +10,7 @@ import math
 from typing import Literal
 
 from lockstep.observe import histories, wording
+from lockstep.observe.messages import let_go
 from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait, read_message
 from lockstep.observe.stacks import CHILDREN
@@ -52,6 +53,9 @@ def find_hang(scene: Scene) -> Finding | None:
         if not _is_still(scene, wait):
             continue
         states = {rank: _state(scene, rank) for rank in _roots(scene, wait)}
+        for one in [one for one in scene.waits if one.rank in (wait.rank, *states)]:
+            if min(one.age_s, scene.status(one.rank).unmoved_s) >= scene.hang_s and (gone := let_go(scene, one)):
+                return _report_transport(scene, one, gone)
         may_be_proven = all(rank in scene.blocked and scene.stands_in(scene.blocked[rank]) for rank in states)
         if may_be_proven and wait.age_s < scene.hang_s + STILL_S:  # of a circle there is more to say
             continue
@@ -59,7 +63,7 @@ def find_hang(scene: Scene) -> Finding | None:
             return _report_hang(scene, wait, sorted(states))
         is_inside = set(states.values()) <= {"inside"}
         if is_inside and wait.age_s >= _TRANSPORT_TIMES * scene.hang_s and _nobody_moves(scene, wait):
-            return _report_transport(scene, wait)
+            return _report_transport(scene, wait, {})
     return None
 
 
@@ -326,17 +330,25 @@ def _not_there(scene: Scene, rank: int) -> str:
     return "is not there" if rank not in scene.blocked else "waits"
 
 
-def _report_transport(scene: Scene, wait: Wait) -> Finding:
+def _report_transport(scene: Scene, wait: Wait, gone: dict[int, str]) -> Finding:
+    """gone: see `let_go`."""
     waits = [found for found in scene.waits if found.is_part_of(wait)] or [wait]
+    head = f"of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}"
+    why = "no rank is to blame: what lies between them does not carry their data."
+    fix = "`lockstep doctor` tries every pair: interfaces, firewall, shared memory, another job's port."
+    if gone:
+        head = f"for a lost message, for {seconds(wait.age_s)} in {step_after(scene.step)}."
+        why = "Gloo drops a message whose Work goes before it is through: the next takes its place, or none."
+        fix = "keep what isend and irecv return, and wait() for it."
     return wording.compose(
         scene,
         "transport",
         f"{wait.record.group}:{wait.record.seq}",
-        f"HANG of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}",
-        (),
-        wording.waiters(waits),
-        why="no rank is to blame: what lies between them does not carry their data.",
-        fix="`lockstep doctor` tries every pair: interfaces, firewall, shared memory, another job's port.",
+        f"HANG {head}",
+        [*gone],
+        [*wording.waiters(waits), *gone.values(), *wording.waiters(_waits_for(scene, [wait.rank]) if gone else ())],
+        why=why,
+        fix=fix,
         least=wording.stacks(scene, (wait.rank, *wait.ranks)),
         done=scene.step,
     )

@@ -26,6 +26,7 @@ from lockstep.observe.voice import Voice
 WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
+_COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
 
 
@@ -43,7 +44,7 @@ class Lookout:
         self._period_s = period_s
         self._training = Training()
         self._looked_s = self._blind_until_s = 0.0
-        self._messages = 0  # of all ranks, when their sizes were looked at last
+        self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
 
@@ -108,7 +109,7 @@ class Lookout:
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():
                 self._voice.say_if_news(note, sights)
-            self._look_at_sizes(sights if is_first else {})
+            self._look_at_messages(sights if is_first or is_last else {}, is_last=is_last)
         if not is_last and (not is_first or self._looked_s < self._blind_until_s):
             return
         found = self._diagnosed(sights, self._limits)
@@ -122,13 +123,21 @@ class Lookout:
             self.finding, self._stood = found, stalled_by(found, sights, "")
             self._voice.say_with_evidence(found, sights)
 
-    def _look_at_sizes(self, sights: Mapping[int, Sight]) -> None:
-        """Of messages: each time that there are twice as many, for all records have to be read."""
+    def _look_at_messages(self, sights: Mapping[int, Sight], *, is_last: bool) -> None:
+        """Of both ends: when they are twice as many, after a while, and at the end; for all records have to be read."""
         begun = sum(sum(sight.status.messages.values()) for sight in sights.values())
-        if begun >= max(1, 2 * self._messages):
-            self._messages = begun
-            for rank in [rank for rank, sight in sights.items() if sight.status.messages]:
-                self._voice.say_if_news(find_too_large(self._scene(sights), rank, is_note=True), sights)
+        is_due = is_last or begun >= 2 * self._messages or self._looked_s - self._compared_s >= _COMPARED_S
+        if begun == self._messages or not is_due:
+            return
+        self._messages, self._compared_s = begun, self._looked_s
+        host = sights[self._rank].status.host if is_last else None  # those who have ended elsewhere do not show theirs
+        sights = {rank: sight for rank, sight in sights.items() if host in (None, sight.status.host)}
+        for rank in [rank for rank, sight in sights.items() if sight.status.messages]:
+            found = find_too_large(self._scene(sights), rank, is_note=True)
+            if found is not None and found.is_certain:
+                self.put_up(found, sights)
+            elif not is_last or self._is_first(sights):
+                self._voice.say_if_news(found, sights)
 
     def _is_first(self, sights: Mapping[int, Sight]) -> bool:
         """Whether this is the first rank whose guard looks: one is enough."""

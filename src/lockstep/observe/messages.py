@@ -7,10 +7,12 @@ import re
 from collections import defaultdict
 
 from lockstep.observe.flight import Record
-from lockstep.observe.scene import Scene, read_message
-from lockstep.observe.wording import step_after
+from lockstep.observe.scene import Scene, Wait, read_message
+from lockstep.observe.wording import call, step_after
 
-_TENSOR = re.compile(r"\w+ [a-z]+(\d*)\w* \[([\d, ]*)\] ")  # bits of an element, and the shape
+_TENSOR = re.compile(r"\w+ ([a-z]+(\d*)\w*) \[([\d, ]*)\] ")  # the dtype, bits of an element, and the shape
+_BYTES = {"uint8", "int8"}  # which anything may be sent and received as
+_AS_REAL = ({"complex64", "float32"}, {"complex128", "float64"}, {"complex32", "float16"})  # as torch views them
 
 Both = tuple[dict[int, Record], dict[int, Record]]  # what was sent, and what was asked for, by number
 
@@ -47,7 +49,25 @@ def tally(scene: Scene, rank: int, record: Record) -> list[str]:
     return []
 
 
+def let_go(scene: Scene, wait: Wait) -> dict[int, str]:
+    """By rank, in words: of a message that both ends have begun, those up to it whose Work went without a wait."""
+    told: dict[int, str] = {}
+    for (_, ends, _), both in channels_of(scene, wait.rank).items() if not wait.absent else ():
+        for rank, half in zip(ends, both, strict=True) if wait.record in both[wait.rank == ends[1]].values() else ():
+            gone = [half[seq] for seq in sorted(half) if half[seq].digest and seq <= wait.record.seq]
+            if gone:
+                last = f"the last: {call(gone[-1])} ({step_after(gone[-1].step)})"
+                told[rank] = f"  rank {rank} had dropped the Work of {len(gone)} by then, {last}"
+    return told
+
+
 def bits(record: Record) -> float:
     """Of its tensor; NaN, which is neither more nor less than any, where the record does not say."""
     found = _TENSOR.match(record.text)
-    return math.nan if found is None else int(found[1] or 8) * math.prod(map(int, filter(None, found[2].split(", "))))
+    return math.nan if found is None else int(found[2] or 8) * math.prod(map(int, filter(None, found[3].split(", "))))
+
+
+def is_garbled(sent: Record, asked: Record) -> bool:
+    """Whether the bytes of one dtype are read as another, which no view of torch's does for both ends alike."""
+    dtypes = {found[1] for found in map(_TENSOR.match, (sent.text, asked.text)) if found is not None}
+    return len(dtypes) == 2 and not dtypes & _BYTES and dtypes not in _AS_REAL and bits(sent) > 0 < bits(asked)

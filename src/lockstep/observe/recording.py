@@ -215,8 +215,8 @@ class RecordedWork(Work):
         self._number, self._others = -1, ()
 
     def __del__(self) -> None:
-        if self._number >= 0:
-            self._leave()
+        for number in (self._number, *self._others) if self._number >= 0 else ():
+            self._layer.recorder.let_go(number)
 
 
 def text_of(op: CommOp, global_ranks: Sequence[int]) -> str:

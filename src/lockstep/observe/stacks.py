@@ -15,7 +15,7 @@ from itertools import takewhile
 from types import CodeType, FrameType
 from typing import NamedTuple, final
 
-from lockstep.comm.preflight import state_and_cpu_s
+from lockstep.comm.preflight import read_proc, state_and_cpu_s
 from lockstep.observe.call_site import is_users, users_stack
 
 _DEEPEST = 40  # frames that are kept, the innermost
@@ -120,16 +120,13 @@ class Motion:
             self._loop, looping_s = Loop(), 0.0
         elif is_busy and frame is not None:
             looping_s = self._loop.see(frame, now_s)
+        del frame  # which is this one, where a thread looks at itself: it would keep what all its callers hold
         self._stand = Stand(stack, activity, unmoved_s, looping_s)
         return self._stand
 
     def _do_children_work(self, now_s: float) -> bool:
         """Whether the processes that this thread has started do, or did a moment ago."""
-        try:
-            with open(self._task + "children", "rb") as file:
-                pids = file.read().split()
-        except OSError:  # no Linux, or one that does not tell
-            return False
+        pids = read_proc(self._task + "children").split()
         used_s = sum(state_and_cpu_s(f"/proc/{pid.decode()}/stat")[1] for pid in pids)
         since_s, before_s, worked_s = self._children
         has_worked = 0 < now_s - since_s <= _CHILDREN_S and used_s - before_s >= _CHILDREN_CPU_S
@@ -231,7 +228,9 @@ def _asks(file: str) -> bool:
 
 
 def frame_of(thread_id: int) -> FrameType | None:
-    """The innermost frame of another thread; None where it has none that is whole."""
+    """The innermost frame of another thread, None where it has none that is whole; of this one, who asks for it."""
+    if thread_id == threading.get_ident():
+        return sys._getframe(1)
     is_on = sys.version_info < (3, 11, 9) and gc.isenabled()  # else the program may ask for it, or change it, meanwhile
     gc.disable() if is_on else None  # it stands still for ever where garbage is collected in that call (gh-106883)
     try:
@@ -243,21 +242,11 @@ def frame_of(thread_id: int) -> FrameType | None:
 
 def transferred_bytes() -> int:
     """What this process has read and written so far; 0 where the system does not tell."""
-    if sys.platform != "linux":
-        return 0
-    try:
-        with open("/proc/self/io", "rb") as file:
-            lines = file.read().split()
-    except OSError:
-        return 0
-    return int(lines[1]) + int(lines[3])
+    words = read_proc("/proc/self/io").split()
+    return int(words[1]) + int(words[3]) if words else 0
 
 
 def is_traced() -> bool:
     """True while another process debugs this one; a debugger within it is known by its frames."""
-    try:
-        with open("/proc/self/status", "rb") as file:
-            after = file.read().partition(b"\nTracerPid:")[2].split(maxsplit=1)
-            return bool(after) and after[0] != b"0"
-    except OSError:
-        return False
+    after = read_proc("/proc/self/status").partition(b"\nTracerPid:")[2].split(maxsplit=1)
+    return bool(after) and after[0] != b"0"

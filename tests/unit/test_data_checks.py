@@ -16,8 +16,11 @@ from torch.utils.data import (
     Dataset,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    Subset,
     TensorDataset,
     WeightedRandomSampler,
+    random_split,
 )
 from torch.utils.data import DistributedSampler as TorchDistributedSampler
 
@@ -51,11 +54,11 @@ def test_equal_first_batches_name_their_ranks() -> None:
 
 
 def test_lengths() -> None:
-    assert different_lengths({0: 5, 1: 5, 2: None}) is None
-    assert different_lengths({0: None, 1: None}) is None
-    text = different_lengths({0: 5, 1: 4, 2: 5})
+    assert different_lengths({0: 5, 1: 5, 2: None}, {0: 4}) is None
+    assert different_lengths({0: None, 1: None}, {}) is None
+    text = different_lengths({0: 5, 1: 4, 2: 5}, {})
     assert text is not None
-    assert "rank 1 4, ranks 0, 2 5" in text
+    assert ": 5 on ranks 0, 2; 4 on rank 1." in text
 
 
 def test_rules() -> None:
@@ -79,13 +82,64 @@ def test_rule_of_a_sampler_that_deals_to_all_ranks() -> None:
 
     torchs = TorchDistributedSampler(DATA, 2, 0, seed=3)
     torchs.set_epoch(4)
-    assert rule(torchs) == "seed 3 in epoch 4"
+    assert rule(torchs) == "seed 3 in epoch 4 of 41 samples"
     assert rule(torchs, ranks=4) == ""  # it deals to a half of them: the others may have another seed
-    assert rule(TorchDistributedSampler(DATA, 2, 0, shuffle=False)) == "no shuffle"
-    assert rule(lockstep.DistributedSampler(DATA, num_replicas=2, rank=0, seed=5)) == "seed 5"
+    assert rule(TorchDistributedSampler(DATA, 2, 0, shuffle=False)) == "no shuffle of 41 samples"
+    assert rule(lockstep.DistributedSampler(DATA, num_replicas=2, rank=0, seed=5)) == "seed 5 of 41 samples"
     assert rule(_Drawing(DATA, 2, 0, seed=3)) == ""
     assert rule(WeightedRandomSampler([1.0] * 10, 10)) == ""
     assert rule(None) == ""
+
+
+def test_rule_names_the_samples_that_are_dealt() -> None:
+    """Ranks that have split a dataset with seeds of their own deal other samples by the same rule."""
+
+    def rule(data: Any) -> str:
+        return rule_of(DataLoader(data, 2, sampler=TorchDistributedSampler(data, 2, 0)), 2)
+
+    splits = [random_split(DATA, [30, 11], torch.Generator().manual_seed(seed))[0] for seed in (0, 0, 1)]
+    same, again, other = map(rule, splits)
+    assert same == again
+    assert same.startswith("seed 0 in epoch 0 of 30 samples (digest ")
+    assert rule(Subset(DATA, range(30))) not in (same, other)
+    text = different_rules({0: same, 1: other})
+    assert text is not None
+    assert f"rank 0 by {same}, rank 1 by {other}" in text
+    fewer = different_rules({0: rule(DATA), 1: rule(TensorDataset(torch.arange(40.0)))})
+    assert fewer is not None
+    assert "rank 0 by seed 0 in epoch 0 of 41 samples, rank 1 by seed 0 in epoch 0 of 40 samples" in fewer
+
+
+class _Own(Sampler[Any]):
+    """Of samples, or of batches."""
+
+    def __init__(self, batch: int = 0, **about: Any) -> None:
+        self.batch, self.epoch = batch, 2
+        vars(self).update(about)
+
+    def __len__(self) -> int:
+        return 20 // max(1, self.batch)
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_order_of_samplers_of_ones_own() -> None:
+    """Who has an epoch and does not say whether it shuffles may not: that is in the first batch."""
+    assert order_of(DataLoader(DATA, 4, sampler=_Own(shuffle=True)), "x") == "epoch 2, seed None"
+    assert order_of(DataLoader(DATA, 4, sampler=_Own(shuffle=False)), "x") == ""
+    assert order_of(DataLoader(DATA, 4, sampler=_Own(seed=3)), "x") == "epoch 2, seed 3, x"
+    assert order_of(DataLoader(DATA, 4, sampler=_Own())) == ""
+    assert order_of(DataLoader(DATA, batch_sampler=_Own(2)), "x") == "epoch 2, seed None, x"
+    assert (
+        order_of(DataLoader(DATA, batch_sampler=_Own(4)), "x") == ""
+    )  # of five batches the first one is soon the same
+    assert order_of(DataLoader(DATA, batch_sampler=_Own(2, next_epoch=3)), "x") == ""
+    inner = BatchSampler(_Own(shuffle=True), 4, False)
+    assert order_of(DataLoader(DATA, batch_sampler=inner), "x") == "epoch 2, seed None"
 
 
 def test_order() -> None:
@@ -205,7 +259,7 @@ def epochs(comm: Communicator, kind: str, seek: bool = False, leave: bool = Fals
     ("kind", "words"),
     [
         ("no sampler", "got the very same first batch"),
-        ("lengths", "different numbers of batches in this epoch: rank"),
+        ("lengths", "different numbers of batches in this epoch: "),
         ("torch", "the order of the last one: call sampler.set_epoch"),
     ],
 )

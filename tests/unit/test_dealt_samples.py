@@ -42,7 +42,7 @@ def handed(loader: DataLoader[Any], batches: int | None = None) -> dict[str, Any
     share, drawn = Share(deal), list(loader.batch_sampler)
     share.drawn += drawn
     share.count(len(drawn[:batches]) // 2)
-    fields = share.fields(len(drawn[:batches]), batches is None)
+    fields = share.fields(len(drawn[:batches]), 0, batches is None)
     if batches is None:
         assert fields["samples"] == sum(map(len, drawn)) == sum(fields["bins"])
     return fields
@@ -188,7 +188,7 @@ class Watched:
         self.world_size = 2
         self.before_look: list[Callable[[], None]] = []
         self.facts = self
-        self.told: list[tuple[str, int, Any]] = []
+        self._told: dict[tuple[str, int], Any] = {}
         self.notes: list[dict[str, Any]] = []
         self.may_share = False
         self.watch = DataWatch(cast(Any, self), lambda: ("team/2", False, self.may_share))
@@ -197,7 +197,7 @@ class Watched:
         request.addfinalizer(take_notes(self))
 
     def tell(self, topic: str, key: int, value: Any) -> None:
-        self.told.append((topic, key, value))
+        self._told[topic, key] = value
 
     def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
         assert later is not None
@@ -214,6 +214,11 @@ class Watched:
         self.recorder.step += 1
         for look in self.before_look:
             look()
+
+    @property
+    def told(self) -> list[tuple[str, int, Any]]:
+        """What is known of each pass by now."""
+        return [(topic, key, value) for (topic, key), value in self._told.items()]
 
     @property
     def epochs(self) -> list[tuple[int, int, bool]]:
@@ -294,23 +299,94 @@ def test_loaders_made_for_each_epoch_are_one(watched: Watched) -> None:
 
 
 def test_a_loop_that_other_ranks_do_not_have_changes_no_name_of_another(watched: Watched) -> None:
-    def twice(*loaders: DataLoader[Any]) -> list[str]:
+    def trained(*loaders: DataLoader[Any]) -> list[tuple[str, int]]:
         before = len(watched.told)
         for loader in loaders:
             for _ in loader:
                 watched.recorder.step += 1
-        return [topic for topic, _, _ in watched.told[before:]]
+        return [(topic, key) for topic, key, _ in watched.told[before:]]
 
-    (alone,) = twice(DataLoader(Rows(), 2))
+    ((name, _),) = trained(DataLoader(Rows(), 2))
     for _ in DataLoader(Stream(8), 2):  # as the rank has it that reads for all
         watched.recorder.step += 1
-    first, second = (topic for topic, _, _ in watched.told)
-    assert first == alone
-    assert second.endswith(".0")
-    assert second != first
-    kept = [DataLoader(Rows(), 2), DataLoader(Rows(), 2)]
-    assert twice(*kept) == [alone.replace(".0", ".1"), alone.replace(".0", ".2")]
-    assert twice(*kept) == [alone.replace(".0", ".1"), alone.replace(".0", ".2")]
+    assert watched.told[-1][0].endswith(".0")
+    assert watched.told[-1][0] != name
+    kept = [DataLoader(Rows(), 2), DataLoader(Rows(), 3)]
+    assert trained(*kept, kept[0]) == [(name, 1), (name, 2), (name, 3)]  # whatever it is given: one after the other
+
+
+def test_a_loader_keeps_the_name_that_it_has_got_in_another_line(watched: Watched) -> None:
+    """As where a loop asks for the next batch, and begins anew where there is none."""
+    loader = DataLoader(Rows(), 5)
+    batches = iter(loader)
+    for _ in range(10):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            batches = iter(loader)
+            batch = next(batches)
+        watched.step(batch)
+    names, keys, values = zip(*watched.told, strict=True)
+    assert (len({*names}), keys) == (1, (0, 1, 2))
+    assert [value["site"] == values[0]["site"] for value in values] == [True, False, False]
+
+
+def test_passes_of_one_line_that_are_open_at_once_have_names_of_their_own(watched: Watched) -> None:
+    data, more = DataLoader(Rows(), 2), DataLoader(Rows(), 3)
+    for limit in (None, 3, None):
+        for pair in itertools.islice(zip(data, more, strict=False), limit):
+            watched.step(pair)
+    names = [topic for topic, _, _ in watched.told]
+    assert names == names[:2] * 3
+    assert [name[-2:] for name in names[:2]] == [".0", ".1"]
+    assert names[0][:-2] == names[1][:-2]
+    assert [key for _, key, _ in watched.told] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+@pytest.mark.parametrize(("workers", "step"), [(0, 1), (1, 1), (2, 1), (2, 3)])
+def test_workers_that_read_the_same_stream_are_told_of(watched: Watched, workers: int, step: int) -> None:
+    """Also where the first step comes after some batches."""
+    for number, batch in enumerate(DataLoader(Stream(9), 3, num_workers=workers), 1):
+        if number % step == 0:
+            watched.step(batch)
+    cut = DataLoader(Rows(), 4, num_workers=workers)
+    watched.train(cut)
+    assert [value["is_twice"] for _, _, value in watched.told] == [workers > 1, False]
+
+
+def test_a_pass_is_complete_with_its_last_batch_though_nobody_asks_for_another(watched: Watched) -> None:
+    """As of the second of two loaders that a loop takes together, or where a loop counts the batches."""
+    first, second = stock(shuffle=True), stock(shuffle=True, seed=9)
+    loaders = [DataLoader(Rows(), 2, sampler=sampler) for sampler in (first, second)]
+    for epoch in range(2):
+        first.set_epoch(epoch)
+        for pair in zip(*loaders, strict=False):
+            watched.step(pair)
+    counted = DataLoader(Rows(), 2, sampler=stock(shuffle=True))
+    for _ in range(2):
+        watched.train(counted, len(counted))
+    watched.watch.finish()
+    assert ["set_epoch" in (value["order"] or "") for _, _, value in watched.told] == [False] * 3 + [True, False, True]
+    assert [value["before"] for _, _, value in watched.told] == [None, None, 5, 5, None, 5]
+    assert watched.epochs == [(0, 10, False), (1, 10, False)]
+
+
+def test_how_long_the_last_pass_was_is_told_where_this_one_should_be_as_long(watched: Watched) -> None:
+    own = [[*range(first, first + 4)] for first in range(0, 20, 4)]  # a list of batches: of any length the next time
+    passes = [
+        (DataLoader(Rows(), 2), None, (10, None)),
+        (DataLoader(Rows(), 5), None, (4, 10)),
+        (DataLoader(Rows(), 2), 3, (10, 4)),
+        (DataLoader(Rows(), 2), None, (10, None)),  # the last one was left early, and so may this one be
+        (DataLoader(Rows(), batch_sampler=own), None, (5, None)),
+        (DataLoader(Stream(4), 2), None, (2, None)),  # it says 4 and has 9
+        (DataLoader(Rows(), 2), None, (10, 5)),
+    ]
+    for loader, limit, _ in passes:
+        watched.train(loader, limit)
+    told = [(value["batches"], value["before"]) for _, _, value in watched.told]
+    assert told == [each for _, _, each in passes]
 
 
 def test_loaders_that_nobody_keeps_within_their_pass(watched: Watched) -> None:
@@ -365,12 +441,24 @@ def test_loader_that_goes_on_from_its_state_says_how_much_it_skips(watched: Watc
     watched.train(iterator)
     (note,) = watched.notes
     assert (note["samples"], note["earlier"], note["left_early"]) == (4, 12, False)
+    watched.train(loader)
+    assert [(value["batches"], value["before"]) for _, _, value in watched.told] == [(5, None), (5, 5)]
 
 
 def test_datasets_that_cannot_be_referred_to_are_not_kept(watched: Watched) -> None:
     watched.train(DataLoader([torch.ones(3).cumsum(0) * n for n in range(20)], 2, sampler=stock()))
     assert watched.epochs == [(0, 10, False)]
-    assert [seen.owner() for seen in watched.watch._datasets.values()] == [None]
+    assert [one.data() for one in watched.watch._whole] == [None]
+
+
+def test_a_loader_that_cannot_tell_its_length_is_used_all_the_same(watched: Watched) -> None:
+    class Endless(Stream):
+        def __len__(self) -> int:
+            raise RuntimeError("nobody knows")
+
+    watched.train(DataLoader(Endless(9), 3))
+    assert [(value["batches"], value["before"]) for _, _, value in watched.told] == [(None, None)]
+    assert watched.recorder.step == 3
 
 
 def test_asking_for_lengths_leaves_no_trace(watched: Watched) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running, waiting_for_rank_1, world
@@ -175,7 +176,7 @@ def test_all_that_have_finished_too_early_are_named(early: tuple[int, ...], size
     assert (finding.kind, finding.culprits) == ("finished", early), finding.text
     assert "\n".join(f"  rank {rank} finished normally after 6 collectives," for rank in early) in finding.text
     names = {(1, 2): "ranks 1,2", (0, 2): "ranks 0,2", (0, 3): "ranks 0,3", (2,): "rank 2"}[early]
-    assert f"Likely fix: {names} ha" in finding.text
+    assert f"Culprit{'s' * (len(early) > 1)}: {names}" in finding.text.partition("\n")[0]
 
 
 def epochs(extra: int, guilty: int, fault_in: int) -> list[PaperRank]:
@@ -204,6 +205,76 @@ def test_of_two_the_one_whose_epoch_is_not_as_long_as_before_is_named(
     """Until two were of one length nobody knows whether they all are: then no one rank is blamed."""
     finding = found_in(epochs(extra, guilty, fault_in))
     assert (finding.kind, finding.culprits) == ("mismatch", (guilty,) if is_known else (0, 1)), finding.text
+
+
+def passes(*lengths: tuple[int, int | None], **about: Any) -> dict[str, Any]:
+    """What a rank tells of passes of one loop: how many batches each has, and that before it had."""
+    usual = {"first": "", "rule": "", "order": None, "is_twice": False, "site": "train.py:8 main", "joins": False}
+    told = {
+        str(number): {**usual, "batches": now, "before": before, **about}
+        for number, (now, before) in enumerate(lengths)
+    }
+    return {"data world/2/ab.0": told}
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+@pytest.mark.parametrize("extra", [-1, 1])
+def test_of_two_the_one_whose_loader_is_not_as_long_as_in_the_epoch_before_is_named(extra: int, guilty: int) -> None:
+    """In the second epoch: nothing else shows that epochs are of one length."""
+    ranks = epochs(extra, guilty, 1)
+    for one in ranks:
+        now = 5 + extra * (one.rank == guilty)
+        one.status_fields.update(facts=passes((5, None), (now, 5), (now, now)))  # another pass has begun meanwhile
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("mismatch", (guilty,)), finding.text
+    counts = "; ".join(f"{f'{5 + extra} (5 before)' if rank == guilty else 5} on rank {rank}" for rank in range(2))
+    assert f"batches in pass 2 of the loop at train.py:8 main: {counts}\n" in finding.text
+    assert "Likely fix: give all ranks as many batches: DistributedSampler pads" in finding.text
+
+
+@pytest.mark.parametrize("before", [3, None])
+def test_of_two_with_other_lengths_neither_is_named_where_none_is_the_right_one(before: int | None) -> None:
+    """Both are not as long as before, or may be of any length in each epoch."""
+    ranks = epochs(1, 0, 1)
+    for one in ranks:
+        one.status_fields.update(facts=passes((3, None), (5 + (one.rank == 0), before)))
+    finding = found_in(ranks)
+    assert finding.culprits == (0, 1), finding.text
+    known = " (3 before)" * (before == 3)
+    assert f"pass 2 of the loop at train.py:8 main: 6{known} on rank 0; 5{known} on rank 1\n" in finding.text
+
+
+@pytest.mark.parametrize("has_told", [True, False])
+def test_first_to_call_what_ends_an_epoch_is_not_blamed_where_the_other_has_more_batches(has_told: bool) -> None:
+    """Nobody has made that call before: it is unusual in that step, and yet nobody knows how long the epoch is."""
+    ranks = world(2)
+    for one in ranks:
+        for _ in range(5 + one.rank):
+            one.calls("train.py:9 main", text=FROM_CPP)
+        one.status_fields.update(facts=passes((5 + one.rank, None)) if has_told else {})
+    ranks[0].waits(ranks[0].call("all_reduce float32 [1] sum", "eval.py:8 score"), 0.6)
+    ranks[1].step -= 1
+    ranks[1].waits(ranks[1].records[-1].number, 0.6)
+    assert found_in(ranks).culprits == ((0, 1) if has_told else (0,))
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        [passes((5, None), (5, 5)), passes((5, None), (5, 5))],
+        [passes((5, None)), {}],
+        [passes((5, None), (4, 5)), passes((5, None))],  # rank 1 has not come to its second one
+        [passes((5, None)), {"data world/2/cd.0": passes((4, None))["data world/2/ab.0"]}],  # another loop
+        [passes((5, None), joins=True), passes((4, None), joins=True)],
+    ],
+)
+def test_lengths_that_explain_nothing_are_left_out(facts: list[dict[str, Any]]) -> None:
+    ranks = epochs(-1, 1, 2)
+    for one, told in zip(ranks, facts, strict=True):
+        one.status_fields.update(facts=told)
+    finding = found_in(ranks)
+    assert finding.culprits == (1,)
+    assert "batches in pass" not in finding.text
 
 
 @pytest.mark.parametrize("guilty", [0, 1])

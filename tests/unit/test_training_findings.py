@@ -282,13 +282,14 @@ def test_what_all_ranks_loaded_explains_nothing() -> None:
     assert "load_state_dict" not in found(tell).text
 
 
-def test_a_step_far_from_the_last_good_one_can_be_found() -> None:
+@pytest.mark.parametrize("good", [1, 84])
+def test_a_step_far_from_the_last_good_one_can_be_narrowed_down(good: int) -> None:
     def tell(facts: Facts, rank: int) -> None:
-        for step, value in ((1, "a"), (100, "ab"[rank == 1])):
+        for step, value in ((good, "a"), (100, "ab"[rank == 1])):
             entry = Entry("parameter 'weight'", value)
             facts.tell("replica world/3/0", step, [fold([entry]), "ddp", "", []], lambda entry=entry: [entry])
 
-    assert "LOCKSTEP_REPLICA_EVERY=1 finds the step" in " ".join(found(tell).text.split())
+    assert ("_EVERY=1 narrows that down to 16 steps or fewer." in " ".join(found(tell).text.split())) == (good == 1)
 
 
 def test_replicas_that_differ_from_the_start_name_both_of_two() -> None:
@@ -416,34 +417,37 @@ def test_where_every_loss_was_finite_no_rank_is_blamed() -> None:
     assert "cannot be told: every loss was finite" in note.text
 
 
-def loads(values: Sequence[Mapping[str, Any]], team: str = "world/3") -> Tell:
-    usual = {"batches": 4, "first": "", "order": None, "site": SITE, "joins": False, "rule": ""}
+def loads(values: Sequence[Mapping[str, Any]], team: str = "world/3", number: int = 1) -> Tell:
+    usual = {"batches": 4, "before": 4, "site": SITE, "joins": False, "order": None, "rule": "", "is_twice": False}
 
     def tell(facts: Facts, rank: int) -> None:
-        facts.tell(f"data {team}/0", 1, {**usual, "first": f"of rank {rank}", **values[rank]})
+        facts.tell(f"data {team}/0", number, {**usual, "first": f"of rank {rank}", **values[rank]})
 
     return tell
 
 
+DIFFERENT, SAME = "the ranks have different numbers of batches", "ranks train on the same samples"
+AGAIN, RULES = "the samples come in the order of the last pass", "ranks share out the samples by different rules"
+
+
 @pytest.mark.parametrize(
-    ("values", "said"),
+    ("values", "head", "said", "culprits"),
     [
-        ([{}, {"batches": 5}, {}], "DATA: the ranks have different numbers of batches."),
-        ([{"first": "x"}, {"first": "x"}, {}], "DATA: ranks train on the same samples."),
-        (
-            [{"rule": "seed 0"}, {"rule": "seed 1"}, {"rule": "seed 0"}],
-            "DATA: ranks share out the samples by different rules.",
-        ),
-        ([{}, {}, {"order": "call set_epoch"}], "DATA: the samples come in the order of the last pass."),
+        ([{}, {"batches": 5}, {}], DIFFERENT, "4 on ranks 0, 2; 5 (4 before) on rank 1.", ()),
+        ([{"first": "x"}, {"first": "x"}, {}], SAME, "Ranks 0, 1 got the very same first batch", ()),
+        ([{}, {"is_twice": True}, {}], "workers of a loader read the same samples", "get_worker_info", ()),
+        ([{"rule": "seed 0"}, {"rule": "seed 1"}, {"rule": "seed 0"}], RULES, "rank 1 by seed 1", ()),
+        ([{}, {}, {"order": "call set_epoch"}], AGAIN, "Call set_epoch.", (2,)),
+        ([{"order": "call set_epoch"}] * 3, AGAIN, "Call set_epoch.", ()),
     ],
 )
-def test_data_that_is_dealt_wrong_is_noted(values: list[dict[str, Any]], said: str) -> None:
+def test_data_that_is_dealt_wrong_is_noted(values: list[dict[str, Any]], head: str, said: str, culprits: Any) -> None:
     [note] = noted(loads(values))
-
+    assert note.text.startswith(f"lockstep: DATA: {head}.")
     assert said in note.text
+    assert note.culprits == culprits
     assert "in pass 2 of the loop at train.py:9 main" in note.text
-    joining = [{**each, "joins": True} for each in values]
-    assert is_quiet(loads(joining))  # join() is there for that
+    assert is_quiet(loads([{**each, "joins": True} for each in values]))  # join() is there for that
 
 
 def test_ranks_with_the_same_samples_are_named_once_all_have_told() -> None:
@@ -456,6 +460,9 @@ def test_ranks_with_the_same_samples_are_named_once_all_have_told() -> None:
     assert is_quiet(two_have_told)
     assert "Ranks 0, 1, 2 got the very same first batch" in noted(same)[0].text
     assert "Ranks 0, 1 got" in noted(two_have_told, gone=[2])[0].text
+    later = loads([{}] * 3, number=2)  # who has not come by until then does not come by
+    both = noted(lambda facts, rank: (two_have_told(facts, rank), rank or later(facts, rank)))
+    assert "Ranks 0, 1 got" in both[0].text
 
 
 def test_ranks_by_hand_are_compared_only_while_their_models_are_equal() -> None:

@@ -7,11 +7,13 @@ Whether every sample of an epoch was used exactly once is `data.coverage`'s to p
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from typing import Any, Generic, TypeVar, final
 
 from torch import Tensor
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler, RandomSampler, Subset
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import DataError
@@ -21,6 +23,7 @@ from lockstep.observe.tensor_digest import digests
 Batch = TypeVar("Batch")
 _HEAD = 1 << 18  # elements of a batch's tensor that are looked at: no two batches begin alike by chance
 _ASKED = "_IterableDataset_len_called"
+_IDS = 256  # of a Subset, that are compared
 _FEW = 8  # samples: so few come in the same order twice by chance
 
 
@@ -65,7 +68,7 @@ def order_of(loader: Any, first: str = "") -> str:
     """What the order of the next pass over `loader` follows from, where it is shuffled; "" where that is not known.
 
     A sampler with `set_epoch`, as torch's DistributedSampler, tells; lockstep's counts epochs by itself. Of a loader
-    with `shuffle=True` it is in the digest of the `first` batch, if that is not too small.
+    with `shuffle=True` it is in the digest of the `first` batch, if not too small; of who may shuffle or not, in both.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
     sampler = _sampler_of(loader)
@@ -73,20 +76,24 @@ def order_of(loader: Any, first: str = "") -> str:
         parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # as Accelerate splits them
         size = getattr(batches, "batch_size", None) or 0
         return first if min(size, len(sampler)) // parts >= _FEW else ""
-    has_epoch = hasattr(sampler, "set_epoch") and hasattr(sampler, "epoch") and not hasattr(sampler, "next_epoch")
-    if not has_epoch or not getattr(sampler, "shuffle", False) or (batches_of(sampler) or 0) < _FEW:
+    named: Any = next((one for one in (batches, sampler) if hasattr(one, "set_epoch") and hasattr(one, "epoch")), None)
+    if hasattr(named, "next_epoch") or not getattr(named, "shuffle", True) or (batches_of(named) or 0) < _FEW:
         return ""
-    return f"epoch {sampler.epoch}, seed {getattr(sampler, 'seed', None)}"
+    epoch = f"epoch {named.epoch}, seed {getattr(named, 'seed', None)}"
+    return epoch if hasattr(named, "shuffle") else first and f"{epoch}, {first}"  # who knows whether it shuffles
 
 
 def rule_of(loader: Any, ranks: int) -> str:
-    """By which rule the sampler of `loader` deals to so many ranks: torch's DistributedSampler, or ours; else ""."""
+    """By which rule the sampler of `loader` deals which samples to so many ranks: torch's or ours; "" of others."""
     sampler = _sampler_of(loader)
     is_ours = hasattr(sampler, "upcoming_deal")
     is_known = is_ours or getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
     if not is_known or sampler.num_replicas != ranks:
         return ""
-    return f"seed {sampler.seed}" + f" in epoch {sampler.epoch}" * (not is_ours) if sampler.shuffle else "no shuffle"
+    chosen = [*islice(sampler.dataset.indices, _IDS)] if isinstance(sampler.dataset, Subset) else []
+    samples = f"{len(sampler.dataset)} samples" + f" (digest {zlib.crc32(repr(chosen).encode()):08x})" * bool(chosen)
+    order = f"seed {sampler.seed}" + f" in epoch {sampler.epoch}" * (not is_ours) if sampler.shuffle else "no shuffle"
+    return f"{order} of {samples}"
 
 
 def _sampler_of(loader: Any) -> Any:
@@ -101,7 +108,7 @@ def batches_of(loader: Any) -> int | None:
     asked = getattr(loader, _ASKED, None)
     try:
         return len(loader)
-    except (TypeError, NotImplementedError):
+    except Exception:  # noqa: BLE001 (whatever a loader raises: nobody has asked but us)
         return None
     finally:
         if hasattr(loader, _ASKED):
@@ -141,7 +148,7 @@ class DataCheck:
         """
         said = self._comm.all_gather_object([*mine, same_order(before, mine)], label="data")
         batches = {rank: facts[0] for rank, facts in enumerate(said)}
-        self._tell("lengths", None if self._may_differ else different_lengths(batches))
+        self._tell("lengths", None if self._may_differ else different_lengths(batches, {}))
         self._tell("equal", equal_data({rank: facts[1] for rank, facts in enumerate(said)}))
         self._tell("rules", different_rules({rank: facts[3] for rank, facts in enumerate(said)}))
         self._tell("order", next((facts[4] for facts in said if facts[4]), None))

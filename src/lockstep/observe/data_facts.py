@@ -31,22 +31,28 @@ def equal_data(first: Mapping[int, str]) -> str | None:
         return None
     return (
         f"{' and '.join(ranks_in_words(ranks) for ranks in groups)} got the very same first batch: every sample counts "
-        f"{max(map(len, groups))} times and others are missed. No DistributedSampler? Give the loader "
-        "sampler=lockstep.DistributedSampler(dataset, comm=comm) and no shuffle"
+        f"{max(map(len, groups))} times and others are missed. Give the loader sampler=DistributedSampler(dataset), "
+        "with each rank's own rank, and no shuffle; or a sampler, generator or stream of yours a part or seed by rank"
     )
 
 
-def different_lengths(batches: Mapping[int, int | None]) -> str | None:
+def different_lengths(batches: Mapping[int, int | None], before: Mapping[int, int | None]) -> str | None:
     """Ranks that have other numbers of batches, in words."""
-    known = alike({rank: count for rank, count in batches.items() if count is not None})
-    if len(known) < 2:
-        return None
-    counts = ", ".join(f"{ranks_in_words(ranks)} {count}" for count, ranks in sorted(known.items()))
-    return (
+    counts = lengths_in_words(batches, before)
+    return counts and (
         f"the ranks have different numbers of batches in this epoch: {counts}. A rank that stops at the end of "
         "its own leaves the others waiting for ever: use a DistributedSampler (its drop_last=True, or its padding, "
         "makes them equal), or `with model.join():`"
     )
+
+
+def lengths_in_words(batches: Mapping[int, int | None], before: Mapping[int, int | None]) -> str | None:
+    """5 on ranks 0, 2; 4 (5 before) on rank 1: None where they do not differ. before: where it should be the same."""
+    known = {rank: count for rank, count in batches.items() if count is not None}
+    usual = {rank: before.get(rank) or count for rank, count in known.items()}
+    words = alike({r: f"{known[r]}" + f" ({usual[r]} before)" * (known[r] != usual[r]) for r in known})
+    each = "; ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in words.items())
+    return each if len({*known.values()}) > 1 else None
 
 
 def different_rules(rules: Mapping[int, str]) -> str | None:
@@ -57,7 +63,7 @@ def different_rules(rules: Mapping[int, str]) -> str | None:
     each = ", ".join(f"{ranks_in_words(ranks)} by {rule}" for rule, ranks in known.items())
     return (
         f"each rank takes its part of an order of its own: {each}. Some samples come twice and others never: give "
-        "DistributedSampler the same seed on every rank, and call set_epoch(epoch) on all of them"
+        "DistributedSampler one dataset (split with one seed) and one seed on all ranks, and call set_epoch there"
     )
 
 

@@ -36,7 +36,6 @@ class Share:
     def __init__(self, deal: Deal) -> None:
         self.deal = deal
         self.drawn: list[Any] = []  # ids, of a batch each: those handed out, and those on their way
-        self.skipped = 0  # batches before the first of them
         self._counted = 0  # batches, which are not in the list any more
         self._used, self._bins = Tally(), bins_of((), deal.length)
         self._lock = Lock()
@@ -51,8 +50,8 @@ class Share:
             self._used += tally_of(ids)
             self._bins += bins_of(ids, self.deal.length)
 
-    def fields(self, batches: int, is_whole: bool) -> dict[str, Any]:
-        """A note of the pass, which was left early where it is not whole.
+    def fields(self, batches: int, skipped: int, is_whole: bool) -> dict[str, Any]:
+        """A note of the pass, which was left early where it is not whole. skipped: batches before the first of it.
 
         "again" and "left" are digests of what comes once more and what is left out, over all ranks.
         """
@@ -64,7 +63,7 @@ class Share:
             tail = np.resize(order, more) if more > 0 else order[more:]
             names = ("repeated", "again") if more > 0 else ("dropped", "left")
             found |= dict(zip(names, (len(tail), tally_of(tail).digest().hex()), strict=True))
-        return found | {"earlier": deal.start + self.skipped * deal.together, "left_early": not is_whole}
+        return found | {"earlier": deal.start + skipped * deal.together, "left_early": not is_whole}
 
 
 def deal_of(loader: Any) -> Deal | None:
@@ -76,13 +75,13 @@ def deal_of(loader: Any) -> Deal | None:
         while isinstance(batches, accelerate.SkipBatchSampler):
             skipped, batches = skipped + batches.skip_batches, batches.batch_sampler
     if accelerate is not None and isinstance(batches, accelerate.BatchSamplerShard):
-        deal = _sharded(batches) if _is_plain(batches.batch_sampler) else None
+        deal = _sharded(batches) if is_plain(batches.batch_sampler) else None
     else:
-        deal = _batched(batches) if _is_plain(batches) else _dealt(batches)
+        deal = _batched(batches) if is_plain(batches) else _dealt(batches)
     return deal and deal._replace(start=deal.start + skipped * deal.together)
 
 
-def _is_plain(batches: Any) -> bool:
+def is_plain(batches: Any) -> bool:
     """Whether it takes as many samples for each batch, in their order."""
     home = type(batches).__module__.partition(".")[0]
     return type(batches).__name__ == "BatchSampler" and home in ("torch", "torchdata")

@@ -12,7 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lockstep.observe import histories, wording
+from lockstep.observe.data_facts import lengths_in_words
 from lockstep.observe.endings import CAUGHT, find_too_large, saw_another
+from lockstep.observe.facts import told_by_kind, topics_of
 from lockstep.observe.flight import Record
 from lockstep.observe.histories import Fault, Parting, Side, calls_in
 from lockstep.observe.scene import GRACE_S, Scene
@@ -38,9 +40,10 @@ _FIX = {
     "dtype": "convert the tensor to one dtype before the call.",
     "shape": "give it the same shape on every rank: pad or gather the sizes first; drop uneven last batches.",
     "reduction": "use one reduction on every rank.",
-    "root": "name the same root on every rank; it is a rank, not `rank == 0 or ...`.",
+    "root": "name the same root on every rank, as src=0: it is not each rank's own number.",
     "algorithm": "pass the same algorithm= on every rank: each sends other messages, which do not match.",
     "steps": "call optimizer.step() on every rank in every step.",
+    "batches": "give all ranks as many batches: DistributedSampler pads or drops to that; or `model.join()`.",
 }
 SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
 
@@ -48,7 +51,7 @@ SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks,
 def find_mismatch(scene: Scene) -> Finding | None:
     """The first collective of any group that was not the same on all of its ranks."""
     found = [_compare(scene, *key, members) for key, members in sorted(scene.groups.items())]
-    me = None if scene.limits.grace_s else scene.me  # an operation of which has failed
+    me = None if scene.limits.grace_s or scene.status(scene.me).state == FINISHED else scene.me  # it failed in one
     found += [find_too_large(scene, r) for r, one in sorted(scene.sights.items()) if r == me or "SIGABRT" in one.how]
     return min((finding for finding in found if finding), key=lambda finding: not finding.is_certain, default=None)
 
@@ -101,16 +104,19 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
         parting = histories.where_lines_part(parting)
     fault, (usual, odd, *_) = histories.fault_of_odd(parting, is_counted=is_counted), parting
     is_majority = len(classes[0]) > len(classes[1])
-    blamed = odd if is_majority else histories.unusual(parting) if parting.is_origin else None
     everybody = {rank for ranks in classes for rank in ranks}
+    counts, changed, are_first = _uneven(scene, everybody)
+    knows = parting.is_origin and not are_first  # else nobody can say how long an epoch is
+    blamed = odd if is_majority else histories.unusual(parting) if knows else None
     unsynced, twice = _suspects(scene, everybody, parting.step)
     if blamed is None:
-        without = [side for side in (odd, usual) if {*unsynced, *twice} & set(side.ranks)]
+        without = [side for side in (odd, usual) if {*unsynced, *twice, *changed} & set(side.ranks)]
         blamed = without[0] if len(without) == 1 else None
     if blamed is usual:  # two ranks: the roles were only a guess
         parting, fault = parting.swapped(), histories.INVERSE[fault]
     culprits = tuple(sorted(everybody - set(parting.usual.ranks) if blamed is not None else everybody))
-    return _report(scene, group, parting, fault, culprits, unsynced, [twice[r] for r in culprits if r in twice])
+    signs = [*counts, *(twice[r] for r in culprits if r in twice)]
+    return _report(scene, group, parting, "batches" if counts else fault, culprits, unsynced, signs)
 
 
 def _may_yet_be_decided(
@@ -196,6 +202,20 @@ def _suspects(scene: Scene, ranks: Iterable[int], step: int) -> tuple[dict[int, 
     return unsynced, {} if unsynced else twice
 
 
+def _uneven(scene: Scene, ranks: set[int]) -> tuple[list[str], set[int], bool]:
+    """Of the first pass of a loop that has not as many batches for each of `ranks`: that in words, for whom it had
+    another number before, and whether there was none before."""
+    for topic in topics_of(told_by_kind(scene.sights).get("data", ())):
+        for number, told in ((number, topic.told[number]) for number in topic.steps):
+            batches, before = ({rank: value[name] for rank, value in told.items()} for name in ("batches", "before"))
+            words = lengths_in_words(batches, before) if ranks <= told.keys() else None
+            if words and not any(value["joins"] for value in told.values()):
+                where = f"pass {int(number) + 1} of the loop at {told[min(told)]['site']}"
+                changed = {rank for rank in told if before[rank] not in (None, batches[rank])}
+                return [f"batches in {where}: {words}"], changed, number == "0"
+    return [], set(), False
+
+
 # ------------------------------------------------------------------ in words
 
 
@@ -227,7 +247,8 @@ def _report(
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = differing and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
-    advice = _FIX[fault] if is_known and fault in ("skipped", "extra") else _FIX[differing[0] if is_one_call else ""]
+    other = "batches" if fault == "batches" else ""
+    advice = _FIX[fault if is_known and fault in ("skipped", "extra") else differing[0] if is_one_call else other]
     head = "MISMATCH"
     if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE

@@ -11,7 +11,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.status import Progress
 from lockstep.observe.torch_groups import FROM_CPP
 
-Fault = Literal["skipped", "extra", "changed", ""]
+Fault = Literal["skipped", "extra", "changed", "batches", ""]
 INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}
 _LOOK_AHEAD = 8
 _NAMES = ("kind", "dtype", "shape", "reduction", "root", "algorithm")

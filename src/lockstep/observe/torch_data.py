@@ -11,7 +11,6 @@ import math
 import os
 import weakref
 import zlib
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, final
@@ -32,49 +31,47 @@ _FIRST = "first"  # for the order of a pass: it follows from the first batch
 
 
 @final
-class _Seen:
-    """What is known of a dataset."""
-
-    def __init__(self, owner: Callable[[], Any]) -> None:
-        self.owner = owner  # None where it is gone
-        self.place = ""  # the line of the first loop over it, and which it is of those there: alike on all ranks
-        self.passes = 0
-        self.whole: list[tuple[Callable[[], Any], PassFacts]] = []  # of each loader's last pass, where it was complete
-
-    def before(self, loader: Callable[[], Any]) -> PassFacts | None:
-        """Of the pass before one of `loader`, which may have been over one that is gone; it is not asked for again."""
-        gone = [facts for each, facts in self.whole if each is not loader and each() is None]
-        own = [facts for each, facts in self.whole if each is loader]
-        self.whole = [(each, facts) for each, facts in self.whole if each is not loader and each() is not None]
-        return next(reversed(gone + own), None)
-
-
-@final
 class _Pass:
     """One pass over a loader, of which a loop may keep the iterator alone."""
 
-    def __init__(self, watch: DataWatch, iterator: Any, loader: Any, seen: _Seen, step: int) -> None:
-        from lockstep.observe.data_checks import order_of, rule_of
+    def __init__(self, watch: DataWatch, iterator: Any, loader: Any) -> None:
+        from lockstep.observe.data_checks import batches_of, order_of, rule_of
+        from lockstep.observe.dealt_samples import is_plain
 
         self._watch = watch
         self.iterator, self.loader = weakref.ref(iterator), weakref.ref(loader)
-        self.seen = seen
-        self.step = step  # of the job, when it began
-        self.batches, self.asks_at = 0, 1.0
-        self.first = ""  # digest of the first batch
+        try:
+            self.data: Callable[[], Any] = weakref.ref(loader.dataset)
+        except TypeError:  # a list, a range
+            self.data = self.loader
+        self.step = watch.recorder.step  # when it began
+        self.length, self.batches, self.asks_at = batches_of(loader), 0, 1.0
+        self.is_fixed = is_plain(loader.batch_sampler) and hasattr(loader.sampler, "__len__")  # that length
+        self.skipped = 0  # before the first of them, by a loader that went on from a saved state
+        self.first, self.is_twice = "", False  # digest of the first batch; have two workers begun with it
         self.order = order_of(loader, _FIRST)
         self.rule = rule_of(loader, watch.ranks)
         self.site = ""
         self.facts: PassFacts | None = None  # as they were told
+        self.line, self.number = "", 0  # digest of the line of the first loop over it, and which pass it is of those
         self.is_whole = False
         self.share: Share | None = None  # what this rank was handed, where that is to be noted
 
     def reached(self, iterator: Any, batch: Any) -> None:
-        """See `torch_batches.Pass`."""
-        self._watch.reached(self, iterator, batch)
+        """The first batch is there, the last one, or another while it is not known whether the pass is for training."""
+        from lockstep.observe.data_checks import batch_digest
+
+        if self.batches == 2 and iterator._num_workers > 1 and iterator._dataset_kind:  # each reads a stream
+            self.is_twice = batch_digest(batch) == self.first != ""
+        if self.batches == 1:
+            self.site, self.first, self.skipped = call_site(), batch_digest(batch), iterator._num_yielded - 1
+        elif self.facts is not None:
+            self._watch.complete(self)
+        elif self._watch.recorder.step > self.step:
+            self._watch.tell(self)
 
     def ended(self) -> None:
-        """See `torch_batches.Pass`."""
+        """There is no other batch in it."""
         self._watch.ended(self)
 
 
@@ -84,13 +81,13 @@ class DataWatch:
 
     def __init__(self, guard: Guard, team: Callable[[], tuple[str, bool, bool]]) -> None:
         self._guard = guard
-        self.ranks = guard.world_size
+        self.recorder, self.ranks = guard.recorder, guard.world_size
         self._team = team
-        self._datasets: dict[int, _Seen] = {}  # by id
-        self._followed: _Seen | None = None  # the first that is trained on whose samples can be told
+        self._followed: Callable[[], Any] | None = None  # the first dataset trained on whose samples can be told
         self._current: _Pass | None = None  # over that
         self._passes = 0
-        self._loops = Counter[str]()  # that have a name, by line
+        self._newest: dict[str, _Pass] = {}  # that were told, by topic
+        self._whole: list[_Pass] = []  # each loader's last one that was told, where it was complete
         self._patches = Patches()
 
     def watch_loaders(self) -> None:
@@ -125,7 +122,8 @@ class DataWatch:
         current, self._current = self._current, None
         if current is not None and current.share is not None:
             share, nth, self._passes = current.share, self._passes, self._passes + 1
-            note("coverage", partial(share.fields, current.batches, current.is_whole), epoch=max(share.deal.epoch, nth))
+            fields = partial(share.fields, current.batches, current.skipped, current.is_whole)
+            note("coverage", fields, epoch=max(share.deal.epoch, nth))
 
     # ------------------------------------------------------------------ passes
 
@@ -135,64 +133,65 @@ class DataWatch:
             from lockstep.observe.dealt_samples import Share, deal_of
 
             old(iterator, loader, *args, **kwargs)
-            seen = self._seen(loader)
-            vars(iterator)[PASS] = current = _Pass(self, iterator, loader, seen, self._guard.recorder.step)
+            vars(iterator)[PASS] = current = _Pass(self, iterator, loader)
             vars(iterator).pop(_DRAW, None)
-            if takes_notes() and self._followed in (None, seen) and (deal := deal_of(loader)):
+            may_follow = self._followed is None or self._followed is current.data
+            if takes_notes() and may_follow and (deal := deal_of(loader)):
                 current.share = Share(deal)
                 vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, current.share.drawn)
 
         return begin
 
-    def reached(self, current: _Pass, iterator: Any, batch: Any) -> None:
-        """The first batch of a pass is there, or a later one while it is not known whether the pass is for training."""
-        if current.batches == 1:
-            self._begin(current, batch, iterator._num_yielded - 1)
-        elif self._guard.recorder.step > current.step:
-            self._tell(current)
-
-    def _begin(self, current: _Pass, batch: Any, skipped: int) -> None:
-        from lockstep.observe.data_checks import batch_digest
-
-        current.site, current.first = call_site(), batch_digest(batch)
-        if current.share is not None:
-            current.share.skipped = skipped  # by a loader that went on from a saved state
-
     def ended(self, current: _Pass) -> None:
         """There is no other batch in it."""
-        current.is_whole = True
-        if current.batches and current.facts is None and self._guard.recorder.step > current.step:
-            self._tell(current)
+        if current.batches and current.facts is None and self.recorder.step > current.step:
+            self.tell(current)
+        self.complete(current)
         if current is self._current:
             self.finish()
-        if current.facts is not None:  # only a complete pass: one that was left early may well be repeated
-            current.seen.whole.append((current.loader, current.facts))
 
-    def _tell(self, current: _Pass) -> None:
-        from lockstep.observe.data_checks import batches_of
+    def complete(self, current: _Pass) -> None:
+        """All its batches have been handed out, and nobody may ever ask for another one."""
+        if current.facts is not None and not current.is_whole:  # one that was left early may well be repeated
+            current.is_whole, current.asks_at = True, math.inf
+            self._whole.append(current)
 
-        seen, loader = current.seen, current.loader()
-        order = current.first if current.order == _FIRST else current.order
-        current.asks_at = math.inf
-        batches = None if loader is None else batches_of(loader)
-        current.facts = facts = PassFacts(batches, current.first, order, current.rule)
-        if not seen.place:
-            line = f"{zlib.crc32(current.site.encode()):08x}"
-            seen.place, self._loops[line] = f"{line}.{self._loops[line]}", self._loops[line] + 1
-        if current.share is not None and self._followed in (None, seen):
-            self._followed = seen
+    def tell(self, current: _Pass) -> None:
+        """It is for training."""
+        order = "" if _FIRST in current.order and not current.first else current.order.replace(_FIRST, current.first)
+        current.facts = facts = PassFacts(current.length, current.first, order, current.rule)
+        if current.share is not None and (self._followed is None or self._followed is current.data):
+            self._followed = current.data
             self._follow_samples(current)
         team, joins, may_share = self._team()
-        value = {
-            "batches": facts.batches,
-            "first": "" if may_share else facts.first,
-            "rule": "" if may_share else facts.rule,
-            "order": same_order(seen.before(current.loader), facts),
+        lines = [one.line for one in [*self._newest.values()] if one.loader is current.loader]
+        current.line = lines[-1] if lines else f"{zlib.crc32(current.site.encode()):08x}"
+        topic, last = self._place(current, f"data {team}/{current.line}")
+        current.asks_at = current.length - current.skipped if current.is_fixed and current.length else math.inf
+        value: dict[str, Any] = {
+            **facts._asdict(),
+            "before": last.batches + last.skipped if current.is_fixed and last is not None and last.is_whole else None,
+            "order": same_order(self._before(current), facts),
+            "is_twice": current.is_twice,
             "site": current.site,
             "joins": joins,
         }
-        self._guard.facts.tell(f"data {team}/{seen.place}", seen.passes, value)
-        seen.passes += 1
+        self._guard.facts.tell(topic, current.number, {**value, "first": "", "rule": ""} if may_share else value)
+
+    def _before(self, current: _Pass) -> PassFacts | None:
+        """Of the pass before one of its loader, or of one over its dataset that is gone; it is not asked for again."""
+        old = [one for one in self._whole if one.loader is current.loader]
+        old = old or [one for one in self._whole if one.data is current.data and one.loader() is None]
+        self._whole = [one for one in self._whole if one not in old and one.data() is not None]
+        return old[-1].facts if old else None
+
+    def _place(self, current: _Pass, line: str) -> tuple[str, _Pass | None]:
+        """The topic of the passes of that line, but for others that are open meanwhile; and the last one in it."""
+        nth, free = 0, (None, current.iterator())
+        while (last := self._newest.get(topic := f"{line}.{nth}")) and not (last.is_whole or last.iterator() in free):
+            nth += 1
+        self._newest[topic], current.number = current, last.number + 1 if last else 0
+        return topic, last
 
     def _follow_samples(self, current: _Pass) -> None:
         """Which samples it has is noted at its end, or when the next one begins."""
@@ -210,16 +209,6 @@ class DataWatch:
         if current is not None and current.share is not None and len(current.share.drawn) >= _PILE:
             current.share.count(current.batches)
 
-    def _seen(self, loader: Any) -> _Seen:
-        try:
-            owner = weakref.ref(loader.dataset)
-        except TypeError:  # a list, a range
-            owner = weakref.ref(loader)
-        found = self._datasets.get(id(owner()))
-        if found is None or found.owner() is not owner():
-            found = self._datasets[id(owner())] = _Seen(owner)
-        return found
-
     # ------------------------------------------------------------------ files
 
     def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
@@ -231,7 +220,7 @@ class DataWatch:
             if isinstance(target, str | os.PathLike):
                 path = os.path.realpath(target)
                 if not path.startswith("/dev/"):
-                    self._guard.facts.tell("save", path, [self._guard.recorder.step, call_site()])
+                    self._guard.facts.tell("save", path, [self.recorder.step, call_site()])
             with self._guard.activity("checkpoint"):
                 return old(*args, **kwargs)
 

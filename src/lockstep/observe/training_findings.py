@@ -18,6 +18,7 @@ from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_t
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.wording import Finding, compose, listed, names, step_after
 
+_TWICE = "two workers began with one batch: let __iter__ of the dataset give each a part, as get_worker_info() has it"
 _PASSES = 8  # the newest, of which ranks tell all: those before were looked at when they were new
 _AHEAD = 3  # steps: whoever is so far ahead of a rank that goes on computing has not waited for it
 
@@ -226,26 +227,23 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
         return
     for number in topic.steps[-_PASSES:]:
         told = topic.told[number]
-        site = next(iter(told.values()))["site"]
-        texts = {"order": next((value["order"] for value in told.values() if value["order"]), None)}
-        if have_all_told(scene, topic, told):
-            texts["lengths"] = different_lengths({rank: value["batches"] for rank, value in told.items()})
-            texts["equal"] = equal_data({rank: value["first"] for rank, value in told.items()})
-            texts["rules"] = different_rules({rank: value["rule"] for rank, value in told.items()})
-        for kind, text in texts.items():
-            if text is not None and not any(value["joins"] for value in told.values()):
-                text = text[0].upper() + text[1:]
-                where = f"in pass {int(number) + 1} of the loop at {site}"
-                head = f"DATA: {_HEADS[kind]}."
-                yield compose(scene, "data", f"{topic.name} {kind}", head, (), [where, text + "."])
-
-
-_HEADS = {
-    "lengths": "the ranks have different numbers of batches",
-    "equal": "ranks train on the same samples",
-    "rules": "ranks share out the samples by different rules",
-    "order": "the samples come in the order of the last pass",
-}
+        said = {name: {rank: value[name] for rank, value in told.items()} for name in next(iter(told.values()))}
+        if (number == topic.steps[-1] and not have_all_told(scene, topic, told)) or any(said["joins"].values()):
+            continue
+        again = [rank for rank, order in said["order"].items() if order]
+        texts = {
+            "the samples come in the order of the last pass": said["order"][again[0]] if again else None,
+            "the ranks have different numbers of batches": different_lengths(said["batches"], said["before"]),
+            "ranks train on the same samples": equal_data(said["first"]),
+            "workers of a loader read the same samples": _TWICE if any(said["is_twice"].values()) else None,
+            "ranks share out the samples by different rules": different_rules(said["rule"]),
+        }
+        for head, text in texts.items():
+            if text is not None:
+                where = f"in pass {int(number) + 1} of the loop at {next(iter(told.values()))['site']}"
+                culprits = again if text in said["order"].values() and len(again) < len(told) else ()
+                text = f"{text[0].upper()}{text[1:]}."
+                yield compose(scene, "data", f"{topic.name} {head}", f"DATA: {head}.", culprits, [where, text])
 
 
 def _has_equal_replicas(scene: Scene) -> bool:

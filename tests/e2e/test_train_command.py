@@ -176,8 +176,12 @@ def test_loss_that_is_not_finite_stops_all_before_the_weights_change(folder: Pat
     words = ("-n", "3", "--data.path=text", "--out=nan", *_SMALL, "--train.batch=6", "--optim.lr=1e36", "--restarts=0")
     run = start(*words, warm=True)
     said = run.end(1)
-    assert re.search(r"^lockstep: the loss became (nan|inf) at step \d+, first on rank \d", said, re.MULTILINE), said
-    assert len(run.said()) == 2
+    assert re.fullmatch(
+        r"rank 0 \(pid \d+\) gave up: the loss became (nan|inf) at step \d+, first on rank \d: .+\n"
+        r"finished: step \d; lost: all of it, as there is no checkpoint\n"
+        r"no restart: none is allowed \(--restarts 0\); to go on: the same command with --resume auto",
+        "\n".join(run.said()[1:]),
+    ), said
     assert "Traceback" not in said
     assert steps_in(folder / "nan" / "checkpoints") == []
 

@@ -108,7 +108,7 @@ def test_how_a_process_ended_is_said() -> None:
     assert describe(by_hand) == "ended with exit code 3, by sys.exit at train.py:31"
     assert describe(ended(1, 3, words=LastWords("", "", "train.py:31"))) == "ended with exit code 3"
     assert describe(ended(1, 1, failure(1), words=words())) == "failed: ValueError: bad"
-    assert describe(ended(1, 1, failure(1, is_expected=True))) == "bad"
+    assert describe(ended(1, 1, failure(1, is_expected=True))) == "gave up: bad", "the end of a sentence"
     assert describe(ended(1, 1, failure(1, where="train.py:31"))) == "failed at train.py:31: ValueError: bad"
     assert describe(ended(1, -9, out_of_memory=True)) == "was killed by the kernel: out of memory"
     drift = failure(1, kind="ReplicaDrift", message="REPLICAS differ.\n  'weight' is ..")

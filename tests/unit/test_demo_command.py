@@ -16,7 +16,7 @@ import pytest
 import lockstep.cli.demo as command
 from lockstep import cli, demos
 from lockstep.cli import demo_begin
-from lockstep.cli.demo_side import Line, environment
+from lockstep.cli.demo_side import Line
 from lockstep.demos.catalog import DEMOS, Demo, Place
 
 _AT = re.compile(r"\\b(\w+)\\\.py:(\d+)\\b")
@@ -31,6 +31,24 @@ def test_list_has_every_demo_with_what_torch_does(capsys: pytest.CaptureFixture[
 def test_source_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["demo", "killed", "--source"]) == 0
     assert "signal.SIGKILL" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_source_has_what_starts_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a launcher the fault is in the environment of the processes, and nowhere else to be seen."""
+    demo = DEMOS[name]
+    assert cli.main(["demo", name, "--source"]) == 0
+    comments = [line for line in capsys.readouterr().out.splitlines() if line.startswith("# ")]
+    assert comments[0] == f"# {demo.script}"
+    assert comments[1:] == [f"# {line}" for line in demo.command(stock=False).splitlines()]
+    if demo.places:
+        assert [re.findall(r"\bRANK=(\d)", line) for line in comments[2:]] == [[place.rank] for place in demo.places]
+        assert len({*re.findall(r"WORLD_SIZE=(\d)", " ".join(comments))}) == len(
+            {p.world_size for p in demo.places} - {None}
+        )
+    else:
+        assert all(f" {variable}={value}" in comments[1] for variable, value in demo.variables.items())
+    assert not any("LOCKSTEP" in line for line in demo.command(stock=True).splitlines())
 
 
 def test_unknown_name_is_answered_with_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -70,6 +88,17 @@ def test_what_helps_stands_below_a_heading(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(command, "Side", _Said)
     assert command.demo(["rank_too_large"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "lockstep, after 0.5 s: 1. RANK is 2"
+
+
+def test_summary_says_what_torch_does_also_where_it_complains(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A complaint alone may look as good as ours: that another rank waits for 30 minutes is not in it."""
+    monkeypatch.setattr(_Said, "said", ["ValueError: label 7 is not one of 0 to 4"])
+    monkeypatch.setattr(command, "Side", _Said)
+    assert command.demo(["exception_kept_alive"]) == 0
+    said = " ".join(capsys.readouterr().out.split())  # as wide as the terminal is
+    assert "stock torch, after 0.5 s: ValueError: label 7 is not one of 0 to 4 (rank 0 waits 30 minutes" in said
 
 
 def test_nothing_that_helps_is_cut_and_no_frame_is_shown(
@@ -158,7 +187,7 @@ def test_lines_that_are_to_be_named_hold_a_statement(name: str) -> None:
 
 def test_environment_says_what_the_place_says_and_no_more() -> None:
     ports = {"own": "29500", "other": "29501"}
-    assert environment(Place("1", None, None, "other"), ports) == {
+    assert Place("1", None, None, "other").variables(ports) == {
         "RANK": "1",
         "LOCAL_RANK": "1",
         "MASTER_PORT": "29501",

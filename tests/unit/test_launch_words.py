@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from lockstep.cli import train as training
 from lockstep.cli.train import choose_processes, newest_step, parse_train, read_range
 from lockstep.comm.pulse import NONE
 from lockstep.errors import ConfigError, LaunchError
@@ -24,7 +25,6 @@ from lockstep.launch.preload import is_installed, modules_to_preload
 from lockstep.launch.processes import WorkerProcess
 from lockstep.launch.program import Program, read_program
 from lockstep.launch.torchrun_flags import read_flags
-from lockstep.launch.words import say
 from lockstep.observe.last_words import sees_another
 from lockstep.observe.profile.window import RUN
 from lockstep.recipes import gpt2
@@ -220,11 +220,17 @@ def test_port_that_is_taken_is_said_with_who_has_it() -> None:
     assert re.match(rf"port {port} of 127.0.0.1 is taken by pid {os.getpid()} \(.+\). Leave out", str(caught.value))
 
 
-def test_words_that_nobody_reads_any_more_are_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    with open("/dev/full", "w") as closed:
-        monkeypatch.setattr(sys, "stderr", closed)
-        say("stopping")
-        say("stopped")
+def test_run_is_not_told_of_the_record_of_another(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+
+    def launch(*_: object) -> int:
+        found.append(os.environ.get(RUN))
+        return 0
+
+    monkeypatch.setattr(training, "_launch", launch)
+    monkeypatch.setenv(RUN, "elsewhere")
+    assert training.train(["-n", "2", "--out", str(folder / "out")]) == 0
+    assert found == [None]
 
 
 def test_a_range_starts_with_the_most_and_may_shrink(folder: Path) -> None:

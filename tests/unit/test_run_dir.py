@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,10 +13,12 @@ from typing import Any
 
 import pytest
 
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.local_transport import LocalWorld
 from lockstep.errors import CheckpointMissing, ConfigError
 from lockstep.train.checkpoints import Origin, find_origin
 from lockstep.train.config import RunConfig
-from lockstep.train.run_dir import Launch, Start, _begin_at, _prepare, goes_on, token_cache
+from lockstep.train.run_dir import Launch, Start, _begin_at, _prepare, goes_on, make_ready, token_cache
 
 OLD = {
     "checkpoints/step-00000007-g1/manifest.json": "manifest",
@@ -124,6 +128,38 @@ def test_a_run_that_its_launcher_starts_again_is_never_moved_aside(tmp_path: Pat
     assert start_of(run, "", Launch("other", 1)) == FRESH, "another launch, killed before it came here"
     assert start_of(run, "", Launch("this", 0)) == FRESH
     assert _prepare(run, FRESH, Launch("other", 1), "new tokenizer") == str(run.out / "older-1")
+
+
+@pytest.fixture
+def read_only(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A run's directory whose folder of checkpoints nobody can write, not even root."""
+    out = tmp_path_factory.mktemp("out")
+    own = out / "checkpoints"
+    own.mkdir()
+    mounts = [["mount", "--bind", own, own], ["mount", "-o", "remount,bind,ro", own]]
+    made = [subprocess.run(mount, capture_output=True, text=True, check=False) for mount in mounts]
+    if any(one.returncode for one in made):
+        pytest.skip(f"nothing can be mounted: {made[0].stderr.strip()}")
+    yield out
+    subprocess.run(["umount", own], check=True)
+
+
+def test_checkpoints_that_cannot_be_written_are_found_before_the_first_step(read_only: Path) -> None:
+    comm = Communicator(LocalWorld(1).transports[0])
+    with pytest.raises(ConfigError) as caught:
+        make_ready(RunConfig(out=read_only), comm, FRESH, Launch(), "tokenizer")
+    said = str(caught.value)
+    assert said.startswith(f"user {os.getuid()} of {socket.gethostname()} cannot use the run directory: ")
+    assert "Read-only file system" in said
+    assert f"{read_only}/checkpoints/" in said
+    assert said.endswith("make that possible, or choose another with --out")
+
+
+def test_checkpoints_that_can_be_written_are_left_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints" / ".probe").mkdir(parents=True)  # it was killed in between
+    for _ in range(2):
+        _prepare(RunConfig(out=tmp_path), FRESH, Launch(), "tokenizer")
+        assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_what_the_environment_says() -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 import lockstep
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launch.words import current_folder, nearest
+from lockstep.launch.words import current_folder, lead_nowhere, nearest, say
 
 _PARENT_PID = "LOCKSTEP_PARENT_PID"  # of who has started this command for itself, and takes it along when it ends
 _COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
@@ -61,21 +61,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return code
     except (ConfigError, LaunchError) as error:
         if words[0] != "train" or os.environ.get("RANK", "0") == "0":  # its ranks all read them: one answer is enough
-            print(f"lockstep: {error}", file=sys.stderr)
+            say(str(error))
         return _USER_ERROR
     except BrokenPipeError:
         if not _has_lost_its_reader(sys.stdout.fileno()):
             raise
-        with open(os.devnull, "w") as nowhere:  # `lockstep learn | head`: there what is still buffered goes
-            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        lead_nowhere(sys.stdout)  # `lockstep learn | head`
         return 1
     except (ConnectionError, TimeoutError):  # of a network: where it came from is of use
         raise
     except OSError as error:  # no rights, no room, no file
-        print(f"lockstep: {error.filename or words[0]}: {error.strerror or error}", file=sys.stderr)
+        say(f"{error.filename or words[0]}: {error.strerror or error}")
         return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
-        print("lockstep: stopped", file=sys.stderr)
+        say("stopped")
         return _INTERRUPTED
 
 

@@ -95,17 +95,11 @@ def list_checkpoints(directory: Path, *, verify: bool, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(line) for line in lines], indent=2))
     else:
-        rows = [
-            (
-                str(line.step),
-                line.written.replace("T", " "),
-                size_text(line.bytes),
-                "?" if line.ranks is None else str(line.ranks),
-                str(line.generation),
-                f"{line.state}: {line.why}" if line.why else line.state,
-            )
-            for line in lines
-        ]
+        rows: list[tuple[str, ...]] = []
+        for line in lines:
+            how = f"{line.state}: {line.why}" if line.why else line.state
+            written, size, ranks = line.written.replace("T", " "), size_text(line.bytes), str(line.ranks or "?")
+            rows.append((str(line.step), written, size, ranks, str(line.generation), how))
         print_table(("step", "written", "size", "ranks", "generation", "state"), rows)
     return 1 if any(line.state in ("damaged", "unreadable") for line in lines) else 0
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.cli.demo_side import Line, Side, Who
-from lockstep.demos.catalog import DEMOS, Demo
+from lockstep.demos.catalog import DEMOS, HANG_S, Demo
 from lockstep.errors import ConfigError
 from lockstep.launch.words import Words, nearest
 from lockstep.observe.report.terminal import ending_by_exception
@@ -57,7 +57,7 @@ def demo(words: Sequence[str]) -> int:
         raise ConfigError(f"--seconds {args.seconds:g}: it is a number above 0")
     one = DEMOS[args.name]
     if args.source:
-        print(f"# {one.script}\n{one.script.read_text()}", end="")
+        print(one.source, end="")
         return 0
     with ending_by_exception():  # what was started is ended first
         _show(one, args.seconds)
@@ -76,22 +76,15 @@ def _show(one: Demo, seconds: float) -> None:
     with tempfile.TemporaryDirectory(prefix="lockstep-demo-") as folder:
         said: dict[Who, Word] = {}
         for who in _NAMES:
-            print(f"\n--- {_command(one, who)}", flush=True)
+            print(f"\n--- {one.command(stock=who == 'torch')}", flush=True)
             place = Path(folder) / who
             place.mkdir()
             said[who] = _run(one, who, place, seconds)
     print()
     for who, word in said.items():
         when = "" if word.at_s is None else f", after {word.at_s:.1f} s"
-        known = f" ({one.stock})" if who == "torch" and word.at_s is None else ""
+        known = f" ({one.stock})" if who == "torch" else ""
         print(_wrapped("", f"{_NAMES[who]}{when}: {word.text}{known}"), flush=True)
-
-
-def _command(one: Demo, who: Who) -> str:
-    if one.places:
-        script = (one.script if who == "lockstep" else one.stock_script).name
-        return f"{_NAMES[who]}: python {script}, {len(one.places)} times, with a faulty environment"
-    return f"{'lockstep run' if who == 'lockstep' else 'torchrun'} --nproc-per-node {one.ranks} {one.script.name}"
 
 
 def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
@@ -100,7 +93,7 @@ def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
     first: Word | None = None
     lines: list[str] = []
     limit_s = seconds if who == "torch" else _PATIENCE_S
-    with Side(one, who, folder, {"LOCKSTEP_HANG_S": "2", "LOCKSTEP_EVIDENCE": ""}) as side:
+    with Side(one, who, folder, {"LOCKSTEP_HANG_S": HANG_S, "LOCKSTEP_EVIDENCE": ""}) as side:
         for line in _without_frames(side.lines(limit_s)):
             lines.append(line.text)
             if who == "lockstep" or len(lines) <= _SHOWN:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, final
 
-from lockstep.demos.catalog import Demo, Place
+from lockstep.demos.catalog import Demo
 from lockstep.launch.processes import adopting_orphans, children
 from lockstep.launch.worker import hear_of_end
 
@@ -103,7 +103,7 @@ class Side:
             common["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
         if self.demo.places:
             ports = self._ports()
-            return [([sys.executable, *program], common | environment(place, ports)) for place in self.demo.places]
+            return [([sys.executable, *program], common | place.variables(ports)) for place in self.demo.places]
         module = ["lockstep", "run"] if self.who == "lockstep" else ["torch.distributed.run", "--standalone"]
         flags = ["--nproc-per-node", str(self.demo.ranks), "--log-dir", str(self._folder / f"logs-{self.who}")]
         return [([sys.executable, "-m", *module, *flags, *program], common)]
@@ -140,15 +140,3 @@ class Side:
                     os.kill(pid, signal.SIGKILL)
                 with suppress(ChildProcessError):
                     os.waitpid(pid, 0)
-
-
-def environment(place: Place, ports: Mapping[str, str]) -> dict[str, str]:
-    """What a launcher would have set, as far as `place` says it."""
-    said = {
-        "RANK": place.rank,
-        "LOCAL_RANK": place.rank,
-        "WORLD_SIZE": place.world_size,
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": ports[place.port],
-    }
-    return {name: value for name, value in said.items() if value is not None}

@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 from lockstep.errors import ConfigError
-from lockstep.launch.words import RUN_FOLDER, Words
+from lockstep.launch.words import RUN_FOLDER, Words, say, tell
 from lockstep.observe.profile.chrome_trace import merge_files
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.report.source import RunReader
@@ -69,12 +69,12 @@ def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
             write_page(document, folder / PAGE)
             trace = _merged(place, environ.get(PROFILE, ""))
     except ConfigError as error:
-        print(f"lockstep: no report: {error}", file=sys.stderr)
+        say(f"no report: {error}")
     except Exception as error:  # noqa: BLE001 (the run is over, and its end is not ours)
-        print(f"lockstep: no report of {place}: {type(error).__name__}: {error}", file=sys.stderr)
+        say(f"no report of {place}: {type(error).__name__}: {error}")
     else:
-        sys.stderr.write("" if is_quiet else trace)
-        print(f"lockstep: report: {shown(folder / PAGE)}", file=sys.stderr)
+        tell("" if is_quiet else trace)
+        say(f"report: {shown(folder / PAGE)}")
 
 
 def _merged(place: Path, window: str) -> str:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import tyro
 
@@ -29,10 +29,10 @@ from lockstep.launch.doctor.asked import refuse_crowd
 from lockstep.launch.launch_log import LaunchLog
 from lockstep.launch.private_folder import private_folder
 from lockstep.launch.program import Program
-from lockstep.launch.recovery import RestartPolicy
+from lockstep.launch.recovery import USER_ERROR, RestartPolicy
 from lockstep.launch.starter import default_processes, loading_ahead, may_have_accelerator
 from lockstep.launch.stop_signals import leaving_at_once
-from lockstep.launch.words import nearest
+from lockstep.launch.words import nearest, printing, refuse, say
 from lockstep.launch.worker import (
     AGENT_PID,
     INTERRUPTED,
@@ -53,7 +53,6 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "llama32-tiny": llama32.tiny,
     "llama32-1b": llama32.llama32_1b,
 }
-_USER_ERROR = 2
 
 
 # what a rank loads, so that the ranks of a restart find it there
@@ -109,6 +108,7 @@ def train(words: Sequence[str]) -> int:
         return run_rank(command, place)
     if not (command.restarts >= 0 and 0 <= command.grace_s < 1e9):
         raise ConfigError(f"--restarts {command.restarts} --grace_s {command.grace_s}: neither can be below 0")
+    os.environ.pop(RUN, None)  # of another run: this one is recorded in --out
     processes = choose_processes(command.run, smallest, largest)
     is_alone = processes == 1 and not command.restarts
     code = _alone(command, words, place) if is_alone else _launch(command, words, processes, smallest or processes)
@@ -164,7 +164,8 @@ def _held(out: Path) -> Iterator[None]:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ConfigError(f"another run trains in {out}: let it end, or choose another --out") from error
-        print(f"lockstep: training in {out}", flush=True)  # before torch is loaded, which takes seconds
+        with printing():
+            print(f"lockstep: training in {out}")  # before torch is loaded, which takes seconds
         yield
 
 
@@ -252,23 +253,22 @@ def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
         with init(verbose=AGENT_PID not in os.environ and place.world_size > 1) as comm:
             threads = f"{torch.get_num_threads()} thread{'s' * (torch.get_num_threads() != 1)}"
             where = f"pid {os.getpid()}, host {socket.gethostname()}, device {comm.device}, {threads}"
-            up = f"rank {place.rank} of {place.world_size} is up: {where}\n"
-            sys.stdout.write(up)  # one write: lines stay whole
-            sys.stdout.flush()
+            with printing():
+                sys.stdout.write(f"rank {place.rank} of {place.world_size} is up: {where}\n")  # whole: it is one write
             from lockstep.train.loop import train as train_loop  # slow, so the line above comes first
 
             result = train_loop(command.run, comm, stop, command.resume)
     except KeyboardInterrupt:
         if place.rank == 0:
-            print("lockstep: stopped before the first step", file=sys.stderr)
+            say("stopped before the first step")
         return INTERRUPTED if newest_step(command) in (None, NONE) else REQUEUE
     except Exception as error:  # noqa: BLE001 (it is reported, and the exit code says so)
-        if isinstance(error, BrokenPipeError):  # `lockstep train | head`
-            error = ConfigError("nobody reads any more what is printed: `lockstep train > FILE` keeps it")
-        code = _USER_ERROR if isinstance(error, ConfigError | DataError) else 1
+        code = USER_ERROR if isinstance(error, ConfigError | DataError) else 1
         is_expected, is_consequence = isinstance(error, LockstepError), isinstance(error, CommError | PeerFailed)
         failure = describe_failure(error, place.rank, code, is_expected, is_consequence)
         report_failure(failure, os.environ)
+        if place.world_size > 1:
+            raise SystemExit(code) from None  # the other ranks are told what it comes from
         return code
     return REQUEUE if result.was_stopped else 0
 
@@ -297,17 +297,10 @@ def parse_train(words: Sequence[str]) -> TrainCommand:
         console_outputs=os.environ.get("RANK", "0") == "0",
         config=(tyro.conf.FlagConversionOff,),
     )
+    if unknown and unknown[0].startswith("-"):
+        names = [field.name for field in fields(command) if field.name != "run"]
+        options = ["-n", "--nproc", "--watch", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]
+        refuse(unknown[0], options, "lockstep train")
     if unknown:
-        refuse(unknown[0], command)
+        raise ConfigError(f"unexpected {unknown[0]!r}: the recipe comes first, every value after its --option")
     return command
-
-
-def refuse(word: str, command: TrainCommand) -> NoReturn:
-    """Raises: ConfigError with the option whose name is nearest to `word`."""
-    if not word.startswith("-"):
-        raise ConfigError(f"unexpected {word!r}: the recipe comes first, every value after its --option")
-    names = [field.name for field in fields(command) if field.name != "run"]
-    options = ["-n", "--nproc", "--watch", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]
-    raise ConfigError(
-        f"unknown option {word}: did you mean {nearest(word, options)}? `lockstep train --help` lists all"
-    )

@@ -83,10 +83,8 @@ def _has_begun(child: subprocess.Popen[bytes], folder: Path, since_s: float) -> 
 
 def _end_of(child: subprocess.Popen[bytes]) -> int:
     while True:
-        try:
+        with suppress(KeyboardInterrupt):  # a second one: the run ends at once, and takes a moment for that
             return child.wait()
-        except KeyboardInterrupt:  # a second one: the run ends at once, and takes a moment for that
-            continue
 
 
 def _tell(output: Path, folder: Path) -> None:

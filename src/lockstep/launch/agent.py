@@ -27,11 +27,11 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 from lockstep.comm.pulse import NONE
 from lockstep.errors import LaunchError
 from lockstep.launch.attempt import Attempt, Guards, Outcome
-from lockstep.launch.ended import Ended, describe, first_failure
+from lockstep.launch.ended import Ended, first_failure
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
 from lockstep.launch.meeting import Meeting
-from lockstep.launch.recovery import Cause, Decision, Fault, decide, exit_code_of, fault_of, report_of
+from lockstep.launch.recovery import USER_ERROR, Cause, Decision, Fault, decide, exit_code_of, fault_of, report_of
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StoppedEarly, StopSignals
 from lockstep.launch.words import say, tell
@@ -120,8 +120,8 @@ class Agent(SimpleElasticAgent):
         limits, ended = self._supervision, outcome.ended
         if limits.tells_traces and first.failure is not None and not first.failure.is_expected:
             tell(first.failure.trace)
-        if not decision.restart and all(e.failure is not None and e.failure.is_expected for e in ended):
-            say(describe(first))  # no rank's own trouble, and no more than its words
+        if first.failure is not None and first.failure.is_expected and first.failure.exit_code == USER_ERROR:
+            say(first.failure.message)  # no rank's own trouble, and no more than its words
             return
         host = "" if self._is_alone else socket.gethostname()
         report = report_of(ended, outcome.beats, decision, newest=self.newest, host=host, again=limits.again)

@@ -98,7 +98,7 @@ def describe(ended: Ended) -> str:
         first, _, more = said.message.partition("\n")
         is_finding = said.kind in ("ModelMismatch", "ReplicaDrift")  # said by the guard that came upon it
         message = f"{first} (all of it is above)" if more and (said.is_consequence or is_finding) else said.message
-        return message if said.is_expected else f"failed{at}: {said.kind}: {message}"
+        return f"gave up: {message}" if said.is_expected else f"failed{at}: {said.kind}: {message}"
     if ended.was_ended and ended.words is not None and ended.words.kind:
         return f"was ended by its launcher, {_left(ended.words)}"
     if ended.out_of_memory:

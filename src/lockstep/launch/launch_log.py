@@ -16,13 +16,13 @@ from __future__ import annotations
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
 from lockstep.launch.ended import Ended, describe, first_failure
+from lockstep.launch.words import say
 from lockstep.launch.worker import REQUEUE
 from lockstep.observe.profile.run_facts import is_secret, without_secrets
 from lockstep.observe.profile.window import LAUNCH
@@ -93,7 +93,7 @@ class LaunchLog:
                 file.write(text)
         except OSError as error:  # the run goes on
             self._folder = None
-            sys.stderr.write(f"lockstep: what the launcher does is not recorded: {error}\n")
+            say(f"what the launcher does is not recorded: {error}")
 
     def _write(self, kind: str, subject: str, **fields: Any) -> None:
         self._lines.append(json.dumps({kind: subject, **fields, "time_ns": time.time_ns()}, default=str) + "\n")

@@ -28,6 +28,7 @@ _HOPELESS = {
     "CheckpointMismatch": "the checkpoint is of another model",
     "StaleGeneration": "another run has taken the directory of checkpoints",
 }
+_NO_RIGHT = re.compile("Permission denied|Read-only file system")
 _CANNOT_BE_LOADED = ("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError")
 _NAMED = 8  # ranks, at most, in one line
 _HOST_MEMORY = ("DefaultCPUAllocator", "Cannot allocate memory", "std::bad_alloc")
@@ -177,6 +178,8 @@ def _hopeless(ended: Ended, step: int) -> str:
         return ""
     if said.kind in _CANNOT_BE_LOADED and step == NONE:
         return "the program cannot be loaded"
+    if _NO_RIGHT.search(said.message):
+        return "it has no right to write there, which has to change first"
     return _HOPELESS.get(said.kind, "")
 
 

@@ -76,7 +76,7 @@ class StopSignals:
         for end in (self._reading, self._writing):
             end.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        handlers = {**dict.fromkeys(self._numbers, self._on_signal), signal.SIGCHLD: self._on_child}  # or ends are lost
+        handlers = {**dict.fromkeys(self._numbers, self._on_signal), signal.SIGCHLD: lambda *_: None}  # for the wakeup
         self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
@@ -128,6 +128,3 @@ class StopSignals:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.arrived.append(number)
-
-    def _on_child(self, number: int, frame: FrameType | None) -> None:
-        """Its number in the wakeup file is all that is wanted."""

@@ -7,8 +7,9 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Sequence
-from typing import NoReturn, final
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NoReturn, TextIO, final
 
 from lockstep.errors import ConfigError, LaunchError
 
@@ -29,9 +30,27 @@ def tell(text: str) -> None:
         sys.stderr.write(text)
         sys.stderr.flush()
     except OSError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stderr.fileno())  # what is still buffered goes there too
-        os.close(nowhere)
+        lead_nowhere(sys.stderr)
+
+
+def lead_nowhere(stream: TextIO) -> None:
+    """What is written to `stream` from now on, and what it has not got rid of, is lost."""
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
+
+
+@contextmanager
+def printing() -> Iterator[None]:
+    """Within, a run prints; without room for that it goes on. Raises: ConfigError where nobody reads it any more."""
+    try:
+        yield
+        sys.stdout.flush()
+    except OSError as error:
+        lead_nowhere(sys.stdout)
+        if isinstance(error, BrokenPipeError):
+            gone = "the reader of what is printed has gone, as `| head` does after some lines, and the run ends with it"
+            raise ConfigError(f"{gone}; `lockstep train ... > FILE` keeps all lines") from error
+        say(f"nothing is printed any more: {error.strerror}; the run goes on")
 
 
 def say(text: str, before: str = "") -> None:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import socket
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -151,7 +152,8 @@ def _prepare(run: RunConfig, start: Start, launch: Launch, tokenizer: str) -> st
         partial_of(out / name).unlink(missing_ok=True)
     if launch.name:
         write_whole(out / _MARK, launch.name + "\n")
-    checkpoints_of(run).mkdir(exist_ok=True)
+    (probe := checkpoints_of(run) / ".probe").mkdir(parents=True, exist_ok=True)  # saving would find out after hours
+    probe.rmdir()
     write_whole(out / "config.json", json.dumps(to_json(run), indent=2) + "\n")
     write_whole(out / "tokenizer.json", tokenizer)
     return moved
@@ -185,7 +187,8 @@ def _tell_all(comm: Communicator, work: Callable[[], Any]) -> Any:
         except LockstepError as error:
             kind, problem = type(error).__name__, str(error)
         except OSError as error:
-            kind, problem = "ConfigError", f"cannot use the run directory: {error}; choose another with --out"
+            kind, who = "ConfigError", f"user {os.getuid()} of {socket.gethostname()}"
+            problem = f"{who} cannot use the run directory: {error}; make that possible, or choose another with --out"
     answer, kind, problem = comm.broadcast_object([answer, kind, problem], label="run_dir")
     if problem:
         raise ConfigError(problem) if kind == "ConfigError" else CheckpointError(problem)

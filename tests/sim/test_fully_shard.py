@@ -75,6 +75,26 @@ def test_a_hook_that_raises_leaves_nothing_to_the_next_step() -> None:
     assert run_threads(1, gradients_around_a_raising_hook) == [["raised", [1.0, 1.0], [1.0, 1.0]]]
 
 
+def names_of_what_was_replaced_before_the_first_forward(comm: Communicator) -> str:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 5))
+    for layer in model:
+        lockstep.fully_shard(layer, mesh=comm)
+    lockstep.fully_shard(model, mesh=comm)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    model(torch.ones(1, 3))
+    model[1].weight = nn.Parameter(torch.zeros(5, 3))
+    try:
+        model(torch.ones(1, 3))
+    except ShardingError as error:
+        return str(error)
+    return ""
+
+
+def test_a_parameter_that_was_replaced_before_the_first_forward_has_its_name() -> None:
+    for rank, refusal in enumerate(run_threads(3, names_of_what_was_replaced_before_the_first_forward)):
+        assert refusal.startswith(f"rank {rank}: parameter '1.weight' was sharded")
+
+
 def a_tied_weight_under_another_name(comm: Communicator) -> list[Any]:
     """What is put in the place of one of two names of a parameter is not undone without a word."""
     torch.manual_seed(0)

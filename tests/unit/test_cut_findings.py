@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import torch
 from test_training_findings import SITE, Tell, is_quiet, noted
 
+from lockstep.observe import torch_cuts
 from lockstep.observe.facts import Facts
 from lockstep.observe.replica_diff import Entry, fold
 
@@ -61,3 +63,14 @@ def test_what_was_loaded_since_the_cut_is_not_compared(held: Sequence[Sequence[t
 def test_cuts_are_not_compared_before_all_have_told() -> None:
     tell = cuts([[("weight", "a")], [("weight", "b")], [("weight", "b")]])
     assert is_quiet(lambda facts, rank: tell(facts, rank) if rank < 2 else None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int8])
+def test_only_what_another_seed_or_a_checkpoint_would_change_is_looked_at(dtype: torch.dtype) -> None:
+    mine, other = (torch.randn(9, 40, generator=torch.Generator().manual_seed(seed)).mul(50) for seed in (1, 2))
+    looked_at = [mine.to(dtype), mine.to(dtype)[:, 1:], other.to(dtype)]
+    even = [torch.ones(5, 7).to(dtype), torch.zeros(3).to(dtype), mine.to(dtype)[:0], mine.to(dtype)[:1, :1]]
+
+    digests = torch_cuts._digests(looked_at)
+    assert len({0, *digests}) == 4, "each is another one, and none is left out"
+    assert torch_cuts._digests([*even, looked_at[0].clone()]) == [0, 0, 0, 0, digests[0]]

@@ -38,6 +38,7 @@ MAY_IMPORT_TORCH_DISTRIBUTED = (
     "src/lockstep/comm/process_group_work.py",
     "src/lockstep/comm/init.py",
     "src/lockstep/comm/meeting_point.py",
+    "src/lockstep/observe/torch_cuts.py",
     "src/lockstep/observe/torch_groups.py",
     "src/lockstep/observe/torch_models.py",
     "src/lockstep/observe/torch_start.py",

@@ -13,7 +13,6 @@ import json
 import re
 import sys
 import time
-import weakref
 import zlib
 from collections.abc import Callable
 from functools import partial
@@ -21,6 +20,7 @@ from typing import Any, final
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
+from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
@@ -32,8 +32,6 @@ _EXPLAIN_S = 1.0
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _MANY = 4  # synchronised forwards of one step: that many are told before it ends, for it may not end
 _NAMED = 20  # parameters that a fact names
-_CUTS = "torch.distributed.fsdp._fully_shard._fsdp_param"
-_FEW_ELEMENTS = 256
 
 
 @final
@@ -43,8 +41,6 @@ class ModelFacts:
     def __init__(self, guard: Guard, models: dict[int, Model], patches: Patches) -> None:
         self._guard, self._models, self._patches = guard, models, patches
         self._wrapped = 0
-        # by torch's FSDPParam: the ranks that have a piece, the line, the digests of what was cut and of this piece
-        self._cuts: weakref.WeakKeyDictionary[Any, tuple[tuple[int, ...], str, str, str]] = weakref.WeakKeyDictionary()
 
     def watch_models(self) -> None:
         """DistributedDataParallel is there."""
@@ -53,7 +49,6 @@ class ModelFacts:
 
         self._patches.replace(DistributedDataParallel, "__init__", partial(self._wrapping, is_sent_by_cpp=True))
         self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
-        self._patches.replace_in(_CUTS, "FSDPParam", "__init__", self._cutting)
 
     def watch_our_models(self) -> None:
         """Our own DistributedDataParallel is there, whose forwards do not go through torch's Reducer."""
@@ -66,7 +61,11 @@ class ModelFacts:
 
         @functools.wraps(old)
         def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            given = signature.bind(ddp, *args, **kwargs).arguments
+            try:
+                given = signature.bind(ddp, *args, **kwargs).arguments
+            except TypeError:
+                old(ddp, *args, **kwargs)  # raises it, with the name of the class
+                raise
             team = self._team_of(given.get("process_group"), given.get("device_mesh"))
             if not team:
                 old(ddp, *args, **kwargs)
@@ -130,27 +129,36 @@ class ModelFacts:
         def _rebuild_buckets(reducer: Any) -> bool:
             model = self._models.get(id(reducer))
             ddp: Any = None if model is None else model.module()
-            if model is None or ddp is None:
-                return old(reducer)
-            guard, forwards = self._guard, model.forwards
-            guard.motion.has_begun, step = True, guard.recorder.step
-            if ddp.require_backward_grad_sync:
-                forwards[0] += 1
-                if forwards[0] >= _MANY and forwards[0] & (forwards[0] - 1) == 0:
-                    self._tell_synced(model, step, call_site())
-            else:
-                forwards[1:] = forwards[1] + 1, call_site()
-            if (step < _FEW or step % _FEW == 0) and sum(forwards[:2]) == 1:
-                self._tell_trained(model, step, not ddp.find_unused_parameters)
+            if model is not None and ddp is not None:
+                step = self._guard.recorder.step
+                if PACE.is_brief and ddp.require_backward_grad_sync and model.brief_after != step:
+                    model.brief_after = step  # as a rule the only one of this step
+                else:
+                    self._forwarded(model, ddp, step)
             try:
                 return old(reducer)
             except RuntimeError as error:
-                for is_alone in (False, True):
-                    self._tell_unused(model, str(error), is_alone)
-                    self._explain(error)
+                if model is not None:
+                    for is_alone in (False, True):
+                        self._tell_unused(model, str(error), is_alone)
+                        self._explain(error)
                 raise
 
         return _rebuild_buckets
+
+    def _forwarded(self, model: Model, ddp: Any, step: int) -> None:
+        forwards, self._guard.motion.has_begun = model.forwards, True
+        if PACE.is_brief:
+            PACE.is_brief = False  # a step that is not as the others
+            forwards[0] += model.brief_after == step
+        if ddp.require_backward_grad_sync:
+            forwards[0] += 1
+            if forwards[0] >= _MANY and forwards[0] & (forwards[0] - 1) == 0:
+                self._tell_synced(model, step, call_site())
+        else:
+            forwards[1:] = forwards[1] + 1, call_site()
+        if (step < _FEW or step % _FEW == 0 or PACE.until) and sum(forwards[:2]) == 1:
+            self._tell_trained(model, step, not ddp.find_unused_parameters)
 
     def _tell_trained(self, model: Model, step: int, uses_all: bool) -> None:
         frozen = model.frozen()
@@ -211,45 +219,3 @@ class ModelFacts:
                 team = "hand" if model.kind == "hand" else model.team
                 return team.rpartition("/")[0] or f"hand/{size}", model.joins, may_share_samples(module, size)
         return f"hand/{size}", False, False
-
-    # ------------------------------------------------------------------ what fully_shard cuts
-
-    def _cutting(self, old: Callable[..., None]) -> Callable[..., None]:
-        """FSDPParam.__init__, with which a rank keeps its piece of its own model, whatever those of others are."""
-
-        @functools.wraps(old)
-        def init(cut: Any, param: Any, *args: Any, **kwargs: Any) -> None:
-            old(cut, param, *args, **kwargs)
-            BACKWARDS.are_shared = True
-            about, local, piece = cut.mesh_info, getattr(param, "_local_tensor", param), cut.sharded_param.to_local()
-            is_odd = hasattr(local, "__tensor_flatten__") or getattr(about, "is_spmd_mesh", False) or local.is_meta
-            ranks = () if is_odd or not is_the_job(self._guard) else tuple(about.mesh.mesh.flatten().tolist())
-            if len(ranks) > 1 and piece.numel():  # an empty one would never change
-                BACKWARDS.once += [self._tell_cuts] * (not self._cuts)
-                self._cuts[cut] = ranks, f"cut at {call_site()}", _digest(local), _digest(piece)
-
-        return init
-
-    def _tell_cuts(self) -> None:
-        """What of the model in use is still as it was cut: a program may have loaded or broadcast since."""
-        from lockstep.observe.replica_diff import Entry, fold
-
-        told: dict[tuple[int, ...], tuple[str, list[Entry]]] = {}
-        for cut in [cut for cut in self._cuts if hasattr(cut, "_unsharded_param")]:
-            ranks, line, whole, piece = self._cuts.pop(cut)
-            entries = told.setdefault(ranks, (line, []))[1]
-            if _digest(cut.sharded_param.to_local()) == piece:
-                entries.append(Entry(f"parameter {cut._param_fqn!r}", whole))
-        BACKWARDS.once += [self._tell_cuts] * bool(self._cuts)
-        for ranks, (line, entries) in told.items():
-            self._wrapped += 1
-            place = f"cut {zlib.crc32(repr(ranks).encode()):08x}/{len(ranks)}/{self._wrapped}"
-            self._guard.facts.tell(f"lines {place}", "now", {"cut": line})
-            self._guard.facts.tell(f"replica {place}", 1, [fold(entries), "cut", "", []], entries.copy)
-
-
-def _digest(tensor: Any) -> str:
-    """Of its first elements, which stand for all: another seed changes any of them."""
-    from lockstep.observe.tensor_digest import digests
-
-    return f"{digests([tensor.detach().reshape(-1)[:_FEW_ELEMENTS]])[0]:016x}"

@@ -15,7 +15,6 @@ from lockstep.parallel.shard_gradients import ShardGradients
 from lockstep.parallel.shard_group import ShardGroup, ShardState
 from lockstep.parallel.shard_pass import Outcome, PassKind, ShardOp, ShardPass
 from lockstep.parallel.shard_reductions import Losses, ShardReductions
-from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.shard_unit import ShardUnit, unit_of
 from lockstep.parallel.shard_wholes import ShardWholes
 
@@ -287,9 +286,9 @@ class ShardContext:
 
 
 def _name(root: Module, units: list[ShardUnit]) -> None:
-    """Parameters are called by their names in the root from now on."""
-    groups = {id(group) for unit in units for group in unit.groups}
-    for fqn, param in root.named_parameters():
-        slot = slot_of(param)
-        if slot is not None and id(slot.group) in groups:
-            slot.group.fqns[slot.index] = fqn
+    """Parameters are called by their names in the root from now on, also those that were replaced since the cut."""
+    prefixes = {id(module): f"{name}." if name else "" for name, module in root.named_modules()}
+    for group in [group for unit in units for group in unit.groups]:
+        for index, ((module, name), *_) in enumerate(group.owners):
+            if id(module) in prefixes:
+                group.fqns[index] = prefixes[id(module)] + name

@@ -1,13 +1,12 @@
-"""What `lockstep run` costs an unchanged script of stock DistributedDataParallel: guard and record on, and both off.
+"""What `lockstep run` costs an unchanged script of stock DistributedDataParallel: guard and record on, as by default.
 
     python benchmarks/bench_unchanged.py [--quick] [--record]
 
-Two pairs of ranks train the same, one started with everything on, as it is by default, and one with `--guard off
---record off`. They take turns of some steps: while one pair trains, the other waits at a pipe, and both see the machine
-in the same mood. The first steps of a turn do not count: they find caches that the other pair has used, where in a run
-each step finds those of a step of its own. A step has 8 buckets, each averaged by torch's C++. Where a process finds
-its memory makes its steps longer or shorter for all of its life, by up to 0.1 milliseconds: so the pairs are started
-anew again and again, and what counts is the median of the starts.
+Two ranks take turns of steps with all that lockstep puts into torch, and without: the same processes, the same minute.
+The first steps of a turn do not count: they find caches that steps of the other kind have used. A step has 8 buckets,
+each averaged by torch's C++. Twice: in the first thousand steps of a run, each of which is looked at closely, and
+later, when one in eight is (see `observe/pace.py`). The ranks are started anew a few times, and what counts is the
+median of the starts. The guard's own thread is there in both kinds; what it takes is a figure of its own.
 """
 
 from __future__ import annotations
@@ -19,29 +18,31 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from bench_observe import GOAL
 from harness import Result, Samples, arguments, compare, interleaved, interval_95, report
+from lockstep.observe.pace import FIRST
 from machine import ROOT
-from unchanged_script import FIGURES
+from unchanged_turns import FIGURES
 
 WORLD_SIZE = 2
-SCRIPT = ROOT / "benchmarks" / "unchanged_script.py"
-TURN, SETTLING = 10, 3  # steps of a turn; those at its beginning that do not count
+SCRIPT = ROOT / "benchmarks" / "unchanged_turns.py"
+TURN, SETTLING = 28, 4  # steps of a turn; those at its beginning that do not count
+EARLY, LATER = 16, 32  # turns of each kind
 PATIENCE_S = 1.0  # between two looks whether the job is there
-OFF = ("--guard", "off", "--record", "off")
+
+Turn = Callable[[bool], dict[str, float]]  # microseconds of a step, of the slower rank or the mean of all
 
 
 @contextlib.contextmanager
-def job(flags: Sequence[str], folder: Path) -> Iterator[Callable[[int], Mapping[str, float]]]:
-    """A variant: a turn of a job that is started with `flags`. Microseconds of a step: of the slower rank, of all."""
-    folder.mkdir()
+def job(folder: Path) -> Iterator[Turn]:
+    """A turn of a job, with what lockstep puts into torch or without."""
     names = [f"{way}-{rank}" for way in ("go", "done") for rank in range(WORLD_SIZE)]
     for name in names:
         os.mkfifo(folder / name)
-    command = [sys.executable, "-m", "lockstep", "run", *flags, f"--nproc-per-node={WORLD_SIZE}", str(SCRIPT), "."]
+    command = [sys.executable, "-m", "lockstep", "run", f"--nproc-per-node={WORLD_SIZE}", str(SCRIPT), "."]
     with (folder / "output").open("w") as output, contextlib.ExitStack() as stack:
         process = stack.enter_context(subprocess.Popen(command, stdout=output, stderr=output, cwd=folder))
         files = [
@@ -49,20 +50,20 @@ def job(flags: Sequence[str], folder: Path) -> Iterator[Callable[[int], Mapping[
         ]  # both ways: opening waits for nobody
         goes, dones = files[:WORLD_SIZE], files[WORLD_SIZE:]
 
-        def step() -> tuple[float, float]:
-            for go in goes:
-                go.write(b".")
+        def step() -> tuple[float, ...]:
             for done in dones:
                 while not select.select([done], [], [], PATIENCE_S)[0]:
                     if process.poll() is not None:
                         raise RuntimeError((folder / "output").read_text()[-2000:])
-            walls, cpus = zip(*(FIGURES.unpack(done.read(FIGURES.size)) for done in dones), strict=True)
-            return max(walls), statistics.fmean(cpus)
+            walls, cpus, guards = zip(*(FIGURES.unpack(done.read(FIGURES.size)) for done in dones), strict=True)
+            return max(walls), statistics.fmean(cpus), statistics.fmean(guards)
 
-        def turn(_: int) -> dict[str, float]:
+        def turn(is_on: bool) -> dict[str, float]:
+            for go in goes:
+                go.write(bytes([TURN, is_on]))
             steps = [step() for _ in range(TURN)][SETTLING:]
-            walls, cpus = map(statistics.fmean, zip(*steps, strict=True))
-            return {"wall": 1e6 * walls, "main thread": 1e6 * cpus}
+            means = [1e6 * statistics.fmean(figures) for figures in zip(*steps, strict=True)]
+            return dict(zip(("wall", "main thread", "guard's thread"), means, strict=True))
 
         try:
             yield turn
@@ -70,21 +71,23 @@ def job(flags: Sequence[str], folder: Path) -> Iterator[Callable[[int], Mapping[
             process.terminate()
 
 
-def measured(turns: int) -> dict[str, Samples]:
-    """Metric -> variant -> one figure per turn, of one start of both."""
-    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
-        flags = {"on": (), "off": OFF}
-        variants = {name: stack.enter_context(job(given, Path(folder) / name)) for name, given in flags.items()}
-        return interleaved(variants, turns, warmup=5)
+def measured(early: int, later: int) -> dict[str, dict[str, Samples]]:
+    """Part of the run -> metric -> "on" or "off" -> one figure per turn, of one start."""
+    with tempfile.TemporaryDirectory() as folder, job(Path(folder)) as turn:
+        variants = {"on": lambda _: turn(True), "off": lambda _: turn(False)}
+        first = interleaved(variants, early, warmup=1)
+        for _ in range(1 + FIRST // TURN):
+            turn(True)
+        return {"first steps": first, "later": interleaved(variants, later, warmup=1)}
 
 
-def ratio(metric: str, starts: Sequence[Samples]) -> Result:
+def ratio(part: str, metric: str, starts: Sequence[Samples]) -> Result:
     """How much longer a step is."""
     pairs = [[*zip(start["on"], start["off"], strict=True)] for start in starts]
     added = [statistics.median(on - off for on, off in turns) for turns in pairs]
     ratios = [statistics.median(on / off for on, off in turns) for turns in pairs]
     return compare(
-        f"step of an unchanged script, 8 buckets, {metric}: all on / all off",
+        f"step of an unchanged script, 8 buckets, {part}, {metric}: all on / all off",
         [on for turns in pairs for on, _ in turns],
         [off for turns in pairs for _, off in turns],
         unit="us",
@@ -98,11 +101,32 @@ def ratio(metric: str, starts: Sequence[Samples]) -> Result:
     )
 
 
+def own_thread(part: str, walls: Sequence[Samples], guards: Sequence[Samples]) -> Result:
+    """What the guard's thread takes of a core while the ranks train."""
+    shares = [
+        100 * guard / wall
+        for clock, spent in zip(walls, guards, strict=True)
+        for wall, guard in zip(clock["on"], spent["on"], strict=True)
+    ]
+    return Result.of_value(
+        f"step of an unchanged script, 8 buckets, {part}: the guard's own thread, of a core",
+        statistics.fmean(shares),
+        unit="%",
+        better="less",
+        world_size=WORLD_SIZE,
+        rounds=len(shares),
+        goal="",
+    )
+
+
 def main() -> None:
     """Measure on two ranks of this machine."""
     options = arguments("cost of lockstep run for an unchanged script").parse_args()
-    starts = [measured(40) for _ in range(3 if options.quick else 15)]
-    results = [ratio(metric, [start[metric] for start in starts]) for metric in starts[0]]
+    starts = [measured(EARLY, LATER) for _ in range(1 if options.quick else 7)]
+    results = []
+    for part in starts[0]:
+        walls, mains, guards = ([start[part][metric] for start in starts] for metric in starts[0][part])
+        results += [ratio(part, "wall", walls), ratio(part, "main thread", mains), own_thread(part, walls, guards)]
     report("unchanged", results, record=options.record)
 
 

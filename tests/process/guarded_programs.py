@@ -26,14 +26,14 @@ Case = Callable[[int, Path], Any]
 
 
 def guarded(
-    rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True, mode: Mode = "on"
+    rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True, mode: Mode = "on", every: int = 2
 ) -> tuple[str, Any]:
-    """(what rank 0's guard said and what was raised, the result) of `case`."""
+    """(what this rank's guard said and what was raised, the result) of `case`. every: steps between two comparisons."""
     torch.manual_seed(0)
     place = Path(folder)
     said, result = io.StringIO(), None
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
-        patch.setenv(REPLICA_EVERY, "2")
+        patch.setenv(REPLICA_EVERY, str(every))
         for limit in ("_MEET_S", "_DISPUTE_S"):
             patch.setattr(torch_training, limit, 20.0)  # nobody is left behind because the machine is busy
         recorder = FlightRecorder(flight_path(folder, rank), rank, world_size)

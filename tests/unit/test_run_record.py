@@ -20,6 +20,7 @@ from lockstep.observe.profile.run_record import (
     file_of,
     is_listed,
     last_in_line,
+    listed_after,
     steps_per_line,
 )
 from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, Step, StepClock
@@ -107,6 +108,16 @@ def test_lines_end_where_the_next_one_begins() -> None:
         is_last = step % steps_per_line(step) == 0 or is_listed(step + 1)
         assert (last_in_line(step) == step) == is_last
         assert is_last or last_in_line(step) == last_in_line(following)
+
+
+def test_the_next_step_that_is_listed() -> None:
+    listed = [step for step in range(1, 40_000) if is_listed(step)]
+    following = iter(listed)
+    due = next(following)
+    for step in range(30_000):
+        if step == due:
+            due = next(following)
+        assert listed_after(step) == due
 
 
 def test_steps_that_are_counted_anew_begin_a_line(tmp_path: Path) -> None:

@@ -220,3 +220,48 @@ def test_of_a_step_without_end_only_the_sums_and_the_last_waits_are_kept(read: S
     assert spans_in(long, 100) == []
     assert sum(short.summed_ns) == short.ended_ns - short.began_ns
     assert [phase for phase, _ in spans_in(short, 100)] == [OTHER, DATA]
+
+
+def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_the_last_that_was(read: StepClock) -> None:
+    read.values = lambda step: lambda: ({"step": step}, None)
+    for phase in (DATA, FORWARD, BACKWARD, OTHER):
+        read.switch(phase)
+    read.waited(3, read.marks[-2][1], read.marks[-1][1])
+    read.step_done(1, 4)
+    for step in (2, 3):
+        read.is_brief = True
+        read.switch(DATA)
+        read.samples += 5
+        read.switch(OTHER)
+        read.waited(3 + step, read.marks[-1][1], read.marks[-1][1] + 2)
+        assert [phase for phase, _ in read.so_far(9)] == [OTHER, DATA, EXPOSED, OTHER]
+        read.step_done(step, 4 + step)
+    read.switch(FORWARD)
+    read.step_done(4, 9)
+    timed, *brief, last = read.steps
+    like = worked_out(timed).summed_ns
+    assert (timed.is_brief, last.is_brief, read.is_brief) == (False, False, False)
+    assert [one.step for one in brief] == [2, 3]
+    assert [one.operations for one in brief] == [(4, 6), (6, 7)]
+    assert [one.samples for one in brief] == [5, 5]
+    assert timed.values is not None
+    assert last.values is not None
+    for one in brief:
+        spent = worked_out(one).summed_ns
+        assert one.is_brief
+        assert one.values is None
+        assert (one.marks, one.waits) == ((), ())
+        assert sum(spent) == one.ended_ns - one.began_ns
+        assert 0 < spent[DATA] < sum(spent)
+        rest, whole = sum(spent) - spent[DATA], sum(like) - like[DATA]
+        for phase in (FORWARD, BACKWARD, EXPOSED):
+            assert spent[phase] == rest * like[phase] // whole
+    assert last.marks[0][1] == brief[-1].ended_ns
+
+
+def test_a_first_step_that_is_brief_has_what_was_timed(read: StepClock) -> None:
+    read.is_brief = True
+    read.switch(DATA)
+    read.step_done(1, 0)
+    (step,) = read.steps
+    assert sum(worked_out(step).summed_ns) == step.ended_ns - step.began_ns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from lockstep.observe import wording
-from lockstep.observe.messages import bits, channels_of, knows_all_messages, tally
+from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages, tally
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status
@@ -162,8 +162,7 @@ def find_finished(scene: Scene) -> Finding | None:
         ended = [scene.status(rank) for rank in sorted(scene.ended.intersection(absent))]
         early = [one.rank for one in ended if one.state == FINISHED and not saw_another(one)]
         if early:
-            loops = "have shorter loops or left them" if early[1:] else "has a shorter loop or left it"
-            fix = f"{names(early)} {loops} early: equal numbers of batches, or join()."
+            fix = "give all ranks as many batches, or use join(); make a call under `if rank == 0` on all, or none."
             lines = [*(f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early), _wanted(wait)]
             if is_message and (counts := tally(scene, wait.rank, wait.record)):
                 lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
@@ -174,22 +173,25 @@ def find_finished(scene: Scene) -> Finding | None:
 
 
 def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding | None:
-    """The first message of `rank` of which more was sent than its receiver asked for: Gloo aborts that one.
+    """The first message of `rank` of which more was sent than its receiver asked for: Gloo aborts that one; or of which
+    it asked for another dtype, which nothing refuses.
 
-    is_note: the other way round, which Gloo lets through.
+    is_note: of size the other way round, which Gloo lets through.
     """
     for (_, ends, _), (sent, asked) in channels_of(scene, rank).items():
+        is_counted = all(e in scene.sights and scene.status(e).messages for e in ends)  # else they may be no pairs
         for number in sorted(sent.keys() & asked.keys()):
             pair = sent[number], asked[number]
-            less, more = pair if is_note else pair[::-1]
-            if bits(less) < bits(more):
+            is_less, is_more = bits(pair[1]) < bits(pair[0]), bits(pair[0]) < bits(pair[1])
+            is_other = is_counted and is_garbled(*pair)
+            if is_other or (is_more and is_counted if is_note else is_less):
                 calls = [f"  rank {end}: {wording.call(one)}" for end, one in zip(ends, pair, strict=True)]
-                than = "more" if is_note else "less"
+                than = "less" if is_less else "another dtype" if is_other else "more"
                 lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
                 fix = "send and receive one dtype and shape; or one of the two has left out a message before."
-                step, kind = min(one.step for one in pair), "messages" if is_note else "mismatch"
-                head = "SIZES of messages differ in" if is_note else "MISMATCH in"
-                return _finding(scene, kind, sorted(ends), head, step, lines + calls, fix, [])
+                is_said = than == "more"
+                kind, head = ("messages", "SIZES of messages differ in") if is_said else ("mismatch", "MISMATCH in")
+                return _finding(scene, kind, sorted(ends), head, min(r.step for r in pair), lines + calls, fix, [])
     return None
 
 

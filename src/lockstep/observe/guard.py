@@ -142,6 +142,19 @@ class Guard:
         if self._lookout.finding is not None:
             self.raise_if_found()
 
+    def step_passed(self, started: Sequence[Started]) -> None:
+        """As `step_done`, by the thread whose steps these are, for one that is only counted: see `pace`."""
+        recorder, now_ns = self.recorder, monotonic_ns()
+        clock, step = recorder.clock, recorder.step + 1
+        is_odd = self._account.activities or clock.summed_ns or len(recorder.left) > _LEFT_MAX
+        if is_odd or self._lookout.finding is not None:
+            self.step_done(started)
+            return
+        ended: Ended = step, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
+        recorder.left.append(partial(self._keep, step, now_ns, ended, started))
+        recorder.set_step(step)
+        clock.step, clock.began_ns, clock.samples, clock.marks = step, now_ns, 0, [(clock.rest, now_ns)]
+
     def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started] = ()) -> None:
         """What is left to be done of `step`, which ended at `now_ns`."""
         recorder = self.recorder

@@ -227,8 +227,8 @@ class ReplicaCheck:
         self._compares_moving = False
         warnings.warn(
             "buffers that change in every forward, such as the running statistics of BatchNorm, are different on each "
-            "rank, and a checkpoint keeps one rank's: use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), or "
-            "leave broadcast_buffers on. This is said once",
+            "rank, and a checkpoint keeps one rank's: leave broadcast_buffers on or, on GPUs, use "
+            "torch.nn.SyncBatchNorm.convert_sync_batchnorm(model). This is said once",
             ReplicaWarning,
             stacklevel=4,
         )

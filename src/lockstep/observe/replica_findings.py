@@ -117,8 +117,8 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     is_seed = good is None and not is_wrapped and not options
     lines += _lines_of(scene, topic, ranks, ("cut", "made") if options or is_seed else ("loaded", "past", "step"))
     cause = _SEED if is_seed else likely_cause(found)
-    if good is not None and int(step) - int(good) > 1:
-        cause += " LOCKSTEP_REPLICA_EVERY=1 finds the step."
+    if good is not None and int(step) - int(good) > 16:  # of short steps, facts keep no more than each 16th
+        cause += " LOCKSTEP_REPLICA_EVERY=1 narrows that down to 16 steps or fewer."
     yield compose(
         scene,
         "replica",
@@ -160,6 +160,6 @@ def _moving(scene: Scene, topic: Topic, told: Mapping[int, Any]) -> Finding:
             f"each rank keeps its own {listed(buffers)}, and a checkpoint holds one rank's",
             *_lines_of(scene, topic, sorted(told), ("wrapped",)),
         ],
-        fix="SyncBatchNorm.convert_sync_batchnorm(model), or leave broadcast_buffers on.",
+        fix="leave broadcast_buffers on; or, on GPUs, SyncBatchNorm.convert_sync_batchnorm(model).",
         is_certain=False,
     )

@@ -19,6 +19,7 @@ from time import monotonic_ns
 from typing import Any, final
 
 from lockstep.observe.call_site import SITES, site_from
+from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import BACKWARD, MARKS, OPTIMIZER, OTHER, TAIL, WAITS
 from lockstep.observe.torch_batches import Timed
@@ -87,6 +88,12 @@ class Backwards(SharedPatches):
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if self._ours is not backward:  # put back by somebody who had wrapped it meanwhile
                 return old(tensors, *args, **kwargs)
+            is_brief = PACE.is_brief
+            if is_brief and not self.once and self.scaled is None and type(tensors) is self._plain:
+                value = tensors.item() if tensors.is_cpu and tensors.numel() == 1 else 0.0
+                if value - value == 0.0:  # not of inf, nor of nan
+                    self.step_site = self.site
+                    return old(tensors, *args, **kwargs)
             frame = sys._getframe(1)
             if frame.f_code is method and frame.f_back is not None:
                 frame = frame.f_back
@@ -108,7 +115,7 @@ class Backwards(SharedPatches):
                     self.losses.append(loss)
                 if len(self.recent) < _KEPT:
                     self.recent.append(loss)
-            phases = self.phases
+            phases = None if is_brief else self.phases
             if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
                 return old(tensors, *args, **kwargs)  # of another thread, or inside of one, as checkpointing does it
             clock, tails_ns = phases.clock, self._tails_ns

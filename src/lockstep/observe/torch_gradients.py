@@ -56,7 +56,7 @@ class GradientFacts:
         faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
         if faults and not scaler_is_active():
             applied = _applied(named)
-            self._tell(applied or faults, [*self.seen][-2:][0 if applied else -1])
+            self._tell(applied or faults, self._by_step()[-2:][0 if applied else -1])
         self._steps += 1
         self._spent_ns += monotonic_ns() - now_ns
         if self._steps >= FIRST_STEPS:
@@ -70,14 +70,27 @@ class GradientFacts:
 
     def finish(self, optimizer: Any) -> None:
         """No step comes any more whose loss would show what the last one, of `optimizer`, has applied."""
-        _, losses, own = self.seen[-1] if self.seen else (0, [], [])
+        if self.seen and self.seen[-1][0] + 1 < self.recorder.step:  # the last ones were only counted
+            self.seen.append((self.recorder.step - 1, [], [*BACKWARDS.own]))
+        _, losses, own = seen = self._by_step()[-1] if self.seen else (0, [], [])
         if self._is_done or optimizer is None or not (_first_line(losses) or _is_faulty(own)):
             return
         from lockstep.observe.gradients import scaler_is_active
 
         applied = _applied(self._named(optimizer))
         if applied and not scaler_is_active():
-            self._tell(applied, self.seen[-1])
+            self._tell(applied, seen)
+
+    def _by_step(self) -> list[Seen]:
+        """`seen`, and the steps between these that were only counted: the next one has their gradients too."""
+        found: list[Seen] = []
+        for step, losses, own in self.seen:
+            missed = max(0, step - found[-1][0] - 1) if found else 0
+            each = len(own) // (missed + 1)  # backwards, which are as many in each: none is forgotten
+            parts = [own[at * each : (at + 1) * each] for at in range(missed)]
+            found += [(step - missed + at, [], part) for at, part in enumerate(parts)]
+            found.append((step, losses, own[missed * each :]))
+        return found
 
     def _tell(self, faults: Sequence[Fault], seen: Seen) -> None:
         self._is_done = True

@@ -13,6 +13,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import FORWARD, MARKS, OPTIMIZER, OTHER
 from lockstep.observe.torch_backward import BACKWARDS, Loss
@@ -35,8 +36,9 @@ class Optimizers(SharedPatches):
         self.phases: Timed | None = None
         self.looks: GradientFacts | None = None  # called where it is due, or a loss is not finite or not known
         self.steps: TorchSteps | None = None
-        self.counted: Callable[[Any], object] | None = None  # called when `steps` has counted
+        self.counted: Callable[[Any, bool], object] | None = None  # called when `steps` has counted: has a step ended?
         self._begun: dict[int, int] = {}  # by id of an optimizer that steps: the phase before
+        PACE.reset()
 
     def _begin(self) -> None:
         self._patches.add(when_imported("torch.optim.optimizer", self._watch))
@@ -47,6 +49,9 @@ class Optimizers(SharedPatches):
         self._patches.add(optimizers.register_optimizer_step_post_hook(self._ends).remove)
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if PACE.is_brief and BACKWARDS.is_sound is not False:
+            self._begun.setdefault(id(optimizer), OTHER)
+            return
         now_ns, before, phases, backwards = monotonic_ns(), OTHER, self.phases, BACKWARDS
         if phases is not None and get_ident() == phases.owner:
             marks = phases.clock.marks
@@ -79,9 +84,15 @@ class Optimizers(SharedPatches):
                     if number != watched.seen:
                         started.append((watched, number, site or call_site()))
             if counter.leads_alone and counter.leader() is optimizer and get_ident() == guard.recorder.clock.owner:
+                if PACE.is_brief:
+                    guard.step_passed(started)
+                    if guard.recorder.step + 1 >= PACE.until:
+                        steps.look_closely()
+                    return
                 guard.step_done(started)
                 has_ended = True
             else:
+                PACE.is_brief = False
                 has_ended = steps.stepped(optimizer, started)
         if not has_ended:  # else what the thread does now begins with the step
             phases = self.phases
@@ -91,7 +102,9 @@ class Optimizers(SharedPatches):
                 if len(marks) >= MARKS:
                     clock.sum_up(now_ns)
         if self.counted is not None:
-            self.counted(optimizer)
+            self.counted(optimizer, has_ended)
+        if has_ended and steps is not None:
+            steps.plan()
 
 
 OPTIMIZERS = Optimizers()

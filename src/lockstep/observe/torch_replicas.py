@@ -40,13 +40,14 @@ class Model:
         self._params = [weakref.ref(param) for _, param in named]
         self.sample = [self._params[at] for at in {0, len(named) // 2, len(named) - 1} if named]
         self.forwards: list[Any] = [0, 0, ""]  # of this step: synchronised ones, others, the line of the last of these
+        self.brief_after = -1  # the step before the last that was only counted and had a forward
         self.told: list[Any] = []  # as they were told last
         self.is_forwarded = False  # has had a forward that was seen
         self.past = ""  # where a backward first went past DDP
         self.buffers: dict[str, str] = {}  # as they were at the last check
         self.moving: set[str] = set()  # those that have changed
         self.gradients = ""  # digest, as the optimizer applied them; "" where they are averaged for certain
-        self.stamp = self.version()  # as the last step left it
+        self.stamps = ((0, self.version()),) * 2  # as the last two steps left it that were looked at closely
         self.is_another = False  # at the end, since the program has changed it after its last step
         self.is_later = False  # at the end, since its optimizer has stepped after the one that counts steps
 
@@ -74,6 +75,15 @@ class Model:
             if param is not None:
                 found += (param.data_ptr(), param._version)
         return found
+
+    def is_as_left(self, step: int) -> bool:
+        """Whether nobody has changed it since `step`: each step changes it as often as those between the stamps did."""
+        (first, before), (last, stamp) = self.stamps
+        now = self.version()
+        if step == last or len({len(now), len(stamp), len(before)}) > 1:
+            return now == stamp
+        gains = zip(now, stamp, before, strict=True)
+        return all((new - old) * (last - first) == (old - older) * (step - last) for new, old, older in gains)
 
     def frozen(self) -> list[str]:
         """Names of the parameters that DDP averages and that are not trained any more."""
@@ -147,6 +157,10 @@ class ReplicaFacts:
             return False
         mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
         return {id(param) for param in module.parameters() if param.requires_grad} <= mine
+
+    def due_after(self, step: int) -> float:
+        """The first step after `step` that is to be compared."""
+        return (step // self.stride + 1) * self.stride if self.is_on else math.inf
 
     def plan(self, step: int, *, is_last: bool = False) -> Callable[[], None]:
         """The check after `step`, to be done when the next backward begins, or at the end: then what a program does to

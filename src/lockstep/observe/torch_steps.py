@@ -5,8 +5,10 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
+from lockstep.observe.pace import PACE
 from lockstep.observe.torch_backward import BACKWARDS
 
 if TYPE_CHECKING:
@@ -125,6 +127,18 @@ class TorchSteps:
         for _ in range(counted):
             self.guard.step_done()
         return counted > 0
+
+    def plan(self) -> None:
+        """A step has ended that was looked at closely: whether the next one is."""
+        clock = self._recorder.clock
+        if self.counter.leads_alone and self.guard.settings.mode == "on" and not clock.is_marked:
+            PACE.plan(self._recorder.step, monotonic_ns())
+            clock.is_brief = PACE.is_brief
+
+    def look_closely(self) -> None:
+        """From now on."""
+        PACE.is_brief = self._recorder.clock.is_brief = False
+        self._recorder.clock.waits = []  # of steps that were only counted
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""

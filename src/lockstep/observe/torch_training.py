@@ -19,9 +19,11 @@ from typing import Any, final
 
 from lockstep.observe.divergence import END
 from lockstep.observe.guard import Guard
+from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches
 from lockstep.observe.status import RUNNING
 from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_cuts import CutFacts
 from lockstep.observe.torch_data import DataWatch
 from lockstep.observe.torch_gradients import GradientFacts
 from lockstep.observe.torch_import import when_imported
@@ -52,12 +54,15 @@ def attach_training(guard: Guard) -> Callable[[], None]:
         ("torch._dynamo.trace_rules", _stay_out_of_graphs),
     ]
     undo = [when_imported(module, begin) for module, begin in watches]
+    watch.cuts.watch()
     undo += [BACKWARDS.attach(), OPTIMIZERS.attach()]
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
+    PACE.dues.append(watch.replicas.due_after)
     guard.at_end.append(watch.finish)
     guard.before_look.append(watch.gradients.forget)
     atexit.register(watch.end)
     undo += [partial(guard.at_end.remove, watch.finish), partial(atexit.unregister, watch.end)]
+    undo.append(partial(PACE.dues.remove, watch.replicas.due_after))
     undo.append(partial(guard.before_look.remove, watch.gradients.forget))
     watch.until_closed(undo)
     close_ours = weakref.WeakMethod(watch.close)
@@ -89,6 +94,7 @@ class TrainingWatch:
         self._stamped: set[int] = set()  # ids of the optimizers that have taken the step
         self.gradients = GradientFacts(guard, lambda optimizer: self.models.named(optimizer))
         self.models = ModelFacts(guard, self._models, self._patches)
+        self.cuts = CutFacts(guard, self._patches)
         self.data = DataWatch(guard, self.models.team)
 
     def until_closed(self, undo: Iterable[Callable[[], None]]) -> None:
@@ -134,11 +140,13 @@ class TrainingWatch:
 
     # ------------------------------------------------------------------ steps
 
-    def stepped(self, optimizer: Any) -> None:
+    def stepped(self, optimizer: Any, has_ended: bool) -> None:
         """One of the program's optimizers has stepped, after which a step of the rank may have ended."""
+        if not has_ended:
+            self._count_on()
         step, key = self._guard.recorder.step, id(optimizer)
         if step != self._step:
-            before, self._step, replicas = self._step, step, self.replicas
+            before, self._step, replicas = step - 1 if PACE.until else self._step, step, self.replicas
             if replicas.leader() is not optimizer:
                 replicas.lead(optimizer)
             self._stepper = replicas.leader
@@ -147,7 +155,8 @@ class TrainingWatch:
                 if not (model.is_forwarded and model.forwards == model.told) and self.models.end_step(before, model):
                     unseen.append(model)
                 model.forwards = [0, 0, ""]
-                model.stamp = stamp = []  # as `Model.version` does it, without a call of Python
+                stamp: list[int] = []  # as `Model.version` does it, without a call of Python
+                model.stamps = model.stamps[1], (step, stamp)
                 for known in model.sample:
                     param = known()
                     if param is not None:
@@ -161,7 +170,7 @@ class TrainingWatch:
         if key not in self._stamped:  # one that goes on without the others has nothing to do with the ranks
             self._stamped.add(key)
             for model in tuple(self._models.values()):
-                model.stamp = model.version()
+                model.stamps = model.stamps[0], (step, model.version())
 
     def _plan(self, unseen: Sequence[Model], before: int, step: int) -> None:
         """Compare what the step after `before` has left, if it is due, or the first that went past `unseen` models."""
@@ -202,6 +211,11 @@ class TrainingWatch:
         if error is not None:
             self._guard.give_up(error)
 
+    def _count_on(self) -> None:
+        """Steps may have ended since that were not looked at closely."""
+        if PACE.until:
+            self._step = self._guard.recorder.step
+
     def _compare_pending(self) -> None:
         """Compare what a step has left, unless that was done."""
         pending, self._pending = self._pending, None
@@ -210,6 +224,7 @@ class TrainingWatch:
 
     def _compare_last(self) -> None:
         """Compare what the last step has left, whether it was due or not."""
+        self._count_on()
         if self._pending is None and self._step and self.replicas.is_on and self.replicas.checked != self._step:
             self._pending = self.replicas.plan(self._step, is_last=True)
         self._compare_pending()
@@ -219,12 +234,13 @@ class TrainingWatch:
         if self._is_over or _failure() is not None:
             return
         self._is_over = True
+        self._count_on()
         self.data.finish()
         self.gradients.finish(self._stepper())
         if not self._models and not self._guard.recorder.started:
             return
         for model in tuple(self._models.values()):  # loaded, cast or trained further by one rank: to test it, say
-            model.is_another = model.version() != model.stamp
+            model.is_another = not model.is_as_left(self._step)
             model.is_later = len(self._stamped) > 1 and not self.replicas.is_trained_by_leader(model)
         self._compare_last()
         facts = self._guard.facts

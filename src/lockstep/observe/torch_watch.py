@@ -26,6 +26,7 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
@@ -208,8 +209,8 @@ class TorchWatch:
             self._recorder.leave(number)
         else:
             key = id(work)
-            if key in self._open:  # that of a Work which nobody waited for, and which is gone
-                self._recorder.leave(self._open[key][0])
+            if (older := self._open.pop(key, None)) is not None:  # of a Work that nobody waited for, and that is gone
+                (self._recorder.leave if older[1].has_streams else self._recorder.let_go)(older[0])
             self._open[key] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
 
     def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
@@ -273,7 +274,8 @@ class TorchWatch:
         """This rank stands in C++, or does something else since: which operation is open, and from which line."""
         ended = flights.ended(watched.torch_name)
         known = {} if ended is None or ended >= number else flights.since(watched.torch_name, watched.seen + 1)
-        stack = stack_of(frame_of(self._main or 0))
+        is_own = self._main == threading.get_ident()  # who looks once more at its end
+        stack = [BACKWARDS.site or call_site()] if is_own else stack_of(frame_of(self._main or 0))
         site = self._guard.failed_at or (stack[-1] if stack else "")
         watched.catch_up(number, site, known, if_idle=True)
 
@@ -284,7 +286,7 @@ class TorchWatch:
         is_over = work() is None if ended is None else torch_number <= ended
         found = self._open.pop(key, None) if is_over else None
         if found is call:
-            self._recorder.leave(number)
+            (self._recorder.leave if watched.has_streams else self._recorder.let_go)(number)
         elif found is not None:  # of a new Work at the same place
             self._open.setdefault(key, found)
 

@@ -6,6 +6,7 @@ import json
 import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Literal, final
 
 from lockstep import errors
@@ -13,6 +14,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.scene import Scene, Wait
 
 LINES, COLUMNS = 12, 110
+_WRAPPER = textwrap.TextWrapper(COLUMNS - 6, subsequent_indent="  ", break_on_hyphens=False)  # a path stays whole
 NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 _MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
@@ -28,7 +30,7 @@ Kind = Literal[
     "cycle",  # ranks wait for each other
     "stopped",
     "hang",
-    "transport",  # all are there, and nothing moves
+    "transport",  # all are there, and nothing moves; or a message that a rank has dropped
     "waiting",  # no fault: some work, the others wait for them
     "model",  # ranks train other parameters
     "replica",  # what was equal is not any more
@@ -89,12 +91,7 @@ class Finding:
 def names(ranks: Iterable[int]) -> str:
     """rank 1; ranks 0,2-5"""
     ordered = sorted(set(ranks))
-    runs: list[list[int]] = []
-    for rank in ordered:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
+    runs = [[rank for _, rank in run] for _, run in groupby(enumerate(ordered), lambda at: at[1] - at[0])]
     spans = [str(run[0]) if len(run) == 1 else f"{run[0]}{',' if len(run) == 2 else '-'}{run[-1]}" for run in runs]
     return ("rank " if len(ordered) == 1 else "ranks ") + ",".join(spans)
 
@@ -207,7 +204,7 @@ def compose(
     end = [f"Why it matters: {why}"] * bool(why) + [f"Likely fix: {fix}"] * bool(fix)
     end += [f"Evidence: {evidence}"] * bool(evidence)
     room = LINES - 1 - len(end)
-    middle = [line for text in body for line in textwrap.wrap(text, COLUMNS - 6, subsequent_indent="  ")]
+    middle = [line for text in body for line in _WRAPPER.wrap(text)]
     middle += least
     if len(middle) > room:
         middle = [*middle[: room - 1], f"... and {len(middle) - room + 1} more"]

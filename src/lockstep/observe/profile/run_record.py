@@ -10,6 +10,7 @@ Each line is a JSON object of one of these kinds, told by its first key:
 A run that is started again appends another start; its steps replace those of the same numbers. So that a long run stays
 small, from step 1024 on a line stands for 2 steps, from 2048 on for 4, and so on; operations are listed of the first
 256 steps, then of ever fewer. Which steps these are depends on nothing but their number: all ranks list the same ones.
+Steps that were only counted (see `pace`) have the phases of the one before that was not.
 """
 
 from __future__ import annotations
@@ -172,6 +173,12 @@ def last_in_line(step: int) -> int:
 def is_listed(step: int) -> bool:
     """Whether the operations of `step` are listed: it has a line of its own."""
     return step <= _ALL_LISTED or step % (_PER_LISTED * steps_per_line(step)) == 0
+
+
+def listed_after(step: int) -> int:
+    """The first step after `step` whose operations are listed."""
+    apart = _PER_LISTED * steps_per_line(step + 1)
+    return step + 1 if step < _ALL_LISTED else (step // apart + 1) * apart
 
 
 def bytes_of(text: str) -> int:

@@ -15,9 +15,11 @@ from typing import Any, final
 
 from lockstep.observe.guard import Guard
 from lockstep.observe.loggers import LOG, Loggers, logger_names, open_loggers
+from lockstep.observe.pace import PACE
 from lockstep.observe.profile.device_values import read_later
 from lockstep.observe.profile.notes import Later, take_notes
 from lockstep.observe.profile.run_facts import run_facts
+from lockstep.observe.profile.run_record import listed_after
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
@@ -88,7 +90,8 @@ class Profile:
         """Phases, steps and notes are those that torch does in this process."""
         self.clock.is_marked = False
         notes = self._notes = TorchNotes(self._writer, self._guard)
-        self._undo += [attach_phases(self.clock), notes.attach()]
+        self._undo += [attach_phases(self.clock), notes.attach(), partial(PACE.dues.remove, self._due)]
+        PACE.dues.append(self._due)
 
         def stepped(step: int) -> None:
             self._profile(step)
@@ -96,6 +99,10 @@ class Profile:
             self.clock.after_from = 0 if self._window.steps else following
 
         self.clock.after_step, self.clock.values = stepped, notes.values
+
+    def _due(self, step: int) -> int:
+        """Which step after `step` the record needs to know more of than when it ended."""
+        return min(listed_after(step), max(step + 1, self.clock.after_from))
 
     def _give_way(self) -> None:
         """The program has a record of its own."""

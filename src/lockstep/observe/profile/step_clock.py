@@ -39,12 +39,13 @@ class Step(NamedTuple):
     marks: Sequence[Mark]  # by time, the first where the step began; none where there were too many to keep
     summed_ns: Sequence[int] = ()  # of each of PHASES, together the step; else where there are no marks
     values: Values | None = None
+    is_brief: bool = False  # only its batches were timed: `summed_ns` has the rest as in the last step that was
 
 
 _step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
 
-# step, began_ns, ended_ns, samples, waits, marks, summed_ns, values: as in Step
-Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int], Values | None]
+# step, began_ns, ended_ns, samples, waits, marks, summed_ns, values, is_brief: as in Step
+Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int], Values | None, bool]
 
 
 @final
@@ -59,6 +60,7 @@ class StepClock:
 
     def __init__(self) -> None:
         self.steps: deque[Step] = deque(maxlen=_STEPS)  # ended, to be taken by any one thread
+        self.is_brief = False  # of the step under way only batches are timed, see `pace`
         self.is_marked = False  # by the program itself: hooks into torch keep quiet
         self.begins_with_mark = False  # the first step: what was before its first mark belongs to none
         self.close_reader: Callable[[], None] | None = None  # who takes `steps`; nothing is kept for nobody
@@ -72,10 +74,11 @@ class StepClock:
         self.samples = 0  # of this step so far
         self.waits: list[Wait] = []  # the recorder adds to them, up to WAITS
         self.marks: list[Mark] = [(OTHER, monotonic_ns())]  # of this step, which is in the phase of the last one
-        self._began = self.marks[0][1]
+        self.began_ns = self.marks[0][1]  # the step under way
         self._first = 0
-        self._summed: Sequence[int] = ()  # of the step's beginning, where it has too many marks
+        self.summed_ns: Sequence[int] = ()  # of the step's beginning, where it has too many marks
         self._last_waits = self.waits  # of that: as many as are kept
+        self._timed: Step | None = None  # the last that was not brief
 
     def switch(self, phase: int) -> int:
         """From now on the thread is in `phase`; the one before, to be given back by the next call."""
@@ -107,47 +110,56 @@ class StepClock:
         if self.begins_with_mark:
             self._begin_with_mark()
         waits, marks = self.waits, self.marks
-        if self._summed:
+        if self.summed_ns:
             self.sum_up(now_ns)
             waits, marks = self._last_waits, []
-        values = None if self.values is None else self.values(step)
-        ended = step, self._began, now_ns, self.samples, waits, marks, self._summed, values
-        self.step, self._began, self.samples = step, now_ns, 0
-        self.waits, self.marks, self._summed = [], [(self.rest, now_ns)], ()
+        values = None if self.values is None or self.is_brief else self.values(step)
+        ended = step, self.began_ns, now_ns, self.samples, waits, marks, self.summed_ns, values, self.is_brief
+        self.step, self.began_ns, self.samples = step, now_ns, 0
+        self.waits, self.marks, self.summed_ns, self.is_brief = [], [(self.rest, now_ns)], (), False
         return ended
 
     def keep(self, ended: Ended, operations: int, tokens: int = 0) -> None:
         """What `cut` has returned, step after step. operations: started until it ended. Any one thread at a time."""
         if self.close_reader is not None:
-            step, began_ns, ended_ns, samples, *others = ended
-            self.steps.append(_step_of((step, began_ns, ended_ns, tokens, samples, (self._first, operations), *others)))
+            number, began_ns, ended_ns, samples, *others = ended
+            step = _step_of((number, began_ns, ended_ns, tokens, samples, (self._first, operations), *others))
+            if not step.is_brief:
+                self._timed = step
+            elif self._timed is not None:
+                if not self._timed.summed_ns:  # the first brief one after it
+                    self._timed = self._timed._replace(summed_ns=spent_in(self._timed))
+                step = step._replace(summed_ns=_as_in(self._timed, step), marks=(), waits=())
+            self.steps.append(step)
         self._first = operations
 
     def so_far(self, most: int) -> list[Mark]:
         """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""
         marks = self.marks[-_RECENT:]
+        if self.is_brief:  # else what is not timed would be taken for what was before it
+            marks = [(phase if phase == DATA else OTHER, at_ns) for phase, at_ns in marks]
         waits = outermost(self.waits[-_RECENT:], marks[0][1])
         return spans_in(Step(0, marks[0][1], monotonic_ns(), 0, 0, (0, 0), waits, marks), most)
 
     def restart(self) -> None:
         """What was before now belongs to no step."""
         if get_ident() == self.owner:
-            self._began, self.samples = monotonic_ns(), 0
-            self.waits, self.marks, self._summed = [], [(self.rest, self._began)], ()
+            self.began_ns, self.samples = monotonic_ns(), 0
+            self.waits, self.marks, self.summed_ns = [], [(self.rest, self.began_ns)], ()
 
     def _begin_with_mark(self) -> None:
         self.begins_with_mark = False
         if len(self.marks) > 1:
             del self.marks[0]
-        self._began = self.marks[0][1]
+        self.began_ns = self.marks[0][1]
 
     def sum_up(self, now_ns: int) -> None:
         """The step has more than is kept of one: of what was before now only the sums are, and the last waits."""
         if self.begins_with_mark:
             self._begin_with_mark()
-        self._last_waits = [*self._last_waits, *self.waits][-WAITS:] if self._summed else self.waits
+        self._last_waits = [*self._last_waits, *self.waits][-WAITS:] if self.summed_ns else self.waits
         part = _spent_ns(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
-        self._summed = tuple(map(add, self._summed, part)) if self._summed else part
+        self.summed_ns = tuple(map(add, self.summed_ns, part)) if self.summed_ns else part
         self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]
 
 
@@ -171,6 +183,16 @@ def worked_out(step: Step) -> Step:
 def spent_in(step: Step) -> Sequence[int]:
     """Nanoseconds in each of PHASES."""
     return step.summed_ns or _spent_ns(step.marks, outermost(step.waits, step.began_ns), step.ended_ns)
+
+
+def _as_in(timed: Step, step: Step) -> Sequence[int]:
+    """What a brief step has spent: on data what it has, of the rest such parts as the `timed` one."""
+    spent, like = list(spent_in(step)), spent_in(timed)
+    rest, whole = sum(spent) - spent[DATA], max(1, sum(like) - like[DATA])
+    parts = [0 if phase == DATA else rest * part // whole for phase, part in enumerate(like)]
+    parts[DATA] = spent[DATA]
+    parts[OTHER] += sum(spent) - sum(parts)
+    return parts
 
 
 def _spent_ns(marks: Sequence[Mark], waits: Iterable[Wait], ended_ns: int) -> tuple[int, ...]:

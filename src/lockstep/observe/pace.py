@@ -1,0 +1,59 @@
+"""Which steps of a program that is not ours are looked at closely, and which are only counted.
+
+What a step does in C++ is counted in every step, and so are its batches, its operations and a loss that is not finite.
+All else costs a tenth of a millisecond a step, among caches that the step has left cold. So once a run has had its
+first thousand, of short steps one in eight is looked at closely, at no regular distance from the last: something that
+comes back every few steps, as a stall of a loader does, is neither always met nor never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import final
+
+FIRST = 1024  # steps of this process, all looked at
+EVERY = 8  # of later ones, on average
+SHORT_NS = 50_000_000  # longer steps are all looked at
+
+
+@final
+class Pace:
+    """Of one process; the thread whose steps these are calls it."""
+
+    __slots__ = ("_planned", "_seen", "dues", "is_brief", "until")
+
+    def __init__(self) -> None:
+        # called with a step: which one after it is to be looked at for sure
+        self.dues: list[Callable[[int], float]] = []
+        self.reset()
+
+    def reset(self) -> None:
+        """All is looked at."""
+        self.is_brief = False  # the step under way is only counted
+        self.until = 0  # as are all before this one
+        self._seen, self._planned = 0, (0, 0)  # steps looked at; the last and when it ended
+
+    def plan(self, step: int, now_ns: int) -> None:
+        """`step`, which was looked at, has ended now: which one is the next?"""
+        (before, ended_ns), self._planned = self._planned, (step, now_ns)
+        self._seen += 1
+        if self._seen < FIRST or now_ns - ended_ns > SHORT_NS * (step - before):
+            return
+        self.until = int(min([one_of_each(step), *(due(step) for due in self.dues)]))
+        self.is_brief = self.until > step + 1
+
+
+def one_of_each(step: int) -> int:
+    """The first step after `step` that stands for the EVERY around it: alike on all ranks."""
+    window = step // EVERY
+    return next(found for at in (window, window + 1) if (found := at * EVERY + _mixed(at) % EVERY) > step)
+
+
+def _mixed(number: int) -> int:
+    """Source: Appleby 2011 (the finaliser of MurmurHash3)."""
+    number = (number ^ number >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    number = (number ^ number >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return number ^ number >> 16
+
+
+PACE = Pace()

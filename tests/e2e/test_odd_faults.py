@@ -79,6 +79,16 @@ for step in range(1, 9):
     dist.all_reduce(weight.grad)
     optimizer.step()
 """
+_DROPPED = """
+dist.barrier()
+for step in range(2):
+    if rank == 0:
+        dist.isend(torch.ones(4), 1)  # here
+    else:
+        time.sleep(0.7)
+        dist.recv(torch.ones(4), 0)
+dist.barrier()
+"""
 _STAGES = """
 last = dist.get_world_size() - 1
 for step in range({sends} if rank == 0 else {asks} if rank == last else 0):
@@ -157,6 +167,17 @@ _SAID = {  # name -> ranks, program, what is said
         3, _STAGES.format(dtype="torch.float64 if step == 1500 else torch.float32", sends=1600, asks=1600),
         r"MISMATCH in step 1\.  Culprits: ranks 0,2\n  rank 2 asked for less than was sent, in their 1501st message:"
         r"\n    rank 0: send float64 \[4\] to rank 2 tag 0 at train\.py:1\d .*\n    rank 2: recv float32 \[4\] from",
+    ),
+    "a message of another dtype, of as many bytes": (
+        3, _STAGES.format(dtype="torch.int32 if step == 850 else torch.float32", sends=900, asks=900),
+        r"MISMATCH in step 1\.  Culprits: ranks 0,2\n  rank 2 asked for another dtype than was sent, in their 851st "
+        r"message:\n    rank 0: send int32 \[4\] to rank 2 tag 0 at train\.py:1\d .*\n    rank 2: recv float32 \[4\] ",
+    ),
+    "a send whose Work nobody keeps": (
+        2, _DROPPED,
+        r"HANG for a lost message, for \d.* in step 1\.  Culprit: rank 0 .*\n  rank 1 waits in recv float32 \[4\] "
+        r"(?s:.*)rank 0 had dropped the Work of \d by then, the last: send float32 \[4\] to rank 1 tag 0 "
+        r"at\s+train\.py:HERE\s",
     ),
     "a message too few": (
         3, _STAGES.format(dtype="None", sends=1200, asks=1201),
@@ -246,6 +267,53 @@ with torch.no_grad():
 model.load_state_dict(source.state_dict())
 train(model)
 """
+_MESSAGES = """
+other, comes = 1 - rank, []
+def sent(index, dtype=torch.float32):
+    return torch.full((4,), index, dtype=dtype)
+for index in range(1, 21):
+    if rank == 1:
+        received = torch.zeros(4)
+        comes.append((dist.irecv(received, 0, tag=index), received, index))
+    dist.barrier()
+    if rank == 0:
+        dist.isend(sent(index), 1, tag=index)  # dropped, but the other rank is ready
+        dist.send_object_list(["an object", {"of": index}], 1)
+        works = [dist.isend(sent(tag), 1, tag=tag) for tag in (50, 40, 60)]
+    else:
+        objects = [None, None]
+        dist.recv_object_list(objects, 0)
+        assert objects == ["an object", {"of": index}]
+        tagged = torch.zeros(4)
+        for tag in (40, 60, 50):
+            dist.recv(tagged, 0, tag=tag)
+            assert tagged.tolist() == [tag] * 4
+        works = []
+    both = [torch.ones(3, dtype=torch.int64) * rank, torch.zeros(3, dtype=torch.int64)]
+    works += dist.batch_isend_irecv([dist.P2POp(dist.isend, both[0], other), dist.P2POp(dist.irecv, both[1], other)])
+    for work in works:
+        work.wait()
+    assert both[1].tolist() == [other] * 3
+    if rank == 0:
+        dist.send(sent(1).view(torch.uint8), 1)
+        dist.send(torch.ones(2, dtype=torch.complex64), 1)
+        dist.send(torch.empty(0), 1)
+    else:
+        for values in (torch.zeros(4), torch.zeros(2, 2), torch.empty(0, dtype=torch.int64)):
+            dist.recv(values, 0)
+for work, received, index in comes:
+    work.wait()
+    assert received.tolist() == [index] * 4
+time.sleep(1.5)
+"""
+_FROM_ANY = """
+for index in range(1200):  # the first, which is soon forgotten, counts for the sender alone: their numbers are no pairs
+    values = torch.ones(2, dtype=torch.int64 if index % 2 else torch.float32)
+    if rank == 0:
+        dist.send(values, 1)
+    else:
+        dist.recv(values, 0 if index else None)
+"""
 _QUIET = {
     "accumulation that waits for each sample": (
         "ddp = DDP(torch.nn.Linear(4, 2))\nfor _ in range(2):\n    with ddp.no_sync():\n        for _ in range(5):\n"
@@ -258,6 +326,8 @@ _QUIET = {
         "    torch.save({'weights': torch.zeros(3_000_000)}, to.stdin)\ndist.barrier()"
     ),
     "models of other seeds that are cut, and then made one": _MADE_ONE,
+    "messages that are waited for late, or never and arrive all the same; tags, objects, bytes": _MESSAGES,
+    "messages from any rank, then from one": _FROM_ANY,
 }
 
 

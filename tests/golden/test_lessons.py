@@ -75,7 +75,7 @@ VARYING = (
     (r"/\S*/", "../"),
     (r"\.py:\d+: UserWarning", ".py: UserWarning"),
     (r"pair\.cc:\d+\] .*?Connection \w+ by peer.*", "pair.cc] Connection closed by peer .."),  # or reset, as it comes
-    (r"127\.0\.0\.1:\d+, .*", "ADDRESS .."),
+    (r"127\.0\.0\.1:\d+,? .*", "ADDRESS .."),
     (r"ank \d has (inconsistent )?\d params", r"ank R has \1N params"),
 )
 

@@ -185,6 +185,19 @@ def test_every_kind_of_finding_is_explained() -> None:
     assert {head for head in heads if not head.startswith("SIG")} == {row.removesuffix(" ") for row in rows}
 
 
+def test_words_that_are_explained_are_said() -> None:
+    """Of each phrase, the longest part without an example in it is in the code."""
+    page = PAGES["docs/diagnosis.md"]
+    part = page[page.index("### Words in it") : page.index("## Where what is watched")]
+    phrases = [
+        phrase for row in re.findall(r"^\| (`.*?) \|", part, re.MULTILINE) for phrase in re.findall("`(.+?)`", row)
+    ]
+    said = re.sub(r'"\s*\n\s*f?r?"', "", SOURCE)  # what is written in two lines
+    parts = [max(re.findall(r"[a-z',]+(?: [a-z',]+)*", re.sub(r"\branks?\b", "#", one)), key=len) for one in phrases]
+    assert len(parts) > 20
+    assert [one for one in parts if one not in said] == []
+
+
 def test_errors_that_are_named_exist() -> None:
     for page, text in PAGES.items():
         for name in re.findall(r"\| `(\w+)`(?:, (?:`\w+`|quoting it))? \|", text):

@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, final
 
+HANG_S = "2"  # LOCKSTEP_HANG_S, of all of them
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 
 class Place(NamedTuple):
     """What one process of a demo of the environment is told of its place in the job."""
@@ -18,6 +21,11 @@ class Place(NamedTuple):
     world_size: str | None = "2"
     address: str | None = "127.0.0.1"
     port: str = "own"  # "own": a free one; "other": another free one; "foreign": one where another program listens
+
+    def variables(self, ports: Mapping[str, str]) -> dict[str, str]:
+        """What a launcher would have set, as far as this says it. ports: by `port`."""
+        said = (self.rank, self.rank, self.world_size, self.address, ports[self.port])
+        return {name: value for name, value in zip(_VARIABLES, said, strict=True) if value is not None}
 
 
 @final
@@ -50,11 +58,31 @@ class Demo:
         """The program, without anything of lockstep's."""
         return Path(__file__).with_name("meet_stock.py" if self.places else f"{self.name}.py")
 
+    def command(self, *, stock: bool) -> str:
+        """What starts one side, as one would type it; where there is no launcher, a line for each process."""
+        name = (self.stock_script if stock else self.script).name
+        if self.places:
+            ports = {"own": "29500", "other": "29501", "foreign": "29502"}  # as those of a run, which are free ones
+            each = (" ".join(map("=".join, place.variables(ports).items())) for place in self.places)
+            lines = [f"{variables} python {name}" for variables in each]
+            note = f" (another program listens on port {ports['foreign']})" * ("foreign" in str(self.places))
+            return "\n    ".join([f"{'stock torch' if stock else 'lockstep'}, {len(lines)} processes{note}:", *lines])
+        if stock:
+            return f"torchrun --nproc-per-node {self.ranks} {name}"
+        settings = [f"{name}={value}" for name, value in {"LOCKSTEP_HANG_S": HANG_S, **self.variables}.items()]
+        return f"lockstep run --nproc-per-node {self.ranks} {name}, with {' '.join(settings)}"
+
+    @property
+    def source(self) -> str:
+        """The program, below what it is started with."""
+        above = f"{self.script}\n{self.command(stock=False)}".splitlines()
+        return "".join(f"# {line}\n" for line in above) + self.script.read_text()
+
 
 _GARBAGE = "goes on with garbage, and says nothing"
 _BLOCKED = "waits 30 minutes, then says 'Timed out waiting 1800000ms' without a rank"
 _BLOCKED_ANYWAY = "waits 30 minutes, whatever timeout the job was given"
-_CLOSED = "the other rank says 'Connection closed by peer', not who or why"
+_CLOSED = "the other rank says 'Connection closed by peer' (or 'reset'), not who or why"
 _SHIFTED = f"pairs step i with step i + 1: {_GARBAGE}, until {_CLOSED}"
 _ABORTED = "one rank is ended by SIGABRT from C++, without a Python traceback; the other says 'Connection reset'"
 _DRIFT = "trains on with a different model on each rank, and says nothing"
@@ -332,7 +360,7 @@ _DATA = (
         variables=_CHECK,
     ),
     Demo(
-        "read_in_flight", "A result is used before wait()", 30, f"{_GARBAGE}: a mix of 1.0 and 1.5",
+        "read_in_flight", "A result is used before wait()", 30, f"{_GARBAGE}: mostly a mix of 1.0 and 1.5",
         (rf"{at('read_in_flight', 11)}.* rank [01]: its .* was changed while the operation was under way",),
         variables=_CHECK,
     ),
@@ -340,7 +368,7 @@ _DATA = (
         "same_path", "Every rank saves to the same path", 31, "keeps what the last one wrote, and says nothing",
         (
             rf"SAVE: ranks 0,1 wrote one file.*{at('same_path', 16)}",
-            r"ranks 0, 1 write the same file [^:]*\bcheckpoint\.pt:",
+            r"ranks 0, 1 write the same file\s[^:]*\bcheckpoint\.pt:",
         ),
     ),
 )  # fmt: skip
@@ -382,7 +410,10 @@ _ENVIRONMENT = (
     Demo(
         "absent_rank", "WORLD_SIZE=3, and two processes are started", 36,
         "'wait timeout after 1800000ms, keys: /default_pg/0//cpu//0/0', without a rank",
-        ("waiting for rank 2 at .*; seen: rank 0 on .*, rank 1 on ",),
+        (
+            "waiting for rank 2 at .*; seen: rank 0 on .*, rank 1 on ",
+            "rank 2 never arrived at .* in 4 s; seen: rank 0 on .*, rank 1 on .* Look at the output of rank 2",
+        ),
         places=(Place("0", "3"), Place("1", "3")),
     ),
     Demo(
@@ -405,18 +436,26 @@ _ENVIRONMENT = (
     Demo(
         "wrong_port", "Rank 1 is told another MASTER_PORT", 40,
         "two tries of 30 minutes, then C++ frames and 'client socket has timed out'",
-        ("rank 1 waits for rank 0 at .*refuses connections",),
+        (
+            "rank 1 waits for rank 0 at .*refuses connections",
+            "rank 0 is not at .*: .* refuses connections .* was given another address or port",
+            "rank 1 never arrived at .*; seen: rank 0 on ",
+        ),
         places=(Place("0"), Place("1", port="other")),
     ),
     Demo(
         "foreign_port", "Another program listens on MASTER_PORT", 41,
         "EADDRINUSE on rank 0; the others hang for ever without an error",
-        (r"rank 1: port \d+ of 127.0.0.1 answers, but no torch store replies: another program",),
+        (
+            r"rank 1: port \d+ of 127.0.0.1 answers, but no torch store replies: another program",
+            r"rank 0 must open port \d+ of 127.0.0.1, but it is in use by another program: .* Choose another port",
+            r"1\. port \d+ of 127.0.0.1 answers, but is not this job: .* Choose another port",
+        ),
         places=(Place("0", port="foreign"), Place("1", port="foreign")),
     ),
     Demo(
         "unset_variables", "MASTER_ADDR and WORLD_SIZE are not set", 42,
-        "ValueError for the first of them; the others wait 30 minutes",
+        "ValueError for the first of them alone",
         ("WORLD_SIZE is not set", "MASTER_ADDR is not set", r"meet\.py\W+line 7"),
         places=(Place("0", None, None), Place("1", None, None)),
     ),

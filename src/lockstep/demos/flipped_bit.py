@@ -15,4 +15,5 @@ for step in range(1, 301):
     optimizer.zero_grad()
     if rank == 1 and step == 50:
         model[1].weight.data.view(torch.int32)[0, 0] ^= 1 << 20
+print(f"rank {rank} ends with {model[1].weight.flatten()[0].item():.4f}")
 dist.destroy_process_group()

@@ -13,4 +13,5 @@ for step in range(1, 301):
     if rank == 0 or step != 20:
         optimizer.step()
     optimizer.zero_grad()
+print(f"rank {rank} ends with {ddp.module.weight.flatten()[0].item():.4f}")
 dist.destroy_process_group()

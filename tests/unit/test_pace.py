@@ -56,6 +56,19 @@ def test_who_needs_a_step_gets_it() -> None:
     assert len([*looked_at(pace, 4 * FIRST, 1)]) == 4 * FIRST
 
 
+def test_after_a_step_that_is_not_as_the_others_all_are_looked_at_again() -> None:
+    pace = Pace()
+    for _ in looked_at(pace, FIRST + EVERY + 3, 1):
+        pass
+    while not pace.is_brief:
+        pace.plan(FIRST + 100, 1)
+    pace.leave()
+    since = FIRST + 200
+    assert [*looked_at(pace, FIRST - 1, 1, since)] == [*range(since + 1, since + FIRST)]
+    pace.leave()  # one that is looked at anyway: nothing begins anew
+    assert len([*looked_at(pace, 10 * EVERY, 1, since + FIRST)]) < 3 * EVERY
+
+
 def test_it_begins_anew() -> None:
     pace = Pace()
     for _ in looked_at(pace, 2 * FIRST, 1):

@@ -33,6 +33,11 @@ class Pace:
         self.until = 0  # as are all before this one
         self._seen, self._planned = 0, (0, 0)  # steps looked at; the last and when it ended
 
+    def leave(self) -> None:
+        """The step under way is not as the others: it is looked at from here on, and so are as many as at first."""
+        if self.is_brief:
+            self.is_brief, self._seen = False, 0
+
     def plan(self, step: int, now_ns: int) -> None:
         """`step`, which was looked at, has ended now: which one is the next?"""
         (before, ended_ns), self._planned = self._planned, (step, now_ns)

@@ -149,7 +149,7 @@ class ModelFacts:
     def _forwarded(self, model: Model, ddp: Any, step: int) -> None:
         forwards, self._guard.motion.has_begun = model.forwards, True
         if PACE.is_brief:
-            PACE.is_brief = False  # a step that is not as the others
+            PACE.leave()
             forwards[0] += model.brief_after == step
         if ddp.require_backward_grad_sync:
             forwards[0] += 1

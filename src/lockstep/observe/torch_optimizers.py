@@ -92,7 +92,7 @@ class Optimizers(SharedPatches):
                 guard.step_done(started)
                 has_ended = True
             else:
-                PACE.is_brief = False
+                PACE.leave()
                 has_ended = steps.stepped(optimizer, started)
         if not has_ended:  # else what the thread does now begins with the step
             phases = self.phases

@@ -234,7 +234,7 @@ def test_words_are_those_of_the_field() -> None:
 
 _WHOLE, _SHARED = "gpt-30m, whole step: ", "fully_shard, fused AdamW / FSDP2, fused AdamW on "
 _MAIN_THREAD = "step with 8 operations, all on: added processor time of the main thread"
-_UNCHANGED = "step of an unchanged script, 8 buckets, main thread: all on / all off"
+_UNCHANGED = "step of an unchanged script, 8 buckets, later, main thread: all on / all off"
 _KILL = "kill -9 to the next step, 95th percentile: "
 _FIGURES = (  # what stands in README or settings.md, the benchmark's name, which of its values
     (r"\): (\d+) ms without any", _WHOLE + "torch / alone", "baseline"),

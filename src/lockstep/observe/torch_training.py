@@ -155,12 +155,7 @@ class TrainingWatch:
                 if not (model.is_forwarded and model.forwards == model.told) and self.models.end_step(before, model):
                     unseen.append(model)
                 model.forwards = [0, 0, ""]
-                stamp: list[int] = []  # as `Model.version` does it, without a call of Python
-                model.stamps = model.stamps[1], (step, stamp)
-                for known in model.sample:
-                    param = known()
-                    if param is not None:
-                        stamp += (param.data_ptr(), param._version)
+                model.stamps = model.stamps[1], (step, model.version())
             self._pending = None
             if replicas.is_on and (step % replicas.stride == 0 or not replicas.checked or unseen):
                 self._plan(unseen, before, step)

@@ -34,6 +34,12 @@ def pair(*sizes: tuple[str, str], is_gone: bool = True, tag: int = 0) -> list[Pa
     return ranks
 
 
+def shows_both_calls(finding: Finding, sent: str, asked: str) -> None:
+    """Of rank 0 and rank 2, whose message it is."""
+    assert f"\n    rank 0: {send(sent, 2)} at train.py:50 give\n" in finding.text
+    assert f"\n    rank 2: {recv(asked, 0)} at train.py:60 take\n" in finding.text
+
+
 @pytest.mark.parametrize(
     ("sent", "asked"),
     [
@@ -50,8 +56,7 @@ def test_the_two_calls_of_which_one_ends_a_rank_are_shown(sent: str, asked: str)
     finding = found_in(pair(("float32 [4]", "float32 [4]"), (sent, asked), ("int8 [1]", "int8 [1]")))
     assert (finding.kind, finding.culprits, finding.is_certain) == ("mismatch", (0, 2), True)
     assert "\n  rank 2 asked for less than was sent, in their 2nd message:\n" in finding.text
-    assert f"\n    rank 0: {send(sent, 2)} at train.py:50 give\n" in finding.text
-    assert f"\n    rank 2: {recv(asked, 0)} at train.py:60 take\n" in finding.text
+    shows_both_calls(finding, sent, asked)
 
 
 @pytest.mark.parametrize(
@@ -302,8 +307,7 @@ def test_what_is_received_as_another_dtype_is_a_mismatch(sent: str, asked: str, 
         assert (finding.kind, finding.culprits, finding.is_certain) == ("mismatch", (0, 2), True)
         assert finding.text.startswith("lockstep: MISMATCH in step 4.  Culprits: ranks 0,2\n")
         assert "\n  rank 2 asked for another dtype than was sent, in their 1st message:\n" in finding.text
-        assert f"\n    rank 0: {send(sent, 2)} at train.py:50 give\n" in finding.text
-        assert f"\n    rank 2: {recv(asked, 0)} at train.py:60 take\n" in finding.text
+        shows_both_calls(finding, sent, asked)
 
 
 @pytest.mark.parametrize(

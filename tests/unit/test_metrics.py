@@ -102,11 +102,17 @@ def test_pipe_gets_plain_lines_and_other_ranks_are_silent(capsys: pytest.Capture
     assert capsys.readouterr().out == f"[bold]hello[/bold]\nstep 20/100 {FIGURES}\n"
 
 
-def test_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def terminal(monkeypatch: pytest.MonkeyPatch, columns: int) -> Terminal:
+    """Standard output from now on."""
     screen = Terminal()
     monkeypatch.setattr(console_module.sys, "stdout", screen)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.setenv("COLUMNS", str(columns))
+    return screen
+
+
+def test_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen = terminal(monkeypatch, 120)
     console = Console(0, 100)
     console.step(RECORD)
     console.say("[bold]hello[/bold]")
@@ -119,10 +125,7 @@ def test_terminal_gets_a_bar_below_the_lines(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_narrow_terminal_loses_the_bar_and_the_end_of_the_line_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen = Terminal()
-    monkeypatch.setattr(console_module.sys, "stdout", screen)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("COLUMNS", "40")
+    screen = terminal(monkeypatch, 40)
     console = Console(0, 100)
     console.step(RECORD)
     console.close()

@@ -10,13 +10,17 @@ from typing import Any, cast
 import pytest
 
 from lockstep.observe.torch_backward import BACKWARDS
-from lockstep.observe.torch_steps import StepCounter, TorchSteps
+from lockstep.observe.torch_steps import StepCounter, TorchSteps, mark_averaged
 
 
 class Optimizer:
     """Can be referred to weakly, like torch's."""
 
     param_groups: Sequence[Any] = ()
+
+
+class Param:
+    """Can, too."""
 
 
 SHARED = frozenset("ABC")  # the parameters of the others are a rank's own, as far as one can see
@@ -82,6 +86,17 @@ def test_the_next_optimizer_takes_over_at_once_when_the_leader_is_gone() -> None
     gc.collect()
     assert counter.stepped(second, 1) == 0  # one rank goes on with its copy of the model, alone
     assert counter.stepped(second, 2) == 1
+
+
+def test_a_model_that_is_averaged_unseen_counts_for_its_own_optimizer_alone() -> None:
+    """Whatever else of ours is alive in the process, of an earlier training say, or waits to be collected."""
+    counter = StepCounter(lambda optimizer: True)
+    first, ours, alone, param = Optimizer(), Optimizer(), Optimizer(), Param()
+    assert counter.stepped(first, 1) == 1
+    del first
+    ours.param_groups, alone.param_groups = [{"params": [param]}], [{"params": [Param()]}]
+    mark_averaged([param])
+    assert [counter.stepped(one, 1) for one in (alone, alone, ours, alone, ours)] == [0, 0, 1, 0, 1]
 
 
 def test_without_other_ranks_nothing_is_waited_for() -> None:

@@ -25,9 +25,13 @@ def mark_averaged(params: Iterable[Any]) -> None:
     _averaged.update((id(param), param) for param in params)
 
 
-def is_averaged(param: Any) -> bool:
-    """Whether `mark_averaged` was told of it."""
-    return _averaged.get(id(param)) is param
+def is_averaged(optimizer: Any) -> bool:
+    """Whether `mark_averaged` was told of parameters of `optimizer`."""
+    return bool(_averaged) and any(_averaged.get(id(param)) is param for param in _params(optimizer))
+
+
+def _params(optimizer: Any) -> list[Any]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 @final
@@ -68,7 +72,7 @@ class StepCounter:
         if self._shares(optimizer):
             steps, since = before or (0, self._led)
             # a rank may go on with its copy of the model for itself; what our own class does is not seen here
-            steps += operations > since or self._is_alone or bool(_averaged)
+            steps += operations > since or self._is_alone or is_averaged(optimizer)
             self._others[optimizer] = steps, operations
             is_next = steps >= (1 if is_free or not self._shares(leader) else _TAKES_OVER)
             return self._follow(optimizer, 1, operations) if is_next else 0
@@ -121,7 +125,7 @@ class TorchSteps:
         for watched, number, line in started:
             watched.catch_up(number, line)
         recorder.take_up()
-        begun = None if self._has_counted or BACKWARDS.are_shared or _averaged else self._begun
+        begun = None if self._has_counted or BACKWARDS.are_shared else self._begun
         counted = self.counter.stepped(optimizer, recorder.started, self.guard.operations, begun)
         self._has_counted |= counted > 0
         for _ in range(counted):
@@ -144,8 +148,8 @@ class TorchSteps:
         """Whether the ranks share parameters of `optimizer`."""
         if self.guard.world_size == 1:
             return True
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        if any(self._reduced.get(id(param)) is param or is_averaged(param) for param in params):
+        params = _params(optimizer)
+        if is_averaged(optimizer) or any(self._reduced.get(id(param)) is param for param in params):
             return True
         tensor = sys.modules.get("torch.distributed.tensor")
         kinds = () if tensor is None else (tensor.DTensor,)

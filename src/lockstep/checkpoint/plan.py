@@ -110,17 +110,14 @@ def agree(
 
 
 def _flat_shards(shards: Mapping[int, State]) -> FlatState:
-    flat = flatten({SHARDS: {_shard_key(number): shard for number, shard in shards.items()}} if shards else {})
+    for number in shards:
+        if type(number) is not int or number < 0:
+            raise CheckpointError(f"{number!r} is no number of a shard: use 0, 1, ...")
+    flat = flatten({SHARDS: {str(number): shard for number, shard in shards.items()}} if shards else {})
     for path, tensor in flat.tensors.items():
         if is_dtensor(tensor) or isinstance(tensor, TensorPieces):
             raise CheckpointError(f"{path} is cut over ranks, but a shard is one rank's: put it into the state")
     return flat
-
-
-def _shard_key(number: Any) -> str:
-    if type(number) is not int or number < 0:
-        raise CheckpointError(f"{number!r} is no number of a shard: use 0, 1, ...")
-    return str(number)
 
 
 def _forms(flat: FlatState) -> dict[str, tuple[Any, ...]]:

@@ -14,7 +14,7 @@ import hashlib
 import json
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any, NamedTuple
@@ -144,15 +144,12 @@ def read_header(read_at: Callable[[int, int], bytes], size: int, source: str) ->
         pieces = _parsed(raw)
         if _header(pieces) != raw:
             raise ValueError("it is not written as this library writes it")
-        stored, end = [], 8 + len(raw)
-        for piece in pieces:
-            stored.append(Stored(piece, end))
-            end += piece.nbytes
-        if end != size:
-            raise ValueError(f"its pieces end at byte {end}, the file has {size}")
+        begins = list(accumulate((piece.nbytes for piece in pieces), initial=8 + len(raw)))
+        if begins[-1] != size:
+            raise ValueError(f"its pieces end at byte {begins[-1]}, the file has {size}")
     except ValueError as error:
         raise CheckpointDamaged(f"{source}: its header is damaged: {error}") from error
-    return stored
+    return list(map(Stored, pieces, begins))
 
 
 def raw_header(read_at: Callable[[int, int], bytes], size: int) -> bytes:

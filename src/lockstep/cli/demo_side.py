@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Literal, NamedTuple, final
 
 from lockstep.demos.catalog import Demo
@@ -63,7 +62,7 @@ class Side:
                 self._processes.append(process)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stack.close()
 
     @property

@@ -235,13 +235,6 @@ def newest_step(command: TrainCommand) -> int | None:
 def run_rank(command: TrainCommand, place: Place) -> int:
     """Train as one rank; every error is reported to the launcher and becomes the exit code."""
     stop = StopRequest(has_launcher=place.launcher == "torchrun")
-    try:
-        return _train_rank(command, place, stop)
-    finally:
-        stop.settle()
-
-
-def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
     os.environ[PROFILE] = command.profile or os.environ.get(PROFILE, "")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here is downloaded: never ask the network
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -270,6 +263,8 @@ def _train_rank(command: TrainCommand, place: Place, stop: StopRequest) -> int:
         if place.world_size > 1:
             raise SystemExit(code) from None  # the other ranks are told what it comes from
         return code
+    finally:
+        stop.settle()
     return REQUEUE if result.was_stopped else 0
 
 

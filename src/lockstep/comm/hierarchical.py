@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar, cast, final
 
 import torch
@@ -55,11 +56,7 @@ class HierarchicalTransport(Transport):
         on all others. hosts: as `hosts_of` returns them. All three are closed with this one.
         """
         self.name = f"{local.name}+{wide.name}"
-        self.rank = wide.rank
-        self.world_size = wide.world_size
-        self.global_ranks = wide.global_ranks
-        self.device = wide.device
-        self.timeout_s = wide.timeout_s
+        self.stand_where(wide)
         self.beneath = wide
         patience = Patience()
         self._links = Links(self.rank, hosts, local, leaders, patience)
@@ -127,9 +124,7 @@ class HierarchicalTransport(Transport):
         leaders = self.beneath.split([[groups[index][ranks[0]] for ranks in hosts[index]] for index in across])
         here = [[links.here.index(rank) for rank in group if rank in links.here] for group in groups]
 
-        def local() -> Transport | None:
-            return links.local.split([group for group in here if group])
-
+        local = partial(links.local.split, [group for group in here if group])
         if wide is None:
             child = local()
         else:

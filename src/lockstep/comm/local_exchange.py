@@ -56,20 +56,11 @@ def _broadcast(ops: Sequence[CommOp]) -> None:
 
 
 def _reduce(ops: Sequence[CommOp]) -> None:
-    result = tree_reduce([op.inputs[0] for op in ops], ops[0].reduction)
-    ops[ops[0].partner].outputs[0].copy_(result)
-
-
-def _all_reduce(ops: Sequence[CommOp]) -> None:
+    """To all ranks that have an output: the root of a reduce, every rank of an all_reduce."""
     result = tree_reduce([op.inputs[0] for op in ops], ops[0].reduction)
     for op in ops:
-        op.outputs[0].copy_(result)
-
-
-def _gather(ops: Sequence[CommOp]) -> None:
-    root = ops[0].partner
-    for rank, op in enumerate(ops):
-        _copy(ops[root].outputs[rank], op.inputs[0], ops, rank, root)
+        for output in op.outputs:
+            output.copy_(result)
 
 
 def _scatter(ops: Sequence[CommOp]) -> None:
@@ -78,7 +69,8 @@ def _scatter(ops: Sequence[CommOp]) -> None:
         _copy(op.outputs[0], ops[root].inputs[rank], ops, root, rank)
 
 
-def _all_gather(ops: Sequence[CommOp]) -> None:
+def _gather(ops: Sequence[CommOp]) -> None:
+    """To all ranks that have outputs: the root of a gather, every rank of an all_gather."""
     for target, op in enumerate(ops):
         for source, piece in enumerate(pieces(op.outputs, len(ops))):
             _copy(piece, ops[source].inputs[0], ops, source, target)
@@ -108,9 +100,9 @@ def _all_to_all(ops: Sequence[CommOp]) -> None:
 _EXCHANGE: dict[str, Callable[[Sequence[CommOp]], None]] = {
     "broadcast": _broadcast,
     "reduce": _reduce,
-    "all_reduce": _all_reduce,
+    "all_reduce": _reduce,
     "gather": _gather,
-    "all_gather": _all_gather,
+    "all_gather": _gather,
     "scatter": _scatter,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar, final
 
@@ -40,10 +41,8 @@ class Aside(Generic[T]):
     """A call in a thread of its own: for C code that has no limit, and during which no signal is heard."""
 
     def __init__(self, call: Callable[[], T]) -> None:
-        self._call = call
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._run, daemon=True, name="lockstep-aside")
+        self._future: Future[T] = Future()
+        self._thread = threading.Thread(target=self._run, args=(call,), daemon=True, name="lockstep-aside")
         self._thread.start()
 
     def is_done(self, limit_s: float) -> bool:
@@ -53,15 +52,13 @@ class Aside(Generic[T]):
 
     def result(self) -> T:
         """What the call has returned or raised."""
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
+        return self._future.result(0)
 
-    def _run(self) -> None:
+    def _run(self, call: Callable[[], T]) -> None:
         try:
-            self._results.append(self._call())
+            self._future.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised by `result`
-            self._error = error
+            self._future.set_exception(error)
 
 
 def within(limit_s: float, call: Callable[[], T], slow: Callable[[], None] = lambda: None) -> T:

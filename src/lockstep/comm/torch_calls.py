@@ -191,14 +191,14 @@ def _scatter(transport: TorchTransport, op: CommOp) -> Work:
 def _exchange(transport: TorchTransport, op: CommOp, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Work:
     """All to all with any sizes. Gloo works on one tensor per side, so several are copied into one."""
     sources, targets = [_movable(t) for t in inputs], [_movable(t) for t in outputs]
-    options = transport.options(dist.AllToAllOptions)
     if transport.is_nccl:
+        options = transport.options(dist.AllToAllOptions)
         return NcclWork(transport, op, transport.process_group.alltoall(targets, sources, options))
     in_sizes, out_sizes = [t.numel() for t in sources], [t.numel() for t in targets]
     given, filled = [t for t in sources if t.numel()], [t for t in targets if t.numel()]
     source = given[0] if len(given) == 1 else torch.cat(sources)
     whole = filled[0] if len(filled) == 1 else targets[0].new_empty(sum(out_sizes))
-    work = GlooWork(transport, op, transport.process_group.alltoall_base(whole, source, out_sizes, in_sizes, options))
+    work = _exchange_parts(transport, op, whole, source, out_sizes, in_sizes)
 
     def copy_out() -> None:
         for target, part in zip(targets, whole.split(out_sizes), strict=True):

@@ -34,6 +34,11 @@ class Transport(abc.ABC):
     device: torch.device  # where this rank's tensors are expected
     timeout_s: float  # limit of every operation that names no other
 
+    def stand_where(self, other: Transport) -> None:
+        """Have the place of this rank in `other`, its device and its limit."""
+        self.rank, self.world_size, self.global_ranks = other.rank, other.world_size, other.global_ranks
+        self.device, self.timeout_s = other.device, other.timeout_s
+
     @abc.abstractmethod
     def submit(self, op: CommOp) -> Work:
         """Start `op` and return at once; never raises for what only the other ranks can cause (that is `Work.wait`)."""
@@ -79,11 +84,7 @@ class TransportLayer(Transport):
     def __init__(self, inner: Transport) -> None:
         self.inner = inner
         self.name = inner.name
-        self.rank = inner.rank
-        self.world_size = inner.world_size
-        self.global_ranks = inner.global_ranks
-        self.device = inner.device
-        self.timeout_s = inner.timeout_s
+        self.stand_where(inner)
 
     def submit(self, op: CommOp) -> Work:
         return self.inner.submit(op)

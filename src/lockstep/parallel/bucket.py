@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, final
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from lockstep.comm.op import Work
+from lockstep.parallel.buckets import LayOut, starts_of
 
 # Life of the tensors here, for a bucket of n elements on W ranks:
 #   flat      [n]  lives as long as the bucket. During backward it fills with this rank's gradients, already divided
@@ -20,21 +19,6 @@ from lockstep.comm.op import Work
 #   views[j]       alias of the part of `flat` that belongs to member j, in that parameter's own shape and strides. It
 #                  becomes `params[j].grad` when the gradient is placed, which frees the tensor that autograd made.
 # The views are aliases, not slices: autograd does not see them as views, so `grad.detach_()` works.
-
-
-class Layout(Protocol):
-    """Where tensors begin in a flat buffer, and how long it is."""
-
-    starts: Sequence[int]
-    numel: int
-
-
-@final
-class Dense(Layout):
-    """One tensor after the other."""
-
-    def __init__(self, numels: Sequence[int]) -> None:
-        *self.starts, self.numel = itertools.accumulate(numels, initial=0)
 
 
 class Bucket:
@@ -52,7 +36,7 @@ class Bucket:
         sparse: bool,
         last: bool,
         empty: Callable[[int, torch.dtype], Tensor] | None = None,
-        lay_out: Callable[[Sequence[int]], Layout] = Dense,
+        lay_out: LayOut = starts_of,
     ) -> None:
         self.members = tuple(members)  # indices of the reducer's parameters
         self.params = [params[member] for member in members]
@@ -65,15 +49,14 @@ class Bucket:
         self._index = index
         self._last = last
         self._empty = empty  # memory that the communicator moves best; None where parameters are elsewhere
-        self._layout = lay_out([param.numel() for param in self.params])
+        self._starts, self._numel = lay_out([param.numel() for param in self.params])
         self._checked = False
         if not sparse:
             self.renew()
 
     def renew(self) -> None:
         """Take new memory; whoever holds the old views keeps them as they are."""
-        first = self.params[0]
-        numel = self._layout.numel
+        first, numel = self.params[0], self._numel
         if self._empty is None or numel == 0:
             self.flat = torch.zeros(numel, dtype=first.dtype, device=first.device)
         else:
@@ -83,7 +66,7 @@ class Bucket:
 
     def _alias(self, slot: int) -> Tensor:
         param = self.params[slot]
-        return alias(self.flat, self._layout.starts[slot], param.shape, dense_strides(param))
+        return alias(self.flat, self._starts[slot], param.shape, dense_strides(param))
 
     def _is_in_place(self, slot: int, grad: Tensor | None) -> bool:
         """Whether `grad` is our view; makes the view anew if `tensor.data = ...` has moved it to other memory."""

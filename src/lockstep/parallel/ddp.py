@@ -30,7 +30,6 @@ from lockstep.parallel.ddp_arguments import (
 from lockstep.parallel.ddp_surface import TorchSurface
 from lockstep.parallel.eager import compile_only_the_module
 from lockstep.parallel.grad_exchange import GradExchange
-from lockstep.parallel.join import JoinableReplica
 from lockstep.parallel.outputs import move_tensors, output_tensors
 from lockstep.parallel.reducer import GradReducer
 from lockstep.parallel.replica import BufferSync, broadcast_coalesced, verify_same_model
@@ -86,7 +85,6 @@ class DistributedDataParallel(TorchSurface):
         forward_sync_buffers: bool | None = None,
     ) -> None:
         super().__init__()
-        JoinableReplica.__init__(self)
         compile_only_the_module(DistributedDataParallel, ("forward",), ("_pre_forward", "_post_forward"))
         if mixed_precision is not None:
             raise UnsupportedArgument(

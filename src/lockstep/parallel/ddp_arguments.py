@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.nn import Module, Parameter
@@ -15,20 +14,13 @@ from lockstep.parallel.buckets import BUCKET_CAP_BYTES, FIRST_BUCKET_CAP_BYTES, 
 Device = int | str | torch.device
 
 
-class Devices(NamedTuple):
-    """Where a module lives and where its inputs go."""
-
-    type: str
-    first: torch.device
-    is_multi_device: bool
-    device_ids: list[int] | None
-    output_device: int | None
-
-
 def find_devices(
     params: Collection[Parameter], device_ids: Sequence[Device] | None, output_device: Device | None
-) -> Devices:
-    """Raises ValueError for what torch refuses."""
+) -> tuple[str, torch.device, bool, list[int] | None, int | None]:
+    """Where a module lives: its kind of device, the first, whether there are several; then torch's two arguments.
+
+    Raises ValueError for what torch refuses.
+    """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(f"device_ids can only be None or contain a single element, but got {device_ids}.")
     devices = {param.device for param in params}
@@ -47,9 +39,9 @@ def find_devices(
                 f"multiple-device GPU modules or CPU modules, but got device_ids {device_ids}, output_device "
                 f"{output_device}, and module parameters {devices}."
             )
-        return Devices(kind, first, len(devices) > 1, None, None)
+        return kind, first, len(devices) > 1, None, None
     chosen = _device_index(device_ids[0])
-    return Devices(kind, first, False, [chosen], chosen if output_device is None else _device_index(output_device))
+    return kind, first, False, [chosen], chosen if output_device is None else _device_index(output_device)
 
 
 def _device_index(device: Device) -> int:

@@ -39,14 +39,11 @@ def mesh_of_ranks(device_type: str, ranks: Any, rank: int, names: tuple[str, ...
 def joined_mesh(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
     """One DeviceMesh with the axes of all, and with their process groups.
 
-    Raises: ValueError where they are not different axes of one root mesh.
+    Raises: ValueError, RuntimeError where they are not different axes of one root mesh.
     """
     if any(mesh.mesh_dim_names is None for mesh in meshes):
         raise ValueError("axes without names")
-    try:
-        return DeviceMesh._concatenate(list(meshes))
-    except RuntimeError as error:
-        raise ValueError(str(error)) from error
+    return DeviceMesh._concatenate(list(meshes))
 
 
 def shard_within(mesh: DeviceMesh, placements: Sequence[Placement], dim: int) -> Placement:

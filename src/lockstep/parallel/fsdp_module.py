@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 from torch.nn import Module
 
-from lockstep.errors import ConfigError, UnsupportedArgument
+from lockstep.errors import ConfigError, ShardingError, UnsupportedArgument
 from lockstep.parallel.shard_context import context_of
 from lockstep.parallel.shard_group import ShardState
 from lockstep.parallel.shard_mesh import apart
@@ -51,6 +51,14 @@ class FSDPModule:
         unit = unit_of(self)  # pyright: ignore[reportArgumentType]
         assert unit is not None, "fully_shard made this class, and the unit with it"
         return unit
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        raise ShardingError("a sharded module cannot be deep-copied: copy it before fully_shard")
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise ShardingError(
+            "a sharded module cannot be pickled or copied: save its state_dict(), or whole_state_dict(model)"
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.run_whole(super().__call__, args, kwargs)  # type: ignore[misc]

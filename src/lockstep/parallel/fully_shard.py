@@ -6,7 +6,7 @@ import functools
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,12 +64,11 @@ def fully_shard(
     Raises: ConfigError for arguments; ShardingError for a parameter that cannot be sharded or is in another unit.
     """
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
-    _check_arguments(modules, dp_mesh_dims)
+    _check_arguments(modules, ignored_params, dp_mesh_dims)
     policy = _understand_policy(mp_policy)
     where = resolve_mesh(mesh)
     managed = _managed_modules(modules)
-    ignored = _identities(ignored_params)
-    members = _members(managed, ignored, shard_placement_fn, where)
+    members = _members(managed, set(map(id, ignored_params or ())), shard_placement_fn, where)
     _move_buffers(managed, where.device)
     reshards = _reshards(reshard_after_forward, where.shard.world_size, members)
     groups = _group(members, where, policy, _understand_offload(offload_policy))
@@ -81,7 +80,7 @@ def fully_shard(
     return module
 
 
-def _check_arguments(modules: Sequence[Module], dp_mesh_dims: Any) -> None:
+def _check_arguments(modules: Sequence[Module], ignored_params: Any, dp_mesh_dims: Any) -> None:
     if not modules:
         raise ConfigError("fully_shard needs at least one module")
     for module in modules:
@@ -94,6 +93,9 @@ def _check_arguments(modules: Sequence[Module], dp_mesh_dims: Any) -> None:
             )
         if unit_of(module) is not None:
             raise ShardingError(f"fully_shard was called on this {type(module).__name__} before")
+    for param in ignored_params or ():
+        if not isinstance(param, Tensor):
+            raise ConfigError(f"ignored_params holds a {type(param).__name__}: it is a set of parameters")
     if dp_mesh_dims is not None:
         raise UnsupportedArgument("dp_mesh_dims", "pass the data axes of the mesh: mesh=mesh['replicate', 'shard']")
 
@@ -115,13 +117,6 @@ def _understand_offload(given: Any) -> CPUOffloadPolicy | None:
     if given is not None and not isinstance(given, OffloadPolicy):
         raise ConfigError(f"offload_policy={given!r}: pass an OffloadPolicy or CPUOffloadPolicy")
     return given if isinstance(given, CPUOffloadPolicy) else None
-
-
-def _identities(params: Any) -> set[int]:
-    for param in params or ():
-        if not isinstance(param, Tensor):
-            raise ConfigError(f"ignored_params holds a {type(param).__name__}: it is a set of parameters")
-    return set(map(id, params or ()))
 
 
 def _reshards(asked: Any, world_size: int, members: Sequence[Member]) -> bool | int | None:
@@ -218,19 +213,8 @@ def _sharded_class(cls: type) -> type:
     """`cls` with FSDPModule in front, the same class for all modules of `cls`."""
     found = _classes.get(cls)
     if found is None:
-        refused = {"__deepcopy__": _refuse_copy, "__reduce_ex__": _refuse_pickle}
-        found = _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), refused)
+        found = _classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), {})
     return found
-
-
-def _refuse_copy(self: Any, memo: Any) -> NoReturn:
-    raise ShardingError("a sharded module cannot be deep-copied: copy it before fully_shard")
-
-
-def _refuse_pickle(self: Any, protocol: Any) -> NoReturn:
-    raise ShardingError(
-        "a sharded module cannot be pickled or copied: save its state_dict(), or whole_state_dict(model)"
-    )
 
 
 def register_fsdp_forward_method(module: Module, method_name: str) -> None:

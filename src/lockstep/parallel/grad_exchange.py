@@ -15,7 +15,7 @@ handing out half a step.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, final
 
 import torch
@@ -27,10 +27,10 @@ from lockstep.comm.op import DONE
 from lockstep.errors import CommError, ReplicaError
 from lockstep.observe.gradients import GradientWatch
 from lockstep.parallel.backward import BackwardPass
-from lockstep.parallel.bucket import Bucket, Dense, Layout, no_entries
+from lockstep.parallel.bucket import Bucket, no_entries
+from lockstep.parallel.buckets import GradPlans, LayOut, Plan, starts_of
 from lockstep.parallel.comm_hooks import CommHook, Mean
 from lockstep.parallel.control import ControlMessage, LocalSteps, Report
-from lockstep.parallel.grad_plans import GradPlans, Plan, agreed_order
 from lockstep.parallel.stats import ReducerStats
 
 
@@ -71,7 +71,7 @@ class GradExchange:
         self._skip_unused = skip_unused
         self._unsettled = False  # a backward raised and left its buckets in flight; nobody reads their results
         self._told: ControlMessage | None = None  # what the other ranks were told about it
-        self._lay_out: Callable[[Sequence[int]], Layout] = Dense
+        self._lay_out: LayOut = starts_of
         self.plans = GradPlans(self.params, caps_bytes, self._sparse, frozenset(delayed))
         self._new_plan: Plan | None = None
         self._build(self.plans.first())
@@ -255,7 +255,7 @@ class GradExchange:
             self.rebuilt = True
             self._build(plan)
 
-    def hand_over(self, hook: CommHook, lay_out: Callable[[Sequence[int]], Layout]) -> None:
+    def hand_over(self, hook: CommHook, lay_out: LayOut) -> None:
         """Let `hook` reduce from now on; buckets stay as they are planned now, and are laid out by `lay_out`.
 
         Every rank, between two steps. Not collective.
@@ -279,3 +279,16 @@ class GradExchange:
             is_sparse = group[0] in self._sparse
             self.buckets.append(Bucket(k, group, self.params, is_sparse, k == last, empty, self._lay_out))
         self._home = {i: (bucket, slot) for bucket in self.buckets for slot, i in enumerate(bucket.members)}
+
+
+def agreed_order(comm: Communicator, order: Collection[int], used_by: Sequence[int]) -> list[int]:
+    """Rank 0's order of readiness, on every rank. used_by: for each parameter, how many ranks used it.
+
+    What some ranks did not use comes last: their buckets have to wait for the end of backward. Collective.
+    """
+    late = [i for i in range(len(used_by) - 1, -1, -1) if i not in order]
+    seen = sorted([*order, *late], key=lambda i: -used_by[i])
+    agreed = torch.tensor(seen, dtype=torch.int64, device=comm.device)
+    if comm.world_size > 1:
+        comm.broadcast(agreed, 0, label="ddp.order")
+    return agreed.tolist()

@@ -58,8 +58,7 @@ def _agree(found: Iterable[Tensor], comms: Iterable[Communicator]) -> None:
     flags = list(found)
     flag = torch.stack([one.to(flags[0].device) for one in flags]).amax(0)
     for comm in comms:
-        told = flag.to(comm.device)
-        comm.all_reduce(told, "max", label="scaler.found")
-        flag = told
+        flag = flag.to(comm.device)
+        comm.all_reduce(flag, "max", label="scaler.found")
     for one in flags:
         one.copy_(flag)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -70,14 +70,6 @@ def _broadcast_chunk(comm: Communicator, chunk: Sequence[Tensor], src: int, labe
 # ------------------------------------------------------------------ from step to step, as in torch's DDP
 
 
-class BufferHook(NamedTuple):
-    """`hook(state, {name: buffer})` in place of the broadcast; `location` is PRE_FORWARD or POST_FORWARD."""
-
-    hook: Callable[..., Any]
-    state: Any
-    location: str
-
-
 class BufferSync:
     """Gives every rank the buffers of one, before or after a forward.
 
@@ -86,7 +78,8 @@ class BufferSync:
     """
 
     def __init__(self, module: Module, ignored: Collection[str]) -> None:
-        self.hook: BufferHook | None = None
+        self.hook: Callable[[dict[str, Tensor]], Any] | None = None  # in place of the broadcast
+        self.location = "PRE_FORWARD"  # of the forward where it is done; a hook may ask for POST_FORWARD
         self.forward_raised = False
         self._module = module
         self._ignored = ignored
@@ -99,10 +92,7 @@ class BufferSync:
 
     def is_due(self, location: str) -> bool:
         """True where a synchronisation belongs at `location` of the current forward."""
-        if not self.tensors:
-            return False
-        due = location == ("PRE_FORWARD" if self.hook is None else self.hook.location)
-        return due and not self.forward_raised
+        return location == self.location and not self.forward_raised
 
     def sync(self, comm: Communicator, source: int) -> list[Any]:
         """Broadcast from `source`, or run the hook; returns the hook's futures, to wait for at the end of backward."""
@@ -112,5 +102,5 @@ class BufferSync:
             if self.hook is None:
                 broadcast_coalesced(comm, self.tensors, source, label="ddp.buffers")
                 return []
-            futures = self.hook.hook(self.hook.state, self.named)
+            futures = self.hook(self.named)
         return [] if futures is None else list(futures) if isinstance(futures, (list, tuple)) else [futures]

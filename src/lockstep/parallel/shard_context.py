@@ -88,8 +88,8 @@ class ShardContext:
 
     # ------------------------------------------------------------------ forward
 
-    def enter_forward(self, unit: ShardUnit) -> bool:
-        """Begin a forward unless one is under way; whether `unit` is the outermost of it."""
+    def enter_forward(self) -> bool:
+        """Begin a forward unless one is under way; whether the unit that calls this is the outermost of it."""
         if self._forward is not None or self._backward is not None:
             if self._backward is None or self._callback() is not None:
                 return False

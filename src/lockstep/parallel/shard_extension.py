@@ -7,31 +7,18 @@ makes the whole parameter of what was gathered.
 from __future__ import annotations
 
 import inspect
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
-from torch.nn import Module
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, AllWork, Work
 from lockstep.errors import ShardingError
-from lockstep.parallel.dtensors import DeviceMesh, local_tensor
-from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy
+from lockstep.parallel.dtensors import local_tensor
 from lockstep.parallel.unsharded import Unsharded
 
 _BEFORE, _AFTER = "fsdp_pre_all_gather", "fsdp_post_all_gather"
-
-
-class Surroundings(NamedTuple):
-    """What a subclass may ask for: the mesh, the whole parameter's shape, the module it is in and the policy."""
-
-    mesh: DeviceMesh
-    shape: torch.Size
-    stride: tuple[int, ...]
-    module: Module
-    policy: MixedPrecisionPolicy
-    dtype: torch.dtype
 
 
 def is_extended(param: Tensor, fqn: str) -> bool:
@@ -58,14 +45,21 @@ def cut_extended(param: Tensor, fqn: str, dim: int, comm: Communicator) -> Tenso
 
 @final
 class Extended(Unsharded):
-    """One parameter of such a class. Memory: what it gathers, given back after use."""
+    """One parameter of such a class. Memory: what it gathers, given back after use.
+
+    around: what the class may ask for: the mesh, the whole parameter's shape and strides, its module and the policy.
+    """
 
     needs_gather = True
 
-    def __init__(self, piece: Tensor, comm: Communicator, surroundings: Surroundings, label: str) -> None:
+    def __init__(
+        self, piece: Tensor, comm: Communicator, around: tuple[Any, ...], dtype: torch.dtype, label: str
+    ) -> None:
         self._piece: Any = piece
         self._comm = comm
-        self._surroundings = surroundings
+        takes_all = len(inspect.signature(self._piece.fsdp_pre_all_gather).parameters) > 1
+        self._around = around if takes_all else around[:1]
+        self._dtype = dtype
         self._label = f"gather {label}"
         self._gathered: list[Tensor] = []  # made once: the whole parameter may share their memory
         self._sizes: list[int] = []
@@ -73,7 +67,7 @@ class Extended(Unsharded):
         self._work: Work = DONE
         self.launch(None)
         self._work.wait()
-        whole, _ = self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, surroundings.dtype)
+        whole, _ = self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, dtype)
         self.views = [whole]
         self.release()
 
@@ -92,12 +86,7 @@ class Extended(Unsharded):
         return self._gather([torch.empty_like(tensor) for tensor in self._gathered], inputs)
 
     def _inputs(self) -> list[Tensor]:
-        around = self._surroundings
-        prepare = self._piece.fsdp_pre_all_gather
-        given: tuple[Any, ...] = (around.mesh,)
-        if len(inspect.signature(prepare).parameters) > 1:
-            given = (around.mesh, around.shape, around.stride, around.module, around.policy)
-        inputs, self._metadata = prepare(*given)
+        inputs, self._metadata = self._piece.fsdp_pre_all_gather(*self._around)
         return [tensor.contiguous() for tensor in inputs]
 
     def _gather(self, outputs: list[Tensor], inputs: list[Tensor]) -> Work:
@@ -108,8 +97,7 @@ class Extended(Unsharded):
 
     def finish(self) -> None:
         self._work.wait()
-        around = self._surroundings
-        self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, around.dtype, out=self.views[0])
+        self._piece.fsdp_post_all_gather(tuple(self._gathered), self._metadata, self._dtype, out=self.views[0])
 
     def release(self) -> None:
         work, self._work = self._work, DONE

@@ -20,6 +20,7 @@ from lockstep.errors import ShardingError
 from lockstep.parallel.dtensors import (
     DeviceMesh,
     DTensor,
+    DTensorSpec,
     Placement,
     as_dtensor,
     joined_mesh,
@@ -33,14 +34,6 @@ _MOST_AXES = 2  # of a parameter's own mesh, as in torch's FSDP: tensor parallel
 
 
 @dataclass(frozen=True)
-class Spread:
-    """How a parameter lay over other ranks before it was cut."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-
-@dataclass(frozen=True)
 class Face:
     """How one parameter appears.
 
@@ -51,7 +44,7 @@ class Face:
     full_shape: Shape  # of what the pieces on all ranks are of
     mesh: DeviceMesh
     placements: tuple[Placement, ...]
-    spread: Spread | None
+    spread: DTensorSpec | None  # how it lay over other ranks before it was cut
 
     def piece(self, local: Tensor) -> DTensor:
         """This rank's piece, of the parameter, its gradient or its state. Memory: the same."""
@@ -82,7 +75,7 @@ def face_of(param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> Face:
     if not isinstance(param, DTensor):
         shape = tuple(param.shape)
         return Face(shape, shape, mesh.device_mesh, mesh.placements(dim), None)
-    spread = Spread(param.device_mesh, tuple(param.placements))
+    spread = param._spec
     *replicated, _ = mesh.placements(dim)
     cut = shard_within(spread.mesh, spread.placements, dim)
     placements = (*replicated, cut, *spread.placements)
@@ -91,14 +84,14 @@ def face_of(param: Tensor, dim: int, mesh: ShardMesh, fqn: str) -> Face:
     )
 
 
-def _joined(mesh: DeviceMesh, spread: Spread, fqn: str) -> DeviceMesh:
+def _joined(mesh: DeviceMesh, spread: DTensorSpec, fqn: str) -> DeviceMesh:
     """The axes of `mesh`, then those of a parameter's own."""
     axes = f"{mesh.mesh_dim_names} of {mesh.mesh.tolist()}, {spread.mesh.mesh_dim_names} of {spread.mesh.mesh.tolist()}"
     if spread.mesh.ndim > _MOST_AXES:
         raise ShardingError(f"parameter {fqn!r} is a DTensor over {spread.mesh.ndim} axes, {axes}: 1 or 2 are possible")
     try:
         return joined_mesh([mesh, spread.mesh])
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:
         raise ShardingError(
             f"parameter {fqn!r} is a DTensor already, over a mesh that fully_shard's cannot be joined with: {axes} "
             f"({error}). Slice both from one: mesh = init_device_mesh(..., mesh_dim_names=('dp', 'tp')), "

@@ -13,7 +13,7 @@ from lockstep.comm.op import DONE, Work
 from lockstep.errors import ShardingError
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.kept_part import KeptPart
-from lockstep.parallel.shard_extension import Extended, Surroundings
+from lockstep.parallel.shard_extension import Extended
 from lockstep.parallel.shard_face import Face
 from lockstep.parallel.shard_layout import Cut, ShardLayout
 from lockstep.parallel.shard_mesh import ShardMesh, grid_of
@@ -127,7 +127,9 @@ class ShardGroup:
     def _find_place(self, sharing: bool, parts: int | None) -> Unsharded:
         layout, comm, pieces = self.layout, self.comm, self.pieces
         if pieces.is_extended:
-            return Extended(pieces.tensors[0], comm, self._surroundings(), self.label)
+            like = torch.empty(layout.cuts[0].shape, device="meta")
+            around = (self.mesh.device_mesh, like.shape, like.stride(), self.owners[0][0].module, self.policy)
+            return Extended(pieces.tensors[0], comm, around, self.dtype, self.label)
         assert pieces.flat is not None, "pieces are in one flat tensor until they find a place in a whole"
         is_same = (self.dtype, self.device) == (pieces.dtype, pieces.home)
         if comm.world_size == 1 and is_same:
@@ -145,11 +147,6 @@ class ShardGroup:
                 return resident
         gathered = Gathered(layout, self.dtype, self.device, comm, self.label)
         return gathered if parts is None else KeptPart(gathered, layout, grid_of(comm, parts), self.label)
-
-    def _surroundings(self) -> Surroundings:
-        whole = torch.empty(self.layout.cuts[0].shape, device="meta")
-        mesh = self.mesh.device_mesh
-        return Surroundings(mesh, whole.shape, whole.stride(), self.owners[0][0].module, self.policy, self.dtype)
 
     def publish(self) -> None:
         """Bring the copy that all ranks see up to date. The caller sees to it that nobody reads meanwhile."""

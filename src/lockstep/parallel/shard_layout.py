@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple, final
+
+from lockstep.parallel.buckets import starts_of
 
 Shape = tuple[int, ...]
 
@@ -32,9 +33,9 @@ class ShardLayout:
     def __init__(self, cuts: Sequence[Cut], world_size: int) -> None:
         self.cuts = tuple(cuts)
         self.world_size = world_size
-        self.whole_starts, self.whole_numel = _starts([math.prod(cut.shape) for cut in cuts])
+        self.whole_starts, self.whole_numel = starts_of([math.prod(cut.shape) for cut in cuts])
         rooms = [math.prod(self.piece_shape(index, 0)) for index in range(len(cuts))]
-        self.starts, self.shard_numel = _starts(rooms)  # of each piece in the shard; S
+        self.starts, self.shard_numel = starts_of(rooms)  # of each piece in the shard; S
 
     def rows(self, index: int, rank: int) -> tuple[int, int]:
         """(first, how many) of the rows of parameter `index` that `rank` has."""
@@ -67,8 +68,3 @@ class ShardLayout:
         """Whether all ranks have equally much of parameter `index`, rows one after the other in memory."""
         shape, dim = self.cuts[index]
         return dim == 0 and shape[0] % self.world_size == 0
-
-
-def _starts(sizes: Sequence[int]) -> tuple[tuple[int, ...], int]:
-    *starts, total = itertools.accumulate(sizes, initial=0)
-    return tuple(starts), total

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, final
 
 from torch.nn import Parameter
 
 from lockstep.errors import CollectiveTimeout, PeerLost
+from lockstep.parallel.buckets import starts_of
 from lockstep.parallel.shard_flight import BufferPool, Flight
 from lockstep.parallel.shard_gradients import ShardGradients
 
@@ -36,8 +36,8 @@ class ShardReductions:
     def __init__(self, gradients: Sequence[ShardGradients], losses: Losses) -> None:
         self.gradients = gradients
         self.flights = 1  # reductions that may be under way at once
-        sizes = [len(each.group.params) for each in gradients]
-        *self._starts, self.num_params = itertools.accumulate(sizes, initial=0)  # of each group among all parameters
+        # where each group begins among all parameters
+        self._starts, self.num_params = starts_of([len(each.group.params) for each in gradients])
         self._losses = losses
         self._in_flight: list[tuple[ShardGradients, Flight]] = []
         self._pool = BufferPool()

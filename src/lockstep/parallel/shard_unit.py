@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, final
 
 import torch
@@ -147,7 +148,7 @@ class ShardUnit:
         return self._leave(context, is_outermost, output)
 
     def _enter(self, context: ShardContext) -> bool:
-        return context.enter_forward(self)
+        return context.enter_forward()
 
     def _before(self, context: ShardContext, is_outermost: bool, args: Any, kwargs: Any) -> tuple[Any, Any]:
         if is_outermost and self.mesh.device.type != "cpu":
@@ -219,7 +220,7 @@ class ShardUnit:
             for index, whole in enumerate(group.wholes):
                 if whole.requires_grad and not hasattr(whole, _TELLS):
                     setattr(whole, _TELLS, True)
-                    whole.register_post_accumulate_grad_hook(_Arrival(self, number, index))
+                    whole.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), number, index))
 
     def reshard(self, shows_part: bool = False) -> None:
         """Let the modules have the shards, or the parts of the whole parameters that stay until backward."""
@@ -264,19 +265,11 @@ class _Through(torch.autograd.Function):
         return (None, None, *grads)
 
 
-@final
-class _Arrival:
+def _arrived(unit: weakref.ref[ShardUnit], number: int, index: int, _: Tensor) -> None:
     """Called by autograd when a gradient has been accumulated; the unit may be gone by then."""
-
-    def __init__(self, unit: ShardUnit, number: int, index: int) -> None:
-        self._unit = weakref.ref(unit)
-        self._number = number
-        self._index = index
-
-    def __call__(self, _: Tensor) -> None:
-        unit = self._unit()
-        if unit is not None and unit.context is not None:
-            unit.context.on_grad(unit, self._number, self._index)
+    target = unit()
+    if target is not None and target.context is not None:
+        target.context.on_grad(target, number, index)
 
 
 def _pre_backward(unit: weakref.ref[ShardUnit], grad: Tensor) -> Tensor:

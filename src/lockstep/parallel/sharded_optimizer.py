@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -17,7 +18,7 @@ from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.zero.chunk import UNFUSED_ELEMENTS, Chunk, ReplicatedChunk
 from lockstep.parallel.zero.overlap import ReduceScatterMean
-from lockstep.parallel.zero.pieces import Build, PerParameter, PieceOptimizer
+from lockstep.parallel.zero.pieces import PerParameter, PieceOptimizer
 from lockstep.parallel.zero.probe import OptimizerClass, runs_fused, why_not_elementwise
 from lockstep.parallel.zero.share import Member, Share, share_buckets, share_local, share_whole
 from lockstep.parallel.zero.state import (
@@ -116,9 +117,8 @@ class ShardedOptimizer(Optimizer):
             return
         are_floats = all(member.param.is_floating_point() for member in members)
         fuse = are_floats and runs_fused(self._optimizer_cls, self._kwargs, members[0].param.device)
-        build = Build(self._optimizer_cls, self._kwargs, fuse)
-        is_fused = build.fuse or self._kwargs.get("fused")
-        longest = UNFUSED_ELEMENTS if members[0].param.is_cpu and not is_fused else None
+        build = partial(self._optimizer_cls, **({**self._kwargs, "fused": True} if fuse else self._kwargs))
+        longest = UNFUSED_ELEMENTS if members[0].param.is_cpu and not build.keywords.get("fused") else None
         whole = [member for member in members if not is_dtensor(member.param)]
         local = [member for member in members if is_dtensor(member.param)]
         shares: list[Share] = []
@@ -129,7 +129,7 @@ class ShardedOptimizer(Optimizer):
         if local:
             shares.append(share_local(local, longest))
         for chunk, groups in shares:
-            part = PieceOptimizer(chunk, groups, self.param_groups, build)
+            part = PieceOptimizer(chunk, groups, self.param_groups, build, fuse)
             self._parts.append(part)
             self._home.update({id(param): (part, index) for index, param in enumerate(chunk.params)})
 

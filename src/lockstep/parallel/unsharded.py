@@ -118,17 +118,13 @@ class Gathered(Unsharded):
         self._nbytes = self.whole.numel() * self.whole.element_size()
         self.whole.untyped_storage().resize_(self._nbytes)
         self.views = [_part(self.whole, *layout.whole_span(i), cut.shape) for i, cut in enumerate(layout.cuts)]
-        indices = range(len(layout.cuts))
-        self._placed = [i for i in indices if device.type == "cpu" and self._is_worth_an_operation(i)]
-        self._staged = [i for i in indices if i not in self._placed]
+        floor = _PLACED_BYTES if device.type == "cpu" else math.inf
+        self._placed = [i for i, cut in enumerate(layout.cuts) if cut.dim == 0 and self.views[i].nbytes >= floor]
+        self._staged = [i for i in range(len(layout.cuts)) if i not in self._placed]
         self._buffer: Tensor | None = None
         self._work: Work = DONE
         self._begun: list[Work] = []  # of a gather that has begun in part
         self.release()
-
-    def _is_worth_an_operation(self, index: int) -> bool:
-        shape, dim = self._layout.cuts[index]
-        return dim == 0 and math.prod(shape) * self.whole.element_size() >= _PLACED_BYTES
 
     def launch(self, flat: Tensor | None) -> None:
         if not self._begun:  # else it would move from under what has begun

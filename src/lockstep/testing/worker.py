@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import gc
 import os
@@ -18,9 +17,9 @@ import torch
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport, destroy_default_group, forget_meshes
+from lockstep.launch.worker import hear_of_end
 from lockstep.testing.failures import RankError
 
-_PR_SET_PDEATHSIG = 1
 STACKS = signal.SIGUSR1  # makes a rank write the stacks of its threads into its log
 
 
@@ -74,8 +73,7 @@ def _perform(rank: int, world_size: int, job: Job) -> tuple[TorchTransport | Non
 
 
 def _prepare_process(log: str) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    hear_of_end(os.getppid(), signal.SIGKILL)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(output, standard)

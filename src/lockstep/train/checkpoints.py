@@ -65,7 +65,11 @@ def find_origin(resume: str, own: Path) -> Origin | None:
         raise ConfigError(f"--resume {path} does not exist; `--resume auto` finds the newest checkpoint in --out")
     name = Name.parse(path.absolute().name)
     if step is None and name is not None:
-        return _origin_of(path.absolute().parent, name)
+        directory = path.absolute().parent
+        newest = max(other for other in names_in(directory) if other.step == name.step)
+        if newest != name:
+            raise ConfigError(f"--resume {path.absolute()}: a later start of the run has saved that step as {newest}")
+        return Origin(directory, name.step)
     for directory in (path / "checkpoints", path):
         names = names_in(directory) if directory.is_dir() else []
         if step is None and names:
@@ -73,13 +77,6 @@ def find_origin(resume: str, own: Path) -> Origin | None:
         if any(name.step == step for name in names):
             return Origin(directory, step)
     raise ConfigError(f"--resume {resume} holds no checkpoint" + ("" if step is None else f" of step {step}"))
-
-
-def _origin_of(directory: Path, name: Name) -> Origin:
-    newest = max(other for other in names_in(directory) if other.step == name.step)
-    if newest != name:
-        raise ConfigError(f"--resume {directory / str(name)}: a later start of the run has saved that step as {newest}")
-    return Origin(directory, name.step)
 
 
 def peek(origin: Origin) -> State:

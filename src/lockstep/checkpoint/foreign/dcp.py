@@ -20,7 +20,7 @@ from torch import Tensor
 from lockstep.checkpoint.foreign.inert_pickle import PICKLE_BYTES_MAX, Call, read_inert
 from lockstep.checkpoint.foreign.torch_files import read_torch_window
 from lockstep.checkpoint.foreign.torch_tensors import dtype_of, shape_of
-from lockstep.checkpoint.foreign.window import Folder, open_folder
+from lockstep.checkpoint.foreign.window import Folder, Window, open_folder
 from lockstep.checkpoint.shares import is_tiled
 from lockstep.checkpoint.state import DEPTH_MAX
 from lockstep.comm.tensor_parts import Part
@@ -61,7 +61,7 @@ def read_dcp_folder(path: Path) -> dict[str, Any]:
             data = file.read_all(PICKLE_BYTES_MAX)
         metadata = _Metadata(file.name, read_inert(data, file.name))
         _check_complete(folder, metadata)
-        nested = _Nested(file.name)
+        nested = _Nested(file)
         for name, item in metadata.items.items():
             value = _stored(folder, metadata, name, None) if item is None else _tensor(folder, metadata, name, item)
             nested.set(metadata.nesting.get(name, (name,)), value)
@@ -195,8 +195,8 @@ class _Branch(dict[Any, Any]):
 class _Nested:
     """A state that grows leaf by leaf."""
 
-    def __init__(self, source: str) -> None:
-        self._source = source
+    def __init__(self, file: Window) -> None:
+        self._file = file
         self._root = _Branch()
         self._room = _LIST_MAX
 
@@ -204,13 +204,13 @@ class _Nested:
         """Put a leaf at `path`."""
         place = self._root
         if not all(type(key) in (str, int) for key in path):
-            self._fail("a path has a key that is neither text nor an integer")
+            self._file.fail("a path has a key that is neither text nor an integer")
         for key in path[:-1]:
             place = place.setdefault(key, _Branch())
             if not isinstance(place, _Branch):
-                self._fail(f"{path!a} lies within another item")
+                self._file.fail(f"{path!a} lies within another item")
         if path[-1] in place:
-            self._fail(f"{path!a} is there twice, or has other items within it")
+            self._file.fail(f"{path!a} is there twice, or has other items within it")
         place[path[-1]] = value
 
     def state(self) -> dict[str, Any]:
@@ -224,10 +224,7 @@ class _Nested:
         if not any(isinstance(key, int) for key in built):
             return built
         if not all(isinstance(key, int) and 0 <= key < self._room for key in built):
-            self._fail("a container has both names and indices, or far too many of them")
+            self._file.fail("a container has both names and indices, or far too many of them")
         size = max(built) + 1
         self._room -= size
         return [built.get(index) for index in range(size)]
-
-    def _fail(self, what: str) -> NoReturn:
-        raise CheckpointDamaged(f"{self._source} is damaged: {what}")

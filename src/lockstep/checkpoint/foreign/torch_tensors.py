@@ -6,14 +6,14 @@ Source: the functions that torch's pickles call, torch/_utils.py and torch/_tens
 from __future__ import annotations
 
 import math
-from typing import Any, NoReturn, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
 
 from lockstep.checkpoint.foreign.inert_pickle import Call, Name, Persistent
 from lockstep.checkpoint.foreign.zip_records import ZipRecords
-from lockstep.errors import CheckpointDamaged, CheckpointError
+from lockstep.errors import CheckpointError
 
 _DIMS_MAX = 64
 _DIM_MAX = 1 << 48
@@ -96,17 +96,17 @@ class StoredTensors:
             return None
         has_dtype = call.is_of(_DENSE[1])
         if len(call.args) - has_dtype not in (6, 7):
-            self._fail(f"a tensor is made of {len(call.args)} values")
+            self._records.file.fail(f"a tensor is made of {len(call.args)} values")
         storage, offset, size, stride, _, hooks, *rest = call.args
         if not (isinstance(hooks, Call) and hooks.is_of("collections.OrderedDict") and hooks.is_plain()):
             raise CheckpointError(f"{self._records.file.name} holds a tensor with hooks, which are code")
         elements = self._elements(storage, dtype_of(rest.pop(0)) if has_dtype else None)
         marks = rest[0] if rest and rest[0] is not None else {}
         if type(marks) is not dict or not marks.keys() <= {"conj", "neg"}:
-            self._fail("a tensor has marks other than conj and neg")
+            self._records.file.fail("a tensor has marks other than conj and neg")
         marked = [name for name in ("conj", "neg") if marks.get(name) is True]
         if marked and elements.dtype not in _MARKED:
-            self._fail(f"a tensor of {elements.dtype} is marked as conjugate or negative")
+            self._records.file.fail(f"a tensor of {elements.dtype} is marked as conjugate or negative")
         return self._view(elements, storage.id[2], offset, shape_of(size), _numbers(stride), marked)
 
     def _elements(self, storage: Any, dtype: torch.dtype | None) -> Tensor:
@@ -115,11 +115,11 @@ class StoredTensors:
         kind, storage_type, key, _, numel = storage.id if known else (None,) * 5
         own_dtype = _STORAGES.get(str(storage_type)) if isinstance(storage_type, Name) else None
         if kind != "storage" or own_dtype is None or not isinstance(key, str) or type(numel) is not int:
-            self._fail(f"a tensor has no storage of a known type ({_shown(storage_type)})")
+            self._records.file.fail(f"a tensor has no storage of a known type ({_shown(storage_type)})")
         name = f"{self._root}/data/{key}"
         size = self._records.size(name)
         if numel < 0 or numel * own_dtype.itemsize != size:
-            self._fail(f"{_shown(name)} has {size} bytes, not {numel} elements of {own_dtype}")
+            self._records.file.fail(f"{_shown(name)} has {size} bytes, not {numel} elements of {own_dtype}")
         if key not in self._storages:
             data = torch.empty(size, dtype=torch.uint8)
             self._records.read_into(data.numpy().data, name)
@@ -130,14 +130,14 @@ class StoredTensors:
     def _view(self, elements: Tensor, key: str, offset: Any, shape: Any, strides: Any, marked: list[str]) -> Tensor:
         """The tensor itself where the file has its conjugate or negative."""
         if shape is None or strides is None or len(shape) != len(strides) or type(offset) is not int or offset < 0:
-            self._fail(f"a tensor of storage {_shown(key)} has no right shape, strides or offset")
+            self._records.file.fail(f"a tensor of storage {_shown(key)} has no right shape, strides or offset")
         place = f"{elements.dtype} {offset} {shape} {strides} {marked} {key}"  # text: equal hashes could be made
         if place in self._made:
             return self._made[place]
         last = offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
         count = math.prod(shape)
         if offset > elements.numel() or (count and last >= elements.numel()):
-            self._fail(f"a tensor of shape {list(shape)} is larger than its storage {_shown(key)}")
+            self._records.file.fail(f"a tensor of shape {list(shape)} is larger than its storage {_shown(key)}")
         self._bytes_left -= count * elements.dtype.itemsize
         if self._bytes_left < 0:
             raise CheckpointError(f"{self._records.file.name} describes tensors that are far larger than the file")
@@ -146,9 +146,6 @@ class StoredTensors:
             tensor = tensor.conj_physical()
         self._made[place] = tensor.neg() if "neg" in marked else tensor
         return self._made[place]
-
-    def _fail(self, what: str) -> NoReturn:
-        raise CheckpointDamaged(f"{self._records.file.name} is damaged: {what}")
 
 
 def _shown(value: Any) -> str:

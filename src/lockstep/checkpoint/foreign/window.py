@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from lockstep.checkpoint.open_files import fill
 from lockstep.errors import CheckpointDamaged, CheckpointError, CheckpointMissing
@@ -31,6 +31,10 @@ class Window(NamedTuple):
                 f"{name} should be bytes {start} to {start + count} of {self.name}, which has {self.bytes}"
             )
         return Window(self.descriptor, self.start + start, count, name)
+
+    def fail(self, what: str) -> NoReturn:
+        """Raises: CheckpointDamaged, for what was read and cannot be right."""
+        raise CheckpointDamaged(f"{self.name} is damaged: {what}")
 
     def read(self, start: int, count: int) -> bytes:
         """`count` bytes from `start` of this window. Raises: CheckpointDamaged where they are not there."""

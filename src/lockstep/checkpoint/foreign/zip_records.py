@@ -11,10 +11,10 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import Any, NamedTuple, NoReturn, final
+from typing import Any, NamedTuple, final
 
 from lockstep.checkpoint.foreign.window import Window
-from lockstep.errors import CheckpointDamaged, CheckpointError
+from lockstep.errors import CheckpointError
 
 MAGIC = b"PK\x03\x04"
 _END = struct.Struct("<4s4H2LH")
@@ -72,11 +72,11 @@ class ZipRecords:
         for block in self.file.read_blocks(out, self._data_start(name, record)):
             crc = zlib.crc32(block, crc)
         if crc != record.crc32:
-            self._fail(f"{name} is not what was written: its CRC does not fit")
+            self.file.fail(f"{name} is not what was written: its CRC does not fit")
 
     def _record(self, name: str) -> _Record:
         if name not in self._records:
-            self._fail(f"there is no record {name}")
+            self.file.fail(f"there is no record {name}")
         return self._records[name]
 
     def _data_start(self, name: str, record: _Record) -> int:
@@ -89,13 +89,13 @@ class ZipRecords:
         magic, _, flags, method, _, _, crc, packed, size, name_bytes, extra_bytes = _LOCAL.unpack(fixed)
         encoded = self.file.read(record.header + _LOCAL.size, min(name_bytes, len(name.encode())))
         if magic != MAGIC or encoded != name.encode() or name_bytes != len(encoded) or method or flags & ~_KNOWN_FLAGS:
-            self._fail(f"{name} does not begin as the archive's directory says")
+            self.file.fail(f"{name} does not begin as the archive's directory says")
         told_later = flags & 0x0008
         if not told_later and (crc != record.crc32 or {packed, size} - {record.bytes, _FULL_32}):
-            self._fail(f"the archive's directory and {name} differ in its size or CRC")
+            self.file.fail(f"the archive's directory and {name} differ in its size or CRC")
         start = record.header + _LOCAL.size + name_bytes + extra_bytes
         if start + record.bytes > record.end:
-            self._fail(f"{name} overlaps what follows it")
+            self.file.fail(f"{name} overlaps what follows it")
         return start
 
     # -------------------------------------------------------------- directory
@@ -105,15 +105,15 @@ class ZipRecords:
         file = self.file
         end_at = file.bytes - _END.size
         if end_at < 0 or file.read(0, 4) != MAGIC:
-            self._fail("this is no zip archive, or its beginning is lost")
+            self.file.fail("this is no zip archive, or its beginning is lost")
         magic, disk, first_disk, here, count, size, start, comment = _END.unpack(file.read(end_at, _END.size))
         if magic != b"PK\x05\x06" or disk or first_disk or here != count or comment:
-            self._fail("the archive has no end: it was cut off, or something follows it")
+            self.file.fail("the archive has no end: it was cut off, or something follows it")
         limit = end_at
         if count == _FULL_16 or _FULL_32 in (size, start):
             limit, count, size, start = self._directory_64(end_at)
         if start + size > limit or size > _DIRECTORY_BYTES_MAX or count * _LISTED.size > size:
-            self._fail(f"a directory of {size} bytes for {count} records is not where the archive's end says")
+            self.file.fail(f"a directory of {size} bytes for {count} records is not where the archive's end says")
         return start, start + size, count
 
     def _directory_64(self, end_at: int) -> tuple[int, int, int, int]:
@@ -121,11 +121,11 @@ class ZipRecords:
         file, at = self.file, end_at - _LOCATOR_64.size
         magic, disk, end_64_at, disks = _LOCATOR_64.unpack(file.read(at, _LOCATOR_64.size))
         if magic != b"PK\x06\x07" or disk or disks > 1 or end_64_at + _END_64.size > at:
-            self._fail("the archive's 64-bit end is lost")
+            self.file.fail("the archive's 64-bit end is lost")
         found = _END_64.unpack(file.read(end_64_at, _END_64.size))
         magic, _, _, _, disk, first_disk, here, count, size, start = found
         if magic != b"PK\x06\x06" or disk or first_disk or here != count:
-            self._fail("the archive's 64-bit end is damaged")
+            self.file.fail("the archive's 64-bit end is damaged")
         return end_64_at, count, size, start
 
     def _listed(self, start: int, end: int, count: int) -> dict[str, _Record]:
@@ -133,7 +133,7 @@ class ZipRecords:
         found: list[tuple[_Record, str]] = []
         for _ in range(count):
             if at + _LISTED.size > len(data):
-                self._fail("the archive's directory is cut off")
+                self.file.fail("the archive's directory is cut off")
             fields = _LISTED.unpack_from(data, at)
             name_end = at + _LISTED.size + fields[10]
             extra_end = name_end + fields[11]
@@ -141,18 +141,18 @@ class ZipRecords:
             found.append((self._place(fields, data[name_end:extra_end], name), name))
             at = extra_end + fields[12]
         if at != len(data):
-            self._fail("the archive's directory is longer than what it lists")
+            self.file.fail("the archive's directory is longer than what it lists")
         return self._separate(found, start)
 
     def _place(self, fields: tuple[Any, ...], extra: bytes, name: str) -> _Record:
         """One listed record, whose end is not known yet."""
         magic, _, _, flags, method, _, _, crc, packed, size, _, _, _, disk, _, _, header = fields
         if magic != b"PK\x01\x02" or disk or flags & ~_KNOWN_FLAGS:
-            self._fail(f"the archive's directory is damaged at {name}")
+            self.file.fail(f"the archive's directory is damaged at {name}")
         large = self._large_fields(extra)
         size, packed, header = (next(large, -1) if n == _FULL_32 else n for n in (size, packed, header))
         if min(size, packed, header) < 0 or (size != packed and not method):
-            self._fail(f"the archive's directory has no right size or place for {name}")
+            self.file.fail(f"the archive's directory has no right size or place for {name}")
         return _Record(header, packed, crc, method, 0)
 
     def _large_fields(self, extra: bytes) -> Iterator[int]:
@@ -169,9 +169,9 @@ class ZipRecords:
         records: dict[str, _Record] = {}
         for record, name in sorted(found, reverse=True):
             if record.header + _LOCAL.size + len(name.encode()) + record.bytes > end:
-                self._fail(f"{name} overlaps another record or the archive's directory")
+                self.file.fail(f"{name} overlaps another record or the archive's directory")
             if name in records:
-                self._fail(f"there are two records {name}")
+                self.file.fail(f"there are two records {name}")
             records[name] = record._replace(end=end)
             end = record.header
         return records
@@ -180,10 +180,7 @@ class ZipRecords:
         try:
             name = encoded.decode("utf-8")
         except UnicodeDecodeError:
-            self._fail("the archive's directory is damaged: a name is no text")
+            self.file.fail("the archive's directory is damaged: a name is no text")
         if name.startswith("/") or "\\" in name or "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise CheckpointError(f"{self.file.name} has a record {name!r}, which no checkpoint has")
         return name
-
-    def _fail(self, what: str) -> NoReturn:
-        raise CheckpointDamaged(f"{self.file.name} is damaged: {what}")

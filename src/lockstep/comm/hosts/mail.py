@@ -7,10 +7,10 @@ none waits for its limit.
 
 from __future__ import annotations
 
-import abc
+import itertools
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
 import torch
@@ -99,7 +99,8 @@ def _called(op: CommOp) -> str:
     return signature(op._replace(inputs=inputs, outputs=outputs))[: _CALLED_BYTES - 1]
 
 
-class Letters(abc.ABC):
+@final
+class Letters:
     """One message from each leader to each other one: fill `outgoing`, `send`, `wait`, read `incoming`.
 
     Messages of one `slot` share their memory, so no two are under way at once.
@@ -107,135 +108,92 @@ class Letters(abc.ABC):
 
     _work: Work
 
-    def __init__(self, leaders: Transport) -> None:
+    def __init__(
+        self,
+        leaders: Transport,
+        exchange: CommOp,
+        sent: Sequence[Tensor],
+        got: Mapping[int, Tensor],
+        end: int | None = None,
+    ) -> None:
+        """exchange: what moves the messages, whose inputs this leader writes. sent: the one to each host. got: those
+        that come, by host. end: where a message ends that has room for more.
+        """
         self._leaders = leaders
+        self._exchange = exchange
+        self._sent = sent
+        self._got = got
+        self._end = end
+        self._fault: Fault | None = None
 
-    @abc.abstractmethod
+    @classmethod
+    def shared(cls, leaders: Transport, buffer: Buffer, slot: int, nbytes: int) -> Letters:
+        """Every leader gives all the same, up to `nbytes`."""
+        hosts, end = leaders.world_size, WORD_BYTES + nbytes
+        box = buffer(f"in {slot}", hosts * _aligned(end))
+        rows = box.view(hosts, -1).unbind()
+        mine = rows[leaders.rank]
+        return cls(leaders, CommOp(-1, "all_gather", (mine,), (box,)), [mine] * hosts, dict(enumerate(rows)), end)
+
+    @classmethod
+    def spread(cls, leaders: Transport, buffer: Buffer, slot: int, nbytes: int, source: int) -> Letters:
+        """The leader of host `source` gives all the same `nbytes`; the others listen."""
+        box = buffer(f"in {slot}", WORD_BYTES + nbytes)
+        given = (box,) if leaders.rank == source else ()
+        return cls(leaders, CommOp(-1, "broadcast", given, (box,), source), [box] * leaders.world_size, {source: box})
+
+    @classmethod
+    def addressed(
+        cls, leaders: Transport, buffer: Buffer, slot: int, sent: Sequence[int], got: Sequence[int]
+    ) -> Letters:
+        """Every leader has something else for each other one: `sent[host]` bytes go there, `got[host]` come back."""
+
+        def messages(name: str, sizes: Sequence[int]) -> tuple[Tensor, ...]:
+            """One for each host, none for the leader's own."""
+            lengths = [0 if host == leaders.rank else WORD_BYTES + size for host, size in enumerate(sizes)]
+            *starts, total = itertools.accumulate(map(_aligned, lengths), initial=0)
+            room = buffer(f"{name} {slot}", total)
+            return tuple(room[start : start + length] for start, length in zip(starts, lengths, strict=True))
+
+        out, into = messages("out", sent), messages("in", got)
+        coming = {host: message for host, message in enumerate(into) if message.numel()}
+        return cls(leaders, CommOp(-1, "all_to_all", out, into), out, coming)
+
     def outgoing(self, host: int) -> Tensor:
         """The bytes for `host`, to be filled."""
+        return self._sent[host][WORD_BYTES : self._end]
 
-    @abc.abstractmethod
     def incoming(self, host: int) -> Tensor:
         """The bytes that came from `host`."""
+        return self._got[host][WORD_BYTES : self._end]
 
-    @abc.abstractmethod
     def send(self, fault: Fault | None, op: CommOp) -> None:
         """Start the exchange, with `fault` in its word. `op` is what it is for."""
-
-    @abc.abstractmethod
-    def _words(self) -> dict[int, Tensor]:
-        """The words that have come, by host."""
+        self._fault = fault
+        for message in self._exchange.inputs:
+            if message.numel():
+                write_word(message[:WORD_BYTES], fault, op)
+        self._work = self._leaders.submit(self._exchange._replace(seq=op.seq, label=op.label))
 
     def wait(self, limit_s: float, op: CommOp) -> Fault | None:
-        """The first failure that a host reports, in the order of hosts.
+        """The first failure that a host reports, in the order of hosts; this one's own, where it sends itself no word.
 
         Raises: CommError where the exchange failed; CollectiveMismatch where a host is in another operation than `op`.
         """
         self._work.wait(limit_s)
-        words = self._words()
+        own = None if self._leaders.rank in self._got else self._fault
+        words = {host: message[:WORD_BYTES] for host, message in self._got.items()}
         for word in words.values():
             fault = read_word(word)
             if fault is not None:
-                return fault
+                return own or fault
         ours = _called(op)
         for host, word in words.items():
             theirs = bytes(word[1:_CALLED_BYTES].tolist()).decode().rstrip()
             if theirs != ours:
                 lines = f"rank {self._leaders.rank}: {ours}; rank {host}: {theirs}"
                 raise CollectiveMismatch(f"ranks called different operations at the same point: {lines}. {ONE_ORDER}")
-        return None
-
-
-@final
-class Shared(Letters):
-    """Every leader gives all the same, up to `nbytes`."""
-
-    def __init__(self, leaders: Transport, buffer: Buffer, slot: int, nbytes: int) -> None:
-        super().__init__(leaders)
-        self._step = _aligned(WORD_BYTES + nbytes)
-        self._nbytes = nbytes
-        self._box = buffer(f"in {slot}", leaders.world_size * self._step)
-
-    def _message(self, host: int) -> Tensor:
-        return self._box[host * self._step : (host + 1) * self._step]
-
-    def incoming(self, host: int) -> Tensor:
-        return self._message(host)[WORD_BYTES : WORD_BYTES + self._nbytes]
-
-    def outgoing(self, host: int) -> Tensor:
-        return self.incoming(self._leaders.rank)
-
-    def send(self, fault: Fault | None, op: CommOp) -> None:
-        mine = self._message(self._leaders.rank)
-        write_word(mine[:WORD_BYTES], fault, op)
-        self._work = self._leaders.submit(CommOp(op.seq, "all_gather", (mine,), (self._box,), label=op.label))
-
-    def _words(self) -> dict[int, Tensor]:
-        return {host: self._message(host)[:WORD_BYTES] for host in range(self._leaders.world_size)}
-
-
-@final
-class Addressed(Letters):
-    """Every leader has something else for each other one: `sent[host]` bytes go there, `got[host]` come from there."""
-
-    def __init__(self, leaders: Transport, buffer: Buffer, slot: int, sent: Sequence[int], got: Sequence[int]) -> None:
-        super().__init__(leaders)
-        self._out = self._cut(buffer, f"out {slot}", sent)
-        self._in = self._cut(buffer, f"in {slot}", got)
-
-    def _cut(self, buffer: Buffer, name: str, sizes: Sequence[int]) -> list[Tensor]:
-        """One message for each host, none for the leader's own."""
-        lengths = [0 if host == self._leaders.rank else WORD_BYTES + size for host, size in enumerate(sizes)]
-        room = buffer(name, sum(map(_aligned, lengths)))
-        starts = [sum(map(_aligned, lengths[:host])) for host in range(len(lengths))]
-        return [room[start : start + length] for start, length in zip(starts, lengths, strict=True)]
-
-    def outgoing(self, host: int) -> Tensor:
-        return self._out[host][WORD_BYTES:]
-
-    def incoming(self, host: int) -> Tensor:
-        return self._in[host][WORD_BYTES:]
-
-    def send(self, fault: Fault | None, op: CommOp) -> None:
-        for message in self._out:
-            if message.numel():
-                write_word(message[:WORD_BYTES], fault, op)
-        self._fault = fault
-        ours = CommOp(op.seq, "all_to_all", tuple(self._out), tuple(self._in), label=op.label)
-        self._work = self._leaders.submit(ours)
-
-    def wait(self, limit_s: float, op: CommOp) -> Fault | None:
-        told = super().wait(limit_s, op)
-        return self._fault or told
-
-    def _words(self) -> dict[int, Tensor]:
-        return {host: message[:WORD_BYTES] for host, message in enumerate(self._in) if message.numel()}
-
-
-@final
-class Spread(Letters):
-    """The leader of host `source` gives all the same `nbytes`; the others listen."""
-
-    def __init__(self, leaders: Transport, buffer: Buffer, slot: int, nbytes: int, source: int) -> None:
-        super().__init__(leaders)
-        self._source = source
-        self._box = buffer(f"in {slot}", WORD_BYTES + nbytes)
-
-    def outgoing(self, host: int) -> Tensor:
-        return self._box[WORD_BYTES:]
-
-    incoming = outgoing
-
-    def send(self, fault: Fault | None, op: CommOp) -> None:
-        sends = self._leaders.rank == self._source
-        if sends:
-            write_word(self._box[:WORD_BYTES], fault, op)
-        inputs = (self._box,) if sends else ()
-        ours = CommOp(op.seq, "broadcast", inputs, (self._box,), self._source, label=op.label)
-        self._work = self._leaders.submit(ours)
-
-    def _words(self) -> dict[int, Tensor]:
-        return {self._source: self._box[:WORD_BYTES]}
+        return own
 
 
 def _aligned(nbytes: int) -> int:

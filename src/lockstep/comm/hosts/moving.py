@@ -8,7 +8,7 @@ from typing import final
 from torch import Tensor
 
 from lockstep.comm.hosts.links import HostStage, Links
-from lockstep.comm.hosts.mail import Fault, Shared, Spread
+from lockstep.comm.hosts.mail import Fault, Letters
 from lockstep.comm.op import CommOp
 from lockstep.comm.operands import as_bytes, pieces
 
@@ -19,7 +19,7 @@ class BarrierStage(HostStage):
 
     def up(self) -> None:
         if self.links.leaders is not None:
-            self.mail = Shared(self.links.leaders, self.links.buffer, 0, 0)
+            self.mail = Letters.shared(self.links.leaders, self.links.buffer, 0, 0)
         self.links.within(self.part("barrier", (), ()), -1)
 
     def down(self) -> None:
@@ -37,7 +37,7 @@ class BroadcastStage(HostStage):
         self.block = op.outputs[0].view(-1)[start:stop]
         self.given = op.inputs[0].view(-1)[start:stop] if links.rank == op.peer else None
         if links.leaders is not None:
-            self.mail = Spread(links.leaders, links.buffer, slot, self.block.nbytes, self.source)
+            self.mail = Letters.spread(links.leaders, links.buffer, slot, self.block.nbytes, self.source)
 
     def up(self) -> None:
         if self.links.host == self.source:
@@ -73,7 +73,7 @@ class GatherStage(HostStage):
         self.runs = _joined(op.outputs, rows, start, stop, links.here)
         if links.leaders is not None:
             longest = max(sum(self.blocks[rank].nbytes for rank in ranks) for ranks in links.hosts)
-            self.mail = Shared(links.leaders, links.buffer, slot, longest)
+            self.mail = Letters.shared(links.leaders, links.buffer, slot, longest)
 
     def up(self) -> None:
         self.links.within(self.part("all_gather", (self.given,), [self.blocks[rank] for rank in self.links.here]), -1)
@@ -126,14 +126,9 @@ def halves(op: CommOp, here: Sequence[int]) -> tuple[CommOp | None, CommOp]:
     nothing in it for those of the same host.
     """
     empty = (op.inputs or op.outputs)[0].new_empty(0)
-    apart = {
-        "inputs": tuple(empty if index in here else t for index, t in enumerate(op.inputs)),
-        "outputs": tuple(empty if index in here else t for index, t in enumerate(op.outputs)),
-    }
-    together = {
-        "inputs": tuple(t for index, t in enumerate(op.inputs) if index in here),
-        "outputs": tuple(t for index, t in enumerate(op.outputs) if index in here),
-    }
+    sides = {"inputs": op.inputs, "outputs": op.outputs}
+    apart = {name: tuple(empty if i in here else t for i, t in enumerate(side)) for name, side in sides.items()}
+    together = {name: tuple(t for i, t in enumerate(side) if i in here) for name, side in sides.items()}
     if op.kind == "all_to_all":
         return op._replace(**together), op._replace(**apart)
     lists, own = ("outputs", "inputs") if op.kind == "gather" else ("inputs", "outputs")

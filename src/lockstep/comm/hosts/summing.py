@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.hosts.links import HostStage, Links
-from lockstep.comm.hosts.mail import Addressed, Fault, Shared
+from lockstep.comm.hosts.mail import Fault, Letters
 from lockstep.comm.op import CommOp, Reduction
 from lockstep.comm.operands import as_bytes, pieces
 from lockstep.comm.reduction import join_subtrees, tree_reduce
@@ -47,12 +47,12 @@ class ReducingStage(HostStage, abc.ABC):
         links, size, sums_of = self.links, self.source.element_size(), self.links.sums_of
         count = sums_of[links.host]
         if self.spans is None:
-            self.mail = Shared(leaders, links.buffer, self.slot, max(sums_of) * self.source.nbytes)
+            self.mail = Letters.shared(leaders, links.buffer, self.slot, max(sums_of) * self.source.nbytes)
             room = self.mail.outgoing(0)[: count * self.source.nbytes]
         else:
             sent = [count * (stop - start) * size for start, stop in self.spans]
             got = [sums * (self.mine[1] - self.mine[0]) * size for sums in sums_of]
-            self.mail = Addressed(leaders, links.buffer, self.slot, sent, got)
+            self.mail = Letters.addressed(leaders, links.buffer, self.slot, sent, got)
             room = links.buffer(f"sums {self.slot}", count * self.source.nbytes)
         self.sums = list(room.view(self.source.dtype).view(count, self.source.numel()).unbind())
 
@@ -127,7 +127,7 @@ class AllReduceStage(ReducingStage):
             return None
         assert self.links.leaders is not None
         nbytes = [(stop - start) * self.block.element_size() for start, stop in self.spans]
-        mail = Shared(self.links.leaders, self.links.buffer, _SHARES, nbytes[0])
+        mail = Letters.shared(self.links.leaders, self.links.buffer, _SHARES, nbytes[0])
         self.join(mail.outgoing(0)[: nbytes[self.links.host]].view(self.block.dtype))
         mail.send(None, self.op)
         fault = mail.wait(self.links.left_s(), self.op)

@@ -68,17 +68,12 @@ class ShardedChunk(Chunk):
 
     def flatten(self, param: int, state: Tensor | TensorPieces) -> Tensor:
         assert isinstance(state, Tensor), "TensorPieces are of whole parameters"
-        local = local_tensor(self.params[param])
-        return flat_in_order(_piece_of(self.params[param], state), dense_strides(local))
+        own: Any = self.params[param]
+        if not isinstance(state, DTensor):
+            state = state[part_of(own).slices]
+        elif state.placements != own.placements:
+            raise CheckpointError(f"optimizer state is placed {state.placements}, its parameter {own.placements}")
+        return flat_in_order(local_tensor(state), dense_strides(local_tensor(own)))
 
     def publish(self) -> Work:
         return DONE
-
-
-def _piece_of(param: Any, value: Tensor) -> Tensor:
-    """This rank's piece of `value`, a DTensor placed as `param` is or a whole tensor."""
-    if isinstance(value, DTensor):
-        if value.placements != param.placements:
-            raise CheckpointError(f"optimizer state is placed {value.placements}, its parameter {param.placements}")
-        return local_tensor(value)
-    return value[part_of(param).slices]

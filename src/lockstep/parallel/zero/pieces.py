@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -17,14 +17,6 @@ from lockstep.parallel.zero.state import Group, States, load_exactly
 NOT_SHARED = ("params", "param_names", "fused")  # what the user's group and the pieces' group say differently
 
 
-class Build(NamedTuple):
-    """How the user wants his optimizer, and whether its fused implementation serves where he names none."""
-
-    cls: OptimizerClass
-    kwargs: Mapping[str, Any]
-    fuse: bool
-
-
 @final
 class PieceOptimizer:
     """Steps the pieces of a chunk as if each were a parameter.
@@ -34,16 +26,18 @@ class PieceOptimizer:
     Memory: the class's state for this rank's pieces, 1/W of what it keeps for whole parameters.
     """
 
-    def __init__(self, chunk: Chunk, group_of: Sequence[int], groups: Sequence[Group], build: Build) -> None:
+    def __init__(
+        self, chunk: Chunk, group_of: Sequence[int], groups: Sequence[Group], build: OptimizerClass, fuse: bool
+    ) -> None:
+        """fuse: the fused implementation serves where the user's `groups` name none."""
         self.chunk = chunk
-        self._fuse = build.fuse
+        self._fuse = fuse
         self._group_indices = sorted(set(group_of))  # also of groups that have no piece here: they count steps too
         own = []
         for index in self._group_indices:
             members = [piece.tensor for piece in chunk.pieces if group_of[piece.span.param] == index]
             own.append({**self._options(groups[index]), "params": members})
-        kwargs = {**build.kwargs, "fused": True} if build.fuse else build.kwargs
-        self._optimizer = build.cls(own, **kwargs)
+        self._optimizer = build(own)
         self._pieces_of: dict[int, list[Tensor]] = {}
         for span, tensor in chunk.pieces:
             self._pieces_of.setdefault(span.param, []).append(tensor)
@@ -106,7 +100,8 @@ class PieceOptimizer:
         copy: else the tensors themselves are kept.
         """
         packed: dict[int, dict[str, Any]] = {}
-        numbers = self._numbers()
+        tensors = [tensor for own in self._optimizer.param_groups for tensor in own["params"]]
+        numbers = {id(tensor): number for number, tensor in enumerate(tensors)}
         seen: dict[int, int] = {}
         for span, tensor in self.chunk.pieces:
             begin = seen.setdefault(span.param, span.start)
@@ -118,10 +113,6 @@ class PieceOptimizer:
         for index, own in zip(self._group_indices, self._optimizer.param_groups, strict=True):
             saved.append({**self._options(groups[index]), "params": [numbers[id(t)] for t in own["params"]]})
         load_exactly(self._optimizer, {"state": packed, "param_groups": saved})
-
-    def _numbers(self) -> dict[int, int]:
-        tensors = [tensor for own in self._optimizer.param_groups for tensor in own["params"]]
-        return {id(tensor): number for number, tensor in enumerate(tensors)}
 
 
 @final

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import NamedTuple, final
+
+from lockstep.parallel.buckets import starts_of
 
 ALIGNMENT = 16  # elements; a piece begins where a kernel's vectors begin, so its bits are those of the whole parameter
 
@@ -29,8 +30,7 @@ class FlatLayout:
     def __init__(self, numels: Sequence[int], world_size: int) -> None:
         self.numels = tuple(numels)
         self.world_size = world_size
-        *starts, numel = itertools.accumulate((_round_up(n) for n in numels), initial=0)
-        self.starts = tuple(starts)
+        self.starts, numel = starts_of([_round_up(n) for n in numels])
         self.part = _round_up(-(-numel // world_size))
         self.numel = self.part * world_size
 

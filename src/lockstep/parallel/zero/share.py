@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -29,11 +28,7 @@ class Member(NamedTuple):
     group: int
 
 
-class Share(NamedTuple):
-    """A chunk, and the group of each of its parameters."""
-
-    chunk: Chunk
-    groups: list[int]
+Share = tuple[Chunk, list[int]]  # the group of each of the chunk's parameters
 
 
 def share_local(members: Sequence[Member], longest: int | None) -> Share:
@@ -41,7 +36,7 @@ def share_local(members: Sequence[Member], longest: int | None) -> Share:
     from lockstep.parallel.zero.dtensor import ShardedChunk  # DTensor is half a second of imports
 
     chunk = ShardedChunk([m.param for m in members], [m.name for m in members], longest)
-    return Share(chunk, [m.group for m in members])
+    return chunk, [m.group for m in members]
 
 
 def share_whole(members: Sequence[Member], comm: Communicator, longest: int | None) -> list[Share]:
@@ -90,7 +85,12 @@ def share_buckets(
     _check_params(members, reducer.comm)
     hook = ReduceScatterMean(reducer.comm)
     reducer.before_forward()  # what an earlier step has left comes to its end first
-    exchange.hand_over(hook, functools.partial(FlatLayout, world_size=reducer.comm.world_size))
+
+    def lay_out(numels: Sequence[int]) -> tuple[tuple[int, ...], int]:
+        layout = FlatLayout(numels, reducer.comm.world_size)
+        return layout.starts, layout.numel
+
+    exchange.hand_over(hook, lay_out)
     shares = [_share([by_id[id(p)] for p in bucket.params], reducer.comm, longest) for bucket in exchange.buckets]
     hook.join([chunk for chunk, _ in shares if isinstance(chunk, ReplicatedChunk)])
     taken = {id(param) for param in reducer.params}
@@ -99,7 +99,7 @@ def share_buckets(
 
 def _share(members: Sequence[Member], comm: Communicator, longest: int | None) -> Share:
     chunk = ReplicatedChunk([m.param for m in members], [m.name for m in members], comm, longest)
-    return Share(chunk, [m.group for m in members])
+    return chunk, [m.group for m in members]
 
 
 # ------------------------------------------------------------------ that they can be, and are the same on all ranks

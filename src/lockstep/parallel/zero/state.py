@@ -33,7 +33,8 @@ def gather_states(chunk: ReplicatedChunk, mine: States, to: int | None = None) -
     comm = chunk.comm
     [described] = _described(comm, [mine])
     states: States = {param: {} for param in sorted(described)}
-    for key, dtype in _keys_per_element(described):
+    entries = [entry for state in described.values() for entry in state.items()]
+    for key, dtype in dict.fromkeys((key, value[1]) for key, value in entries if value[0] == "each"):
         whole = _gather_key(chunk, mine, key, dtype, to)
         for param, state in states.items():
             if whole is not None and described[param].get(key) == ["each", dtype]:
@@ -143,11 +144,6 @@ def _undescribe(value: list[Any], device: torch.device) -> Any:
         return value[0]
     number, dtype, on_cpu = value
     return torch.tensor(number, dtype=getattr(torch, dtype), device="cpu" if on_cpu else device)
-
-
-def _keys_per_element(described: Mapping[int, Mapping[str, Any]]) -> list[tuple[str, str]]:
-    entries = (entry for state in described.values() for entry in state.items())
-    return list(dict.fromkeys((key, value[1]) for key, value in entries if value[0] == "each"))
 
 
 # ---------------------------------------------------------------------- from whole parameters to pieces

@@ -57,7 +57,7 @@ def sampler_of(way):
         return DistributedSampler(data, shuffle=rank == 0)
     if way == "weighted":
         return WeightedRandomSampler(torch.rand(100), 24, generator=torch.Generator().manual_seed(rank))
-    if way == "alone":  # each rank has data of its own, and shuffles them for itself
+    if way in ("alone", "all"):  # each rank shuffles for itself
         return DistributedSampler(data, num_replicas=1, rank=0, seed=rank)
     return Drawing(rank) if way == "drawing" else Curriculum(data, seed=rank)
 
@@ -65,6 +65,8 @@ def sampler_of(way):
 model = DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 for way in sys.argv[1].split(","):
+    if way == "alone":  # and has data of its own
+        data = TensorDataset(1000.0 * rank + torch.arange(400.0).reshape(100, 4))
     sampler = None if way == "stream" else sampler_of(way)
     loader = DataLoader(Stream(), 8) if sampler is None else DataLoader(data, 8, sampler=sampler)
     for epoch in range(2):
@@ -97,10 +99,17 @@ def said(folder: Path, ways: str) -> str:
 def test_rules_that_differ_are_said(way: str, number: int, rules: str, tmp_path: Path) -> None:
     output = said(tmp_path, way)
     assert output.count(_HEAD) == 1
-    assert f"{_HEAD} in pass {number} of the loop at script.py:63 <module>" in output
+    assert f"{_HEAD} in pass {number} of the loop at script.py:65 <module>" in output
     assert rules.format("100 samples") in output
 
 
 @pytest.mark.limit_s(90)
+def test_ranks_that_each_read_all_are_named(tmp_path: Path) -> None:
+    output = said(tmp_path, "all")
+    assert "lockstep: DATA: ranks each read the whole dataset. in the loop at script.py:65 <module>" in output
+    assert "ranks 0, 1: each goes over all 100 samples in an order of its own: every sample counts 2 times." in output
+
+
+@pytest.mark.limit_s(90)
 def test_what_is_meant_so_is_left_alone(tmp_path: Path) -> None:
-    assert "DATA" not in said(tmp_path, "dealt,weighted,alone,drawing,curriculum,stream")
+    assert "DATA" not in said(tmp_path, "dealt,weighted,drawing,curriculum,stream,alone")

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
+from watched_loaders import Rows, Stream, Watched, stock
 
 import lockstep
 from lockstep.observe.dealt_samples import Share, deal_of
-from lockstep.observe.profile.notes import Later, take_notes
 from lockstep.observe.tally import BINS, Tally, tally_from, tally_of, whole_tally
-from lockstep.observe.torch_data import DataWatch, may_share_samples
+from lockstep.observe.torch_data import may_share_samples
 
 Fields = Mapping[str, Any]
 
@@ -112,10 +110,6 @@ class Buckets(BatchSampler):
         return iter([[0, 1], [0, 1]])
 
 
-def stock(rank: int = 0, **options: Any) -> DistributedSampler[Any]:
-    return DistributedSampler(cast(Any, range(20)), 2, rank, **options)
-
-
 def test_nothing_is_said_of_what_may_be_meant() -> None:
     data = TensorDataset(torch.arange(20))
     weighted = WeightedRandomSampler([1.0] * 20, 20)
@@ -180,76 +174,9 @@ def test_shard_of_what_is_dealt_already_is_no_whole_epoch() -> None:
 # ------------------------------------------------------------------ under watch
 
 
-class Watched:
-    """A rank whose loaders are watched: what it notes of samples, and tells of passes."""
-
-    def __init__(self, request: pytest.FixtureRequest) -> None:
-        self.recorder = SimpleNamespace(step=0)
-        self.world_size = 2
-        self.before_look: list[Callable[[], None]] = []
-        self.facts = self
-        self._told: dict[tuple[str, int], Any] = {}
-        self.notes: list[dict[str, Any]] = []
-        self.may_share = False
-        self.watch = DataWatch(cast(Any, self), lambda: ("team/2", False, self.may_share))
-        self.watch.watch_loaders()
-        request.addfinalizer(self.watch.close)
-        request.addfinalizer(take_notes(self))
-
-    def tell(self, topic: str, key: int, value: Any) -> None:
-        self._told[topic, key] = value
-
-    def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
-        assert later is not None
-        self.notes.append({**fields, **(later() or {})})
-
-    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
-        raise AssertionError
-
-    def train(self, batches: Iterable[Any], limit: int | None = None) -> None:
-        for batch in itertools.islice(batches, limit):
-            self.step(batch)
-
-    def step(self, _: Any) -> None:
-        self.recorder.step += 1
-        for look in self.before_look:
-            look()
-
-    @property
-    def told(self) -> list[tuple[str, int, Any]]:
-        """What is known of each pass by now."""
-        return [(topic, key, value) for (topic, key), value in self._told.items()]
-
-    @property
-    def epochs(self) -> list[tuple[int, int, bool]]:
-        """Epoch, samples, left early."""
-        return [(note["epoch"], note["samples"], note["left_early"]) for note in self.notes]
-
-
 @pytest.fixture
 def watched(request: pytest.FixtureRequest) -> Watched:
     return Watched(request)
-
-
-class Rows(Dataset[Any]):
-    """One that a worker can be given."""
-
-    def __len__(self) -> int:
-        return 20
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return {"x": torch.full((3,), float(index)).cumsum(0), "name": str(index)}
-
-
-class Stream(IterableDataset[Tensor]):
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __len__(self) -> int:
-        return self.length
-
-    def __iter__(self) -> Iterator[Tensor]:
-        return iter(torch.arange(9.0))
 
 
 def used(ids: Iterable[int]) -> str:
@@ -446,7 +373,7 @@ def test_loader_that_goes_on_from_its_state_says_how_much_it_skips(watched: Watc
 
 
 def test_datasets_that_cannot_be_referred_to_are_not_kept(watched: Watched) -> None:
-    watched.train(DataLoader([torch.ones(3).cumsum(0) * n for n in range(20)], 2, sampler=stock()))
+    watched.train(DataLoader(cast(Any, [torch.ones(3).cumsum(0) * n for n in range(20)]), 2, sampler=stock()))
     assert watched.epochs == [(0, 10, False)]
     assert [one.data() for one in watched.watch._whole] == [None]
 

@@ -336,6 +336,15 @@ _DATA = (
         ),
     ),
     Demo(
+        "seed_by_rank", "Each rank shuffles all samples by a seed of its own", 27,
+        "trains on every sample twice per epoch, and says nothing",
+        (
+            "DATA: ranks each read the whole dataset",
+            rf"in the loop at .*{at('seed_by_rank', 15)}",
+            "ranks 0, 1: each goes over all 64 samples in an order of its own: every sample counts 2 times",
+        ),
+    ),
+    Demo(
         "padded_sampler", "11 samples on 2 ranks", 27,
         "trains on one sample twice per epoch, and says nothing: nor does lockstep, as it is what most programs do",
         quiet=True,

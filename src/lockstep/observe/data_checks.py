@@ -71,7 +71,7 @@ def order_of(loader: Any, first: str = "") -> str:
     with `shuffle=True` it is in the digest of the `first` batch, if not too small; of who may shuffle or not, in both.
     """
     batches: Any = getattr(loader, "batch_sampler", None)
-    sampler = _sampler_of(loader)
+    sampler = sampler_of(loader)
     if isinstance(sampler, RandomSampler):
         parts = batches.num_processes if getattr(batches, "split_batches", False) else 1  # as Accelerate splits them
         size = getattr(batches, "batch_size", None) or 0
@@ -85,7 +85,7 @@ def order_of(loader: Any, first: str = "") -> str:
 
 def rule_of(loader: Any, ranks: int) -> str:
     """By which rule the sampler of `loader` deals which samples to so many ranks: torch's or ours; "" of others."""
-    sampler = _sampler_of(loader)
+    sampler = sampler_of(loader)
     is_ours = hasattr(sampler, "upcoming_deal")
     is_known = is_ours or getattr(type(sampler), "__iter__", None) is DistributedSampler.__iter__
     if not is_known or sampler.num_replicas != ranks:
@@ -96,7 +96,8 @@ def rule_of(loader: Any, ranks: int) -> str:
     return f"{order} of {samples}"
 
 
-def _sampler_of(loader: Any) -> Any:
+def sampler_of(loader: Any) -> Any:
+    """The innermost one."""
     batches: Any = getattr(loader, "batch_sampler", None)
     while hasattr(batches, "batch_sampler"):
         batches = batches.batch_sampler

@@ -6,10 +6,16 @@ Pure, and without torch: guards compare what other processes say.
 from __future__ import annotations
 
 import os
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lockstep.observe.replica_diff import alike, ranks_in_words
+
+MARKS = 64  # samples of a dataset, spread over it, that are looked at
+_ENOUGH = 8  # that hold the same on two ranks, each another thing: not by chance, nor by what two datasets may share
+_LEAST = 3 / 8  # of the samples that two ranks have: others may be flipped, or cut in another place
+_DEAL = "Give the loader sampler=DistributedSampler(dataset), and call set_epoch(epoch) on that before each epoch"
 
 
 class PassFacts(NamedTuple):
@@ -36,6 +42,33 @@ def equal_data(first: Mapping[int, str]) -> str | None:
     )
 
 
+def unshared(told: Mapping[int, Mapping[str, Any]], ranks: int) -> tuple[str, str] | None:
+    """Of so many ranks those that read one dataset without sharing it out, by what `Marks` tell: a head, and why."""
+    holders: dict[tuple[str, int], list[int]] = defaultdict(list)
+    for rank, value in told.items():
+        for mark in value["marks"].items():
+            holders[mark].append(rank)
+    met = Counter(sample for value in told.values() for sample in value["marks"])
+    twice = sum(times > 1 for times in met.values())
+    same = {digest: held for (_, digest), held in holders.items() if len(held) > 1}
+    readers = {rank for held in same.values() for rank in held}
+    firsts = [first for rank in readers if (first := told[rank]["first"])]
+    if len(same) < max(_ENOUGH, _LEAST * twice) or len({*firsts}) < len(firsts):  # of these `equal_data` tells
+        return None
+    for scope, ranks_of_it in alike({rank: value["scope"] for rank, value in told.items() if value["has_all"]}).items():
+        whole = [rank for rank in ranks_of_it if rank in readers]
+        if len(whole) > 1 and all(len(told[rank]["marks"]) >= _ENOUGH for rank in ranks_of_it):
+            text = f"each goes over all {scope.split()[0]} samples in an order of its own: every sample counts"
+            return "ranks each read the whole dataset", f"{ranks_in_words(whole)}: {text} {len(whole)} times. {_DEAL}"
+    drawn, length = [value["drawn"] for value in told.values()], min(value["length"] for value in told.values())
+    looked_at = min(length, MARKS)
+    is_dealt = len(drawn) == ranks and all(drawn) and abs(sum(drawn) - length) * _ENOUGH <= length
+    if not is_dealt or min(twice, looked_at - len(met)) < max(_ENOUGH // 2, ranks):
+        return None
+    text = f"of {looked_at} samples that were looked at {twice} came on several ranks, {looked_at - len(met)} on none"
+    return "ranks share out the samples by different orders", f"{text}: shuffle with one seed on all ranks. {_DEAL}"
+
+
 def different_lengths(batches: Mapping[int, int | None], before: Mapping[int, int | None]) -> str | None:
     """Ranks that have other numbers of batches, in words."""
     counts = lengths_in_words(batches, before)
@@ -44,6 +77,12 @@ def different_lengths(batches: Mapping[int, int | None], before: Mapping[int, in
         "its own leaves the others waiting for ever: use a DistributedSampler (its drop_last=True, or its padding, "
         "makes them equal), or `with model.join():`"
     )
+
+
+def left_out(begun: Mapping[int, int]) -> str | None:
+    """Ranks that had taken other numbers of batches of a pass by the end of a first step, in words."""
+    each = [f"{count} on {ranks_in_words(ranks)}" for count, ranks in alike(begun).items()]
+    return f"its first step ended with batch {'; '.join(each)}" if len(each) > 1 else None
 
 
 def lengths_in_words(batches: Mapping[int, int | None], before: Mapping[int, int | None]) -> str | None:

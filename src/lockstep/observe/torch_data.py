@@ -24,6 +24,7 @@ from lockstep.observe.torch_batches import BATCHES, PASS
 
 if TYPE_CHECKING:
     from lockstep.observe.dealt_samples import Share
+    from lockstep.observe.sample_marks import Marks
 
 _PILE = 256  # batches whose ids are kept until they are counted
 _DRAW = "_next_index"  # torch calls it once for each batch; for those that workers load, ahead of it
@@ -45,7 +46,7 @@ class _Pass:
         except TypeError:  # a list, a range
             self.data = self.loader
         self.step = watch.recorder.step  # when it began
-        self.length, self.batches, self.asks_at = batches_of(loader), 0, 1.0
+        self.length, self.batches, self.asks_at, self.last_at = batches_of(loader), 0, 1.0, math.inf
         self.is_fixed = is_plain(loader.batch_sampler) and hasattr(loader.sampler, "__len__")  # that length
         self.skipped = 0  # before the first of them, by a loader that went on from a saved state
         self.first, self.is_twice = "", False  # digest of the first batch; have two workers begun with it
@@ -53,22 +54,48 @@ class _Pass:
         self.rule = rule_of(loader, watch.ranks)
         self.site = ""
         self.facts: PassFacts | None = None  # as they were told
-        self.line, self.number = "", 0  # digest of the line of the first loop over it, and which pass it is of those
+        self.line, self.topic = "", ""  # digest of the line of the first loop over it, and the topic of the like
+        self.number = 0  # which pass it is of those
         self.is_whole = False
+        self.seen, self._is_idle = (0, [0]), False  # at its last batch: step, `handed_out`; were gradients off
+        self.is_aside = False  # steps take a batch of another loader after that of this one: this may be to evaluate
+        self.marks: Marks | None = None  # where its samples are looked into
         self.share: Share | None = None  # what this rank was handed, where that is to be noted
 
     def reached(self, iterator: Any, batch: Any) -> None:
-        """The first batch is there, the last one, or another while it is not known whether the pass is for training."""
+        """The first batch is there, the last one, one to look into, or another while it is not known what it is for."""
+        from torch import is_grad_enabled
+
         from lockstep.observe.data_checks import batch_digest
 
+        watch = self._watch
         if self.batches == 2 and iterator._num_workers > 1 and iterator._dataset_kind:  # each reads a stream
             self.is_twice = batch_digest(batch) == self.first != ""
         if self.batches == 1:
             self.site, self.first, self.skipped = call_site(), batch_digest(batch), iterator._num_yielded - 1
-        elif self.facts is not None:
-            self._watch.complete(self)
-        elif self._watch.recorder.step > self.step:
-            self._watch.tell(self)
+        elif self.is_trained_on():
+            watch.tell(self, self.batches - 1)
+        elif self.batches >= self.last_at:
+            watch.complete(self)
+        if self.marks is not None and self.marks.see(self.batches, batch):
+            watch.tell_marks(self)
+        if self.facts is not None:
+            self.asks_at = self.last_at if self.marks is None else min(self.last_at, self.marks.asks_at)
+            return
+        self.step = watch.recorder.step if self._is_idle else self.step
+        self._is_idle, self.seen = not is_grad_enabled(), (watch.recorder.step, watch.handed_out())
+        watch.latest = watch.latest if self._is_idle else self
+
+    def is_trained_on(self) -> bool:
+        """It was not told, and an optimizer has stepped after a batch of it that was drawn with gradients on."""
+        return bool(self.facts is None and self.batches and not self._is_idle and self._watch.recorder.step > self.step)
+
+    def drew(self, ids: Any) -> None:
+        """The sampler has named a batch, which may be on its way for long."""
+        if self.share is not None:
+            self.share.drawn.append(ids)
+        if self.marks is not None:
+            self.asks_at = min(self.asks_at, self.marks.draw(ids))
 
     def ended(self) -> None:
         """There is no other batch in it."""
@@ -87,6 +114,7 @@ class DataWatch:
         self._current: _Pass | None = None  # over that
         self._passes = 0
         self._newest: dict[str, _Pass] = {}  # that were told, by topic
+        self.latest: Any = None  # pass that handed a batch out, before it was told
         self._whole: list[_Pass] = []  # each loader's last one that was told, where it was complete
         self._patches = Patches()
 
@@ -131,6 +159,7 @@ class DataWatch:
         @functools.wraps(old)
         def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
             from lockstep.observe.dealt_samples import Share, deal_of
+            from lockstep.observe.sample_marks import marks_of
 
             old(iterator, loader, *args, **kwargs)
             vars(iterator)[PASS] = current = _Pass(self, iterator, loader)
@@ -138,14 +167,18 @@ class DataWatch:
             may_follow = self._followed is None or self._followed is current.data
             if takes_notes() and may_follow and (deal := deal_of(loader)):
                 current.share = Share(deal)
-                vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, current.share.drawn)
+            if self.ranks > 1 and not current.rule:
+                current.marks = marks_of(loader)
+            if current.share is not None or current.marks is not None:
+                drew = current.share.drawn.append if current.share and not current.marks else current.drew
+                vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, drew)
 
         return begin
 
     def ended(self, current: _Pass) -> None:
         """There is no other batch in it."""
-        if current.batches and current.facts is None and self.recorder.step > current.step:
-            self.tell(current)
+        if current.is_trained_on():
+            self.tell(current, current.batches)
         self.complete(current)
         if current is self._current:
             self.finish()
@@ -153,30 +186,50 @@ class DataWatch:
     def complete(self, current: _Pass) -> None:
         """All its batches have been handed out, and nobody may ever ask for another one."""
         if current.facts is not None and not current.is_whole:  # one that was left early may well be repeated
-            current.is_whole, current.asks_at = True, math.inf
+            current.is_whole, current.last_at = True, math.inf
             self._whole.append(current)
+            if current.marks is not None:
+                current.marks.is_done = True
+                self.tell_marks(current)
 
-    def tell(self, current: _Pass) -> None:
-        """It is for training."""
+    def tell(self, current: _Pass, begun: int) -> None:
+        """It is for training: a first step has ended with so many of its batches."""
         order = "" if _FIRST in current.order and not current.first else current.order.replace(_FIRST, current.first)
         current.facts = facts = PassFacts(current.length, current.first, order, current.rule)
         if current.share is not None and (self._followed is None or self._followed is current.data):
             self._followed = current.data
             self._follow_samples(current)
         team, joins, may_share = self._team()
+        step, others = current.seen
+        is_first = self.latest not in (None, current) and self.latest.seen[0] == step  # of two
+        current.is_aside = not current.rule and (is_first or self.handed_out() != others)
         lines = [one.line for one in [*self._newest.values()] if one.loader is current.loader]
         current.line = lines[-1] if lines else f"{zlib.crc32(current.site.encode()):08x}"
-        topic, last = self._place(current, f"data {team}/{current.line}")
-        current.asks_at = current.length - current.skipped if current.is_fixed and current.length else math.inf
+        current.topic, last = self._place(current, f"{team}/{current.line}")
+        current.last_at = current.length - current.skipped if current.is_fixed and current.length else math.inf
         value: dict[str, Any] = {
             **facts._asdict(),
             "before": last.batches + last.skipped if current.is_fixed and last is not None and last.is_whole else None,
             "order": same_order(self._before(current), facts),
+            "begun": begun,
             "is_twice": current.is_twice,
             "site": current.site,
             "joins": joins,
         }
-        self._guard.facts.tell(topic, current.number, {**value, "first": "", "rule": ""} if may_share else value)
+        if may_share or current.is_aside:
+            value, current.marks = {**value, "first": "", "rule": ""}, None
+        self._guard.facts.tell(f"data {current.topic}", current.number, value)
+        self.tell_marks(current)
+
+    def tell_marks(self, current: _Pass) -> None:
+        """What some of its samples hold, as far as that is known."""
+        if current.marks is not None and current.facts is not None:
+            value = {**current.marks.told(), "first": current.facts.first, "site": current.site}
+            self._guard.facts.tell(f"samples {current.topic}", 0, value)
+
+    def handed_out(self) -> list[int]:
+        """Batches so far, of passes that are trained on for sure."""
+        return [one.batches for one in self._newest.values() if not one.is_aside]
 
     def _before(self, current: _Pass) -> PassFacts | None:
         """Of the pass before one of its loader, or of one over its dataset that is gone; it is not asked for again."""
@@ -227,12 +280,12 @@ class DataWatch:
         return save
 
 
-def _drawing(old: Callable[[Any], Any], iterator: Callable[[], Any], drawn: list[Any]) -> Callable[[], Any]:
+def _drawing(old: Callable[[Any], Any], iterator: Callable[[], Any], drew: Callable[[Any], Any]) -> Callable[[], Any]:
     """`_next_index` of one iterator, which it does not keep; the others have nothing to pay."""
 
     def next_index() -> Any:
         index = old(iterator())
-        drawn.append(index)
+        drew(index)
         return index
 
     return next_index

@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, final
 
-from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, shared_paths
+from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, left_out, shared_paths, unshared
 from lockstep.observe.divergence import END, SYNC_ALIKE
 from lockstep.observe.facts import Topic, shown, told_by_kind, topics_of
 from lockstep.observe.model_match import first_difference
@@ -77,7 +77,7 @@ def _model(scene: Scene, topic: Topic) -> Iterator[Finding]:
             odd or tuple(told),
             lines,
             why="gradients pair by the order of the parameters: others would be averaged, or the job hangs.",
-            fix="build one model on every rank, in one order, and freeze the same parameters before it is wrapped.",
+            fix="build one model on every rank, in one order; freeze the same parameters before, and wrap it alike.",
         )
 
 
@@ -120,9 +120,13 @@ def _unused(scene: Scene, topic: Topic) -> Iterator[Finding]:
             where, culprits = "on every rank", ()
         else:
             others = sorted(set(scene.sights) - set(unused)) if not is_everywhere else []
+            looks = {r for r in others if _looks_for_unused(scene, r, topic)}
             lines = [f"rank {rank} did not use {listed(value)}" for rank, value in unused.items()]
-            lines += [f"{names(others)} did"] if others else []
+            lines += [f"{names(looks)} may not either: wrapped with find_unused_parameters=True"] if looks else []
+            lines += [f"{names(used)} did"] if (used := [r for r in others if r not in looks]) else []
             where, culprits = "not on every rank", odd_ranks(unused) or tuple(unused)
+            if looks:
+                culprits = odd_ranks({rank: rank in looks for rank in scene.sights}) or tuple(scene.sights)
         yield compose(
             scene,
             "model",
@@ -135,6 +139,11 @@ def _unused(scene: Scene, topic: Topic) -> Iterator[Finding]:
             done=int(step),
         )
         return
+
+
+def _looks_for_unused(scene: Scene, rank: int, topic: Topic) -> bool:
+    told = scene.status(rank).facts.get(f"trained {topic.place}", {})
+    return any(not uses_all for _, uses_all, _ in told.values())
 
 
 def _synced(scene: Scene, topic: Topic) -> Iterator[Finding]:
@@ -230,11 +239,14 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
         said = {name: {rank: value[name] for rank, value in told.items()} for name in next(iter(told.values()))}
         if (number == topic.steps[-1] and not have_all_told(scene, topic, told)) or any(said["joins"].values()):
             continue
-        again = [rank for rank, order in said["order"].items() if order]
+        again, begun = [rank for rank, order in said["order"].items() if order], said["begun"]
+        skipped = left_out(begun) if max(begun.values()) - min(begun.values()) >= len(told) else None
+        firsts = {rank: first and f"{first} {begun[rank]}" for rank, first in said["first"].items()}
         texts = {
             "the samples come in the order of the last pass": said["order"][again[0]] if again else None,
             "the ranks have different numbers of batches": different_lengths(said["batches"], said["before"]),
-            "ranks train on the same samples": equal_data(said["first"]),
+            "ranks have left out other numbers of batches": skipped and f"{skipped}: go on from one batch on all",
+            "ranks train on the same samples": equal_data(firsts),
             "workers of a loader read the same samples": _TWICE if any(said["is_twice"].values()) else None,
             "ranks share out the samples by different rules": different_rules(said["rule"]),
         }
@@ -244,6 +256,15 @@ def _data(scene: Scene, topic: Topic) -> Iterator[Finding]:
                 culprits = again if text in said["order"].values() and len(again) < len(told) else ()
                 text = f"{text[0].upper()}{text[1:]}."
                 yield compose(scene, "data", f"{topic.name} {head}", f"DATA: {head}.", culprits, [where, text])
+
+
+def _samples(scene: Scene, topic: Topic) -> Iterator[Finding]:
+    """Ranks of one team that read one dataset without sharing it out."""
+    told = topic.told["0"]
+    found = unshared(told, topic.size) if have_all_told(scene, topic, told) else None
+    if found is not None and (topic.team != "hand" or _has_equal_replicas(scene)):
+        where = f"in the loop at {told[min(told)]['site']}"
+        yield compose(scene, "data", topic.name, f"DATA: {found[0]}.", (), [where, f"{found[1]}."])
 
 
 def _has_equal_replicas(scene: Scene) -> bool:
@@ -275,6 +296,7 @@ _CASES = {
     "replica": find_drift,
     "gradient": _gradient,
     "data": _data,
+    "samples": _samples,
     "save": _saved,
 }
 # What these mean changes with how far the ranks are, or they are told again and again; no other is judged by them.

@@ -8,6 +8,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from lockstep import errors
+from lockstep.errors import LockstepError
+
 if TYPE_CHECKING:
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.checkpoint.rng import rng_state, set_rng_state
@@ -124,6 +127,7 @@ __all__ = [
     "FullStateDictConfig",
     "FullyShardedDataParallel",
     "GradScaler",
+    "LockstepError",
     "Mesh",
     "MixedPrecision",
     "MixedPrecisionPolicy",
@@ -140,6 +144,7 @@ __all__ = [
     "average_gradients",
     "clip_grad_norm_",
     "clip_grads_with_norm_",
+    "errors",
     "fully_shard",
     "get_total_norm",
     "in_step",

@@ -192,7 +192,8 @@ _SAID = {  # name -> ranks, program, what is said
         "for step in range(9):\n    if (step, rank) == (5, 1):\n"
         "        os.kill(pids[2], signal.SIGKILL)\n        os.kill(pids[1], signal.SIGKILL)\n"
         "    dist.all_reduce(torch.ones(4))\n    time.sleep(0.02)",
-        r"GONE.*Culprits: ranks 1,2\n(?s:.*)lockstep: rank \d .* was killed by SIGKILL; so was rank \d \(pid \d+\); ",
+        r"GONE.*Culprits: ranks 1,2\n(?s:.*)lockstep: rank \d .* was killed by SIGKILL; "
+        r"so was rank \d \(pid \d+\)[^;]*; ",
     ),
     "a tag of rank 1 of two": (2, _RING.replace("GUILTY", "1").replace("ODD_TAG", "True"), _APART.format(1, 7, 4)),
     "a receive of rank 0 of two that is left out": (

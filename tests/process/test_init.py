@@ -351,6 +351,7 @@ def test_a_port_of_another_job(port: int, run: str | None, expected: str) -> Non
     first, second = errors_of(run_processes(2, beside_a_store, port, run, env=env, connect=False), EnvironmentProblems)
     assert f"rank 0 must open port {port} of localhost, but it is in use: {expected}" in first
     assert f"port {port} of localhost answers, but is not this job: {expected}" in second
+    assert f". Choose another port: MASTER_PORT={port % 65535 + 1} for every rank" in first
 
 
 def test_all_problems_at_once() -> None:
@@ -395,6 +396,13 @@ def test_packets_that_nobody_answers() -> None:
     assert found.result == "silent"
     assert f"rank 0 is not at localhost:{port}: 127.0.0.1 does not answer" in unmet(place, found, 0.3)
     assert "firewall" in unmet(place, found, 0.3)
+
+
+def test_a_start_that_is_refused_shows_the_users_line_and_no_way_through_our_code() -> None:
+    with pytest.raises(EnvironmentProblems, match="rank=5, but") as caught:
+        lockstep.init(rank=5, world_size=2, address="127.0.0.1", port=29500)
+    assert caught.value.__suppress_context__
+    assert [Path(entry.path).name for entry in caught.traceback] == [Path(__file__).name, "init.py"]
 
 
 def test_missing_variables() -> None:

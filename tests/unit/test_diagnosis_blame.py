@@ -164,6 +164,62 @@ def test_of_equal_calls_the_one_that_was_left_out_or_put_in_is_named(fault: str,
     assert f"rank {guilty} {fault} {REDUCE} at train.py:{line} f" in finding.text, finding.text
 
 
+@pytest.mark.parametrize("site", ["train.py:8 f", "train.py:8"])
+@pytest.mark.parametrize(("fault", "size"), [("alone issued", 2), ("alone issued", 3), ("skipped", 3)])
+def test_a_call_of_a_line_of_its_own_is_named_where_another_line_is_that_of_all(
+    fault: str, size: int, site: str
+) -> None:
+    """As of a loss that rank 0 alone reduces for its log."""
+    ranks, guilty = world(size), 1
+    for _ in range(3):
+        for one in ranks:
+            one.call(FROM_CPP, "train.py:8 f")
+            one.open.clear()
+            one.step += 1
+    for one in ranks:
+        is_new = (one.rank == guilty) == (fault == "alone issued")
+        one.waits(one.call(OTHER, "train.py:12 f") if is_new else one.call(FROM_CPP, site), 0.6)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("mismatch", (guilty,)), finding.text
+    assert f"rank {guilty} {fault} {OTHER} at train.py:12 f" in finding.text, finding.text
+    assert f"look for a condition that is {'true only' if fault == 'alone issued' else 'false'} on" in finding.text
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_of_two_the_one_that_left_its_optimizer_out_is_named_though_ddp_once_sent_as_much(guilty: int) -> None:
+    """As of ZeroRedundancyOptimizer, which sends what it has stepped. In the second step DDP rebuilds its buckets."""
+    ranks = world(2)
+    for step in range(7):
+        for one in ranks:
+            if step:
+                one.call(OTHER, "train.py:16 f")
+            for _ in range(3 if step == 1 else 1):
+                one.call(FROM_CPP, "train.py:15 f")
+            one.open.clear()
+            one.step += step < 6 or one.rank != guilty
+    for one in ranks:
+        one.waits(one.call(*(FROM_CPP, "train.py:15 f") if one.rank == guilty else (OTHER, "train.py:16 f")), 0.6)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("mismatch", (guilty,)), finding.text
+
+
+def test_two_threads_that_use_one_group_are_told_to_part() -> None:
+    """As of an asynchronous save of a checkpoint in the group of the training: a thread of its own has no steps."""
+    ranks = world(2)
+    for _ in range(3):
+        for one in ranks:
+            one.call(FROM_CPP, "train.py:15 f")
+            one.open.clear()
+            one.step += 1
+    for one, steps in zip(ranks, [(3, 0), (0, 3)], strict=True):
+        for one.step in steps:
+            one.waits(one.call(*(OTHER, "save.py:7 run") if one.step == 0 else (FROM_CPP, "train.py:15 f")), 0.6)
+        one.step = 3
+    finding = found_in(ranks)
+    assert "MISMATCH in step 4, group world.  Culprits: ranks 0,1" in finding.text, finding.text
+    assert "two threads use this group: give one its own" in finding.text
+
+
 @pytest.mark.parametrize(("early", "size"), [((1, 2), 3), ((0, 2), 4), ((0, 3), 4), ((2,), 4)])
 def test_all_that_have_finished_too_early_are_named(early: tuple[int, ...], size: int) -> None:
     ranks = running(size)
@@ -210,6 +266,7 @@ def test_of_two_the_one_whose_epoch_is_not_as_long_as_before_is_named(
 def passes(*lengths: tuple[int, int | None], **about: Any) -> dict[str, Any]:
     """What a rank tells of passes of one loop: how many batches each has, and that before it had."""
     usual = {"first": "", "rule": "", "order": None, "is_twice": False, "site": "train.py:8 main", "joins": False}
+    usual |= {"begun": 1}
     told = {
         str(number): {**usual, "batches": now, "before": before, **about}
         for number, (now, before) in enumerate(lengths)
@@ -242,6 +299,19 @@ def test_of_two_with_other_lengths_neither_is_named_where_none_is_the_right_one(
     assert finding.culprits == (0, 1), finding.text
     known = " (3 before)" * (before == 3)
     assert f"pass 2 of the loop at train.py:8 main: 6{known} on rank 0; 5{known} on rank 1\n" in finding.text
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_of_two_that_left_out_other_numbers_of_batches_neither_is_blamed_for_ending_first(first: int) -> None:
+    ranks = epochs(-1, first, 0)
+    for one in ranks:
+        one.status_fields.update(facts=passes((8, None), begun=3 + 2 * (one.rank == first)))
+    finding = found_in(ranks)
+    assert finding.culprits == (0, 1), finding.text
+    each = "3 on rank 1; 5 on rank 0" if first == 0 else "3 on rank 0; 5 on rank 1"
+    text = " ".join(finding.text.split())
+    assert "batches in pass 1 of the loop at train.py:8 main: its first step ended with batch" in text
+    assert all(part in text for part in each.split("; "))
 
 
 @pytest.mark.parametrize("has_told", [True, False])
@@ -298,3 +368,52 @@ def test_a_rank_that_waits_for_its_batch_is_said_to_do_that() -> None:
     assert "no deadlock" in finding.text
     ranks[1].status_fields.update(phases=((DATA, 7), (BACKWARD, 9)))
     assert "HANG: nothing has moved" in found_in(ranks).text
+
+
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_of_two_of_whom_nothing_is_known_yet_the_call_that_one_has_beyond_the_other_is_said(guilty: int) -> None:
+    ranks = world(2)
+    for one in ranks:
+        one.calls("train.py:5 f")
+        one.calls("train.py:4 f", "train.py:5 f") if one.rank == guilty else one.calls("train.py:5 f")
+        one.calls("train.py:5 f")
+    found = found_in(ranks)
+    assert (found.kind, found.culprits) == ("mismatch", (0, 1))
+    assert f"\n  rank {guilty} alone issued {REDUCE} at train.py:4 f\n" in found.text
+
+
+def test_who_made_a_call_too_many_is_not_excused_by_a_step_that_had_as_many() -> None:
+    """Of two groups: rank 0 put in a call of the world, in which rank 1 will never come."""
+    ranks = world(2)
+    for one in ranks:
+        for step in range(3):
+            one.call(site="train.py:3 f", group="few")
+            one.call(site="train.py:7 f")
+            if step == 1:
+                one.call(site="train.py:9 f")
+            if step < 2:
+                one.step += 1
+    ranks[0].records[-1] = ranks[0].records[-1]._replace(site="train.py:6 f")
+    ranks[0].waits(ranks[0].call(site="train.py:7 f"), 3.0)
+    ranks[1].step += 1
+    ranks[1].waits(ranks[1].call(site="train.py:3 f", group="few"), 3.0)
+    found = found_in(ranks)
+    assert (found.kind, found.culprits) == ("cycle", (0, 1)), found.text
+
+
+def test_a_rank_that_has_not_come_to_its_messages_is_said_to_be_elsewhere() -> None:
+    ranks = world(2)
+    for one in ranks:
+        for step in range(3):
+            if step == 2 and one.rank == 0:
+                one.is_at("train.py:4 f", unmoved_s=14.0)
+                break
+            number = one.message(f"recv float32 [4] from rank {1 - one.rank} tag 0", "train.py:6 f")
+            if step == 2:
+                one.waits(number, 12.4)
+                break
+            one.message(f"send float32 [4] to rank {1 - one.rank} tag 0", "train.py:6 f")
+            one.calls("train.py:7 f")
+    found = found_in(ranks)
+    assert (found.kind, found.culprits) == ("hang", (0,))
+    assert "\n  rank 0 is not there: at train.py:4 f, unmoved for 14.0 s\n" in found.text

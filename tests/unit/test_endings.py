@@ -109,6 +109,40 @@ def test_who_was_ended_because_of_another_is_not_named() -> None:
     assert diagnosed(rank_1(lambda one: kill(one, BECAUSE_OF_ANOTHER))) is None
 
 
+def interrupt(one: PaperRank) -> None:
+    one.raises("KeyboardInterrupt", "KeyboardInterrupt", "train.py:12")
+
+
+@pytest.mark.parametrize(
+    ("how", "is_fault"), [(None, False), (BECAUSE_OF_ANOTHER, False), ("was killed by SIGINT", True)]
+)
+def test_a_stop_by_the_user_is_no_fault_and_one_that_the_program_raises_is(how: str | None, is_fault: bool) -> None:
+    def leave(one: PaperRank) -> None:
+        interrupt(one)
+        if how is not None:
+            kill(one, how)
+
+    found = diagnosed(rank_1(leave))
+    assert (found.culprits if found else None) == ((1,) if is_fault else None)
+    ranks = running(3)
+    leave(ranks[1])
+    assert (first_of(ranks) is not None) == is_fault
+
+
+def test_of_ranks_that_were_killed_the_first_is_quoted_first() -> None:
+    ranks = waiting_for_rank_1(4)
+    for rank, how in ((1, "was killed by SIGKILL, 0.08 s after rank 2"), (2, "was killed by SIGKILL")):
+        undo(ranks[rank]) if rank == 2 else None
+        kill(ranks[rank], how)
+    found = found_in(ranks)
+    assert found.culprits == (1, 2)
+    first, second = (
+        "rank 2 (pid 4712) was killed by SIGKILL",
+        "rank 1 (pid 4711) was killed by SIGKILL, 0.08 s after rank 2",
+    )
+    assert f"\n  {first}\n  {second}\n" in found.text
+
+
 def test_of_who_finished_the_collectives_of_that_group_are_counted() -> None:
     ranks = running(3)
     for rank in (0, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,14 +12,22 @@ from typing import Any, cast
 import pytest
 from rank_sights import FIRST, REDUCE, SECOND, PaperRank
 
+from lockstep.errors import CollectiveTimeout
 from lockstep.launch.workers import Workers
+from lockstep.observe import lookout
 from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record, pack_words
 from lockstep.observe.guard import Guard
+from lockstep.observe.hang import FAILING
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import Sight
 
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
+LATE = RuntimeError("[unbound_buffer.cc:78] Timed out waiting 4000ms for recv operation to complete")
+
+
+class DistStoreError(RuntimeError):
+    """By torch's name."""
 
 
 class RecordedRank(PaperRank):
@@ -121,3 +130,63 @@ def test_who_was_aborted_is_named_where_nobody_says_more(guard: Guard, story: St
 def test_an_abort_may_be_another_ranks_fault(code: int, is_known: bool) -> None:
     workers: Any = SimpleNamespace(processes={0: SimpleNamespace(exit_code=code)}, stuck={}, error_files={0: "none"})
     assert Workers.cause_is_known(workers) is is_known
+
+
+def test_who_was_not_there_when_torch_gave_up_is_named(guard: Guard, story: Story) -> None:
+    missing, other = story.ranks
+    guard.leave(guard.enter("world", 0, REDUCE, FIRST))
+    missing.group("world", range(3))
+    missing.is_at("data.py:31 load", unmoved_s=3.8)
+    other.call()
+    cause = guard.cause_of(LATE)
+    assert isinstance(cause, CollectiveTimeout), cause
+    assert (cause.missing, cause.__cause__) == ((1,), LATE)
+    assert "TIMEOUT in step 1.  Culprit: rank 1 " in str(cause)
+    assert "\n  rank 1 is not there: at data.py:31 load, unmoved for 3.8 s\n" in str(cause)
+    assert f"\n  ranks 0,2 wait in {REDUCE} #0 of group world, {FIRST}\n" in str(cause)
+
+
+def test_who_waits_for_another_is_not_blamed_for_a_timeout(guard: Guard, story: Story) -> None:
+    guard.leave(guard.enter("world", 0, REDUCE, FIRST))
+    middle, last = story.ranks
+    middle.group("world", range(3))
+    middle.waits(middle.message("recv float32 [4] from rank 2 tag 0", SECOND))
+    last.group("world", range(3))
+    last.is_at("data.py:31 load", unmoved_s=3.8)
+    cause = guard.cause_of(LATE)
+    assert isinstance(cause, CollectiveTimeout), cause
+    assert cause.missing == (2,)
+    assert f"rank 1 waits in recv float32 [4] from rank 2 tag 0, {SECOND}, for 12.4 s" in str(cause)
+
+
+@pytest.mark.parametrize(("error", "came"), [(LATE, (1, 2)), (LOST, (2,))], ids=["all have come", "no timeout"])
+def test_nobody_is_blamed_where_torch_says_something_else(
+    guard: Guard, story: Story, error: Exception, came: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lookout, "WORDS_S", 0.1)
+    guard.leave(guard.enter("world", 0, REDUCE, FIRST))
+    for one in story.ranks:
+        one.group("world", range(3))
+        if one.rank in came:
+            one.call()
+    assert guard.cause_of(error) is error
+    assert guard.finding is None
+
+
+@pytest.mark.parametrize("way", ["elsewhere", "unheard"])
+def test_who_is_not_at_the_line_of_a_store_that_was_given_up_is_named(guard: Guard, story: Story, way: str) -> None:
+    error: BaseException = DistStoreError("wait timeout after 4000ms, keys: /k")
+    with contextlib.suppress(DistStoreError):
+        exec(compile("raise error", str(Path.cwd() / "train.py"), "exec"), {"error": error})
+    missing, there = story.ranks
+    missing.is_at("train.py:9 load")
+    there.is_at("observe/lookout.py:219 of_failure", activity=FAILING)  # it has given up a moment before
+    if way == "unheard":
+        story.ranks.remove(missing)
+        missing.close()
+    cause = guard.cause_of(error)
+    assert isinstance(cause, CollectiveTimeout), cause
+    assert cause.missing == (1,)
+    assert "\n  rank 0 waits in the store (wait timeout after 4000ms, keys: /k), train.py:1\n" in str(cause)
+    where = "is not there: at train.py:9 load" if way == "elsewhere" else "has not been heard of"
+    assert f"\n  rank 1 {where}" in str(cause)

@@ -45,3 +45,12 @@ def test_public_names_resolve_and_load_torch_only_then() -> None:
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'DistributedDataParalel'"):
         _ = lockstep.DistributedDataParalel
+
+
+def test_every_error_is_public_and_of_one_kind() -> None:
+    command = "import lockstep; print(lockstep.LockstepError is lockstep.errors.LockstepError)"
+    modules, printed = imported("-c", command)
+    assert (printed, modules & set(HEAVY)) == ("True\n", set())
+    kinds = [each for each in vars(lockstep.errors).values() if isinstance(each, type)]
+    assert len(kinds) > 20
+    assert all(issubclass(each, lockstep.LockstepError) for each in kinds if each.__module__ == "lockstep.errors")

@@ -362,8 +362,12 @@ _LOST = failure("PeerLost", is_consequence=True)
 @pytest.mark.parametrize(
     ("others", "text"),
     [
-        ([ended(0, -9)], "; so was rank 0 (pid 100)"),
-        ([ended(0, -9), ended(2, 1, _LOST)], "; so was rank 0 (pid 100); the other ranks were ended"),
+        ([ended(0, -9)], "; so was rank 0 (pid 100), 1.00 s after rank 1"),
+        ([ended(0, -9, at_s=-0.995)], "; so was rank 0 (pid 100)"),  # at once, as far as one can see
+        (
+            [ended(0, -9), ended(2, 1, _LOST)],
+            "; so was rank 0 (pid 100), 1.00 s after rank 1; the other ranks were ended",
+        ),
         ([ended(0, -9, _LOST, was_ended=True)], "; the other ranks were ended"),  # its launcher has killed it
         ([ended(0, -9, was_ended=True), ended(2, 0)], "; the other ranks were ended"),
         ([], ""),

@@ -124,8 +124,9 @@ def _join_meeting(settings: Settings, place: Place, addresses: list[str], taken:
     waited_s = time.monotonic() - start
     in_use = f"rank 0 must open {where}, but it is in use"
     stranger = in_use if taken else f"{where} answers, but is not this job"
+    other = f"Choose another port: MASTER_PORT={place.port % 65535 + 1} for every rank, or torchrun's --master-port"
     if found.result != "open":
-        text = f"{in_use} by another program" if taken else preflight.unmet(place, found, waited_s)
+        text = f"{in_use} by another program. {other}" if taken else preflight.unmet(place, found, waited_s)
         raise EnvironmentProblems([text], HINT)
     limit = timedelta(seconds=settings.limit_s)
     patience_s = min(_GREETING_S, settings.start_timeout_s)
@@ -139,15 +140,15 @@ def _join_meeting(settings: Settings, place: Place, addresses: list[str], taken:
     except (preflight.Deadline, dist.DistError) as error:
         why = f"no torch store replied in {patience_s:g} s" if isinstance(error, preflight.Deadline) else str(error)
         by = " by another program" * taken
-        raise EnvironmentProblems([f"{stranger}{by}: {why.splitlines()[0]}. Choose another port"], HINT) from error
+        raise EnvironmentProblems([f"{stranger}{by}: {why.splitlines()[0]}. {other}"], HINT) from error
     if place.agent_store:
         return Meeting(store, place, found.address)
     if not wait_until(lambda: store.check([_HOST_KEY]), patience_s):
-        raise EnvironmentProblems([f"{stranger}: a torch store without a lockstep rank 0. Choose another port"], HINT)
+        raise EnvironmentProblems([f"{stranger}: a torch store without a lockstep rank 0. {other}"], HINT)
     host = json.loads(store.get(_HOST_KEY))
     if host["run"] != place.run_id:
         by = f"run {host['run'] or 'without a name'!r}, pid {host['pid']} on {host['host']}; this is {place.run_id!r}"
-        raise EnvironmentProblems([f"{stranger}: it belongs to {by}. Choose another port"], HINT)
+        raise EnvironmentProblems([f"{stranger}: it belongs to {by}. {other}"], HINT)
     return Meeting(store, place, found.address)
 
 

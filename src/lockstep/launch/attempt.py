@@ -16,7 +16,7 @@ from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as may
 
 from lockstep.comm.pulse import PULSE, Beat, create_pulses, read_pulses
 from lockstep.launch.course import Course, Seen
-from lockstep.launch.ended import Ended, describe
+from lockstep.launch.ended import Ended, apart, describe, first_failure
 from lockstep.launch.fork_server import Start
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
@@ -129,8 +129,9 @@ class Attempt:
             signals.wait(handles, max(0.0, min(_LOOK_S, course.deadline_s - time.monotonic())))
             workers.look()
             if workers.failed() and not self._told:
-                time.sleep(0.02)  # who was killed together is told of together
-                workers.look()
+                for _ in range(6):  # who was killed together is told of together
+                    time.sleep(0.02)
+                    workers.look()
             self._starter.look(workers.running().values())
             reap_strangers(list(workers.pids().values()))
             now_s, beats = time.monotonic(), read_pulses(self._pulses)
@@ -188,10 +189,12 @@ class Attempt:
         """Let the guards know how processes ended: they see at most that they did, and on this machine only."""
         if len(self.workers.running()) + len(self._told) == len(self.workers.processes):
             return
-        for ended in self._ended():
+        for ended in (all_ended := self._ended()):
             if ended.rank not in self._told:
                 self._told.add(ended.rank)
-                how = BECAUSE_OF_ANOTHER if ended.was_ended else describe(ended).partition("\n")[0]
+                is_asked = ended.was_stopped and (ended.told or self._signals.count)
+                how = BECAUSE_OF_ANOTHER if ended.was_ended or is_asked else describe(ended).partition("\n")[0]
+                how += apart(ended, first_failure(all_ended))
                 tell = partial(tell_end, self._flights, ended.rank, how)
                 try:
                     tell(None)

@@ -80,6 +80,14 @@ def first_failure(ended: Sequence[Ended]) -> Ended | None:
     return min(culprits, key=order, default=None)
 
 
+def apart(ended: Ended, first: Ended | None) -> str:
+    """Of one that SIGKILL ended after it had the `first`: ", 0.08 s after rank 2"; "" where they ended at once."""
+    if first is None or ended.was_ended or not ended.exit_code == first.exit_code == -signal.SIGKILL:
+        return ""
+    after_s = ended.at_s - first.at_s
+    return f", {after_s:.2f} s after rank {first.rank}" if after_s >= 0.01 else ""
+
+
 def signal_name(number: int) -> str:
     """SIGKILL for 9. Real-time signals have no name but for the first and the last."""
     try:

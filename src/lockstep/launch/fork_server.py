@@ -17,6 +17,7 @@ import gc
 import importlib
 import json
 import os
+import signal
 import socket
 import struct
 import sys
@@ -52,6 +53,7 @@ def main() -> None:
 
 def _serve(link: socket.socket) -> Program:
     """Answer the launcher until it goes; return only in workers, with what they have to run."""
+    interrupt = signal.signal(signal.SIGINT, signal.SIG_IGN)  # one that is meant for all: for workers alone
     hello, _ = receive(link)
     if hello is None:
         os._exit(0)
@@ -69,6 +71,7 @@ def _serve(link: socket.socket) -> Program:
         pid = _fork_orphan()
         if pid == 0:
             link.close()
+            signal.signal(signal.SIGINT, interrupt)
             return _become_worker(start, go)
         os.close(go)
         send(link, {"pid": pid})

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from lockstep.comm.pulse import NONE, Beat
-from lockstep.launch.ended import Ended, describe, first_failure, signal_name
+from lockstep.launch.ended import Ended, apart, describe, first_failure, signal_name
 from lockstep.launch.worker import INTERRUPTED, REQUEUE
 
 USER_ERROR = 2  # exit code of a run that was asked for the impossible
@@ -222,7 +222,7 @@ def report_of(
     steps = {beat.rank: beat.step for beat in beats}
     killed = [one for one in ended if one.exit_code == -signal.SIGKILL and not (one.was_ended or one.stuck)]
     also = [one for one in killed if first in killed and one is not first]
-    others = "".join(f"; so was rank {one.rank} (pid {one.pid})" for one in also)
+    others = "".join(f"; so was rank {one.rank} (pid {one.pid}){apart(one, first)}" for one in also)
     others += "; the other ranks were ended" if len(ended) > 1 + len(also) else ""
     name = f"rank {first.rank} (pid {first.pid}{', ' + host if host else ''})"
     lines = [f"{name} {describe(first)}{others}", *_lost(steps, newest)]

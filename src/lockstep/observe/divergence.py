@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from lockstep.observe import histories, wording
-from lockstep.observe.data_facts import lengths_in_words
+from lockstep.observe.data_facts import left_out, lengths_in_words
 from lockstep.observe.endings import CAUGHT, find_too_large, saw_another
 from lockstep.observe.facts import told_by_kind, topics_of
 from lockstep.observe.flight import Record
@@ -43,6 +44,7 @@ _FIX = {
     "root": "name the same root on every rank, as src=0: it is not each rank's own number.",
     "algorithm": "pass the same algorithm= on every rank: each sends other messages, which do not match.",
     "steps": "call optimizer.step() on every rank in every step.",
+    "threads": "two threads use this group: give one its own, by dist.new_group(), or async_save(process_group=).",
     "batches": "give all ranks as many batches: DistributedSampler pads or drops to that; or `model.join()`.",
 }
 SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
@@ -208,8 +210,8 @@ def _uneven(scene: Scene, ranks: set[int]) -> tuple[list[str], set[int], bool]:
     for topic in topics_of(told_by_kind(scene.sights).get("data", ())):
         for number, told in ((number, topic.told[number]) for number in topic.steps):
             batches, before = ({rank: value[name] for rank, value in told.items()} for name in ("batches", "before"))
-            words = lengths_in_words(batches, before) if ranks <= told.keys() else None
-            if words and not any(value["joins"] for value in told.values()):
+            words = lengths_in_words(batches, before) or left_out({r: told[r]["begun"] for r in told})
+            if words and ranks <= told.keys() and not any(value["joins"] for value in told.values()):
                 where = f"pass {int(number) + 1} of the loop at {told[min(told)]['site']}"
                 changed = {rank for rank in told if before[rank] not in (None, batches[rank])}
                 return [f"batches in {where}: {words}"], changed, number == "0"
@@ -243,7 +245,10 @@ def _report(
     body = [counts, first] if counts else [first]
     body += [f"  {names(side.ranks)}: {call(r)} ({step_after(r.step)})" for side, r in ((usual, a), (odd, b))]
     is_known = not {*culprits} & {*usual.ranks}  # whose fault it is
-    body += [*unsynced.values(), *signs, *(_deed(parting, fault) if is_known else ())]
+    deeds = _deed(parting, fault) if is_known else []
+    if is_origin and is_step and not is_known:  # what one made besides is a fact, whoever is right
+        deeds = _deed(parting if b.step == step else parting.swapped(), "extra")
+    body += [*unsynced.values(), *signs, *deeds]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = differing and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
@@ -252,6 +257,8 @@ def _report(
     head = "MISMATCH"
     if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
+    if any(later.step < one.step for side in (usual, odd) for one, later in pairwise(side.history)):
+        step, advice = max(a.step, b.step), _FIX["threads"]  # whoever has no steps of its own counts as in the first
     return wording.compose(
         scene,
         "mismatch",

@@ -33,7 +33,7 @@ def left_first(
     where no news of these is to come any more (`is_final`), one that came to the end of its program without its part
     in what `me` began last. lost: the rank that `me` cannot reach, where it knows which.
     """
-    others = [sight for rank, sight in sights.items() if rank != me]
+    others = [sight for rank, sight in sights.items() if rank != me and not _is_asked_to_stop(sight)]
     own = [sight for sight in others if not saw_another(sight.status)]
     first = [sight for sight in own if sight.status.state == RAISED]
     first += sorted((sight for sight in own if _has_vanished(sight)), key=lambda sight: -sight.age_s)
@@ -114,9 +114,17 @@ def saw_another(status: Status) -> bool:
     return status.words is not None and status.words.is_consequence
 
 
+def _is_asked_to_stop(sight: Sight) -> bool:
+    """True after a Ctrl-C, and until its launcher says that nobody has asked: the program may have raised that too."""
+    words = sight.status.words
+    is_stop = words is not None and words.kind == KeyboardInterrupt.__name__
+    return is_stop and (not sight.is_gone or sight.how == BECAUSE_OF_ANOTHER)
+
+
 def find_raised(scene: Scene) -> Finding | None:
     """A rank that raised, quoted; one that only saw another fail comes last, and only if nobody else turns up."""
-    ended = {rank for rank in scene.ended if scene.status(rank).state == RAISED or saw_another(scene.status(rank))}
+    left = [rank for rank in scene.ended if not _is_asked_to_stop(scene.sights[rank])]
+    ended = {rank for rank in left if scene.status(rank).state == RAISED or saw_another(scene.status(rank))}
     waits = [wait for wait in scene.waits if ended.intersection(_without(scene, wait))]
     missed = sorted({rank for wait in waits for rank in _without(scene, wait)} & ended)
     origins = [rank for rank in missed if not saw_another(scene.status(rank))]
@@ -142,12 +150,13 @@ def find_gone(scene: Scene) -> Finding | None:
     first = max(vanished, key=lambda one: sights[one].age_s)  # others may have been ended for it
     sign, fix = next(advice for advice in _FIXES if advice[0] in sights[first].how)
     alike = {r for r, sight in sights.items() if sign in sight.how and _has_vanished(sight)}
-    ranks = sorted(alike) if sign in ("SIGSTOP", "out of memory", "SIGKILL") else [first]
+    in_order = sorted(alike, key=lambda rank: (sights[rank].how, rank))  # which say how long after the first
+    ranks = in_order if sign in ("SIGSTOP", "out of memory", "SIGKILL") else [first]
     lines = [line for rank in ranks for line in _quote(sights[rank])]
     lines += [line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")]
     waits = [wait for wait in scene.waits if set(ranks).intersection(_without(scene, wait))]
     step = min(scene.status(rank).step for rank in ranks)
-    return _finding(scene, "gone", ranks, "GONE in", step, lines, fix, waits)
+    return _finding(scene, "gone", sorted(ranks), "GONE in", step, lines, fix, waits)
 
 
 def find_finished(scene: Scene) -> Finding | None:

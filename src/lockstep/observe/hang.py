@@ -7,9 +7,11 @@ ranks that wait for nobody (the roots), or goes round in a circle. What a root d
 from __future__ import annotations
 
 import math
+import re
 from typing import Literal
 
 from lockstep.observe import histories, wording
+from lockstep.observe.flight import Record
 from lockstep.observe.messages import let_go
 from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait, read_message
@@ -17,10 +19,12 @@ from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import FINISHED, RAISED
 from lockstep.observe.wording import Finding, names, seconds, step_after
 
+FAILING = "failing"  # activity of a rank that asks why its operation has failed
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
 _MATCH = "let one side send first, or post both with batch_isend_irecv; tags must match."
 _LOADS = "is loading data"
+_TIMED_OUT = re.compile("(?P<store>wait timeout|Socket Timeout|waiting for clients|client socket has)|[Tt]imed out")
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
 _Root = Literal["unseen", "ended", "silent", "active", "moving", "looping", "stuck", "inside"]
@@ -79,6 +83,39 @@ def find_waiting(scene: Scene) -> Finding | None:
         if busy and wait.rank in scene.blocked:
             return _report_waiting(scene, wait, busy)
     return None
+
+
+def find_timed_out(scene: Scene, error: str, line: str) -> Finding | None:
+    """Who was not there when torch gave up, by `error`, what `scene.me` did at `line`; None where nobody knows."""
+    me, step, gave_up = scene.me, scene.status(scene.me).step, _TIMED_OUT.search(error)
+    mine = [wait for wait in scene.waits if wait.rank == me and wait.absent]
+    here = [wait for wait in mine if wait.record.site.startswith(f"{line} ")]
+    if gave_up is None or not (mine or gave_up["store"]):
+        return None
+    if gave_up["store"] and not here:  # the guard sees no keys, but where the ranks stand
+        seen = [(rank, scene.status(rank)) for rank in scene.sights]
+        there = {rank for rank, its in seen if its.activity == FAILING or f" {line} " in f" {' '.join(its.stack)}"}
+        absent = tuple(rank for rank in range(scene.status(me).world_size) if rank not in {*there, me})
+        record = Record(-1, 0, step, 0, 0, 0, True, "", f"the store ({error.splitlines()[0]})", line, "")
+        wait, ranks = Wait(me, record, 0.0, absent, absent, is_any=True), [*absent]
+    else:
+        wait = max(here or mine, key=lambda one: one.record.number)
+        wait = wait._replace(age_s=max(0, wait.record.left_ns - wait.record.entered_ns) / 1e9)
+        ranks = _roots(scene, wait)
+    them = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} not there" if ranks else "nobody has set it"
+    lines = [text for rank in ranks for text in wording.whereabouts(scene, rank, _not_there(scene, rank))]
+    lines += wording.waiters([wait._replace(rank=rank) for rank in (me, *wait.ranks) if rank not in wait.absent])
+    return wording.compose(
+        scene,
+        "timeout",
+        f"{wait.record.text}@{line}",
+        f"TIMEOUT in {step_after(step)}.",
+        ranks,
+        [*lines, *wording.waiters([one for one in _waits_for(scene, ranks) if one.rank in wait.absent])],
+        fix=f"see why {them}; may it be so late: timeout=, there or in init_process_group.",
+        least=wording.stacks(scene, ranks),
+        done=step,
+    )
 
 
 # ------------------------------------------------------------------ who waits for whom
@@ -219,13 +256,13 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
 def _went_on(scene: Scene, waits: list[Wait]) -> list[int]:
     """Of a circle: those who have ended a step without an operation of it that others wait in; not if all have.
 
-    Who waits there has made no more calls in that group than in the step before: else it may be its own fault.
+    Who waits there has made no call of that group more often than in the step before: else it may be its own fault.
     """
     lacking = set[int]()
     for one in waits:
         step, group = one.record.step, one.record.group
-        steps = [record.step for record in scene.records_of(one.rank) if record.group == group]
-        if not one.record.is_message and steps.count(step) <= steps.count(step - 1):
+        history = [record for record in scene.records_of(one.rank) if record.group == group]
+        if not one.record.is_message and not histories.adds_calls(history, step):
             lacking |= {rank for rank in one.absent if scene.status(rank).step > step}
     ahead = sorted(lacking & {wait.rank for wait in waits})
     return ahead if len(ahead) < len(waits) else []
@@ -300,8 +337,9 @@ def _apart(scene: Scene, ranks: list[int]) -> tuple[list[int], list[Wait]]:
     found = [one for one in found if one.absent and one.absent[0] in scene.sights and not one.is_any]
     ends = {rank for one in found for rank in (one.rank, *one.absent)}
     since = min((one.record.step for one in found), default=0)
-    odd = {rank for rank in ends if not histories.keeps_habit(scene.records_of(rank), since)}
-    odd = odd if odd < ends and all(map(scene.records_of, odd)) else set[int]()
+    done = {rank: scene.records_of(rank) for rank in ends}
+    odd = {rank for rank, records in done.items() if not histories.keeps_habit(records, since)}
+    odd = odd if odd < ends and all(done[rank] and done[rank][-1].step >= since for rank in odd) else set[int]()
     is_waited_for = any(scene.blocked.get(one.rank) is one for one in found)
     if not odd and not (is_waited_for and scene.blocked.keys() >= set(ranks)):
         return [], []
@@ -321,6 +359,8 @@ def _waiters(scene: Scene, waits: list[Wait], apart: list[Wait]) -> list[str]:
 
 
 def _not_there(scene: Scene, rank: int) -> str:
+    if rank not in scene.sights:
+        return "has not been heard of: not started yet, or without a guard"
     state = scene.status(rank).state
     if not scene.is_running(rank):
         return f"has {state}" if state in (RAISED, FINISHED) else "is gone"
@@ -358,7 +398,7 @@ def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
     lines = []
     for rank in busy:
         if rank not in scene.sights:
-            lines.append(f"{names([rank])} has not been heard of: not started yet, or without a guard")
+            lines += wording.whereabouts(scene, rank, _not_there(scene, rank))
             continue
         activity, looping_s = scene.status(rank).activity, scene.status(rank).looping_s
         what = activity or (f"in one loop for {seconds(looping_s)}" if looping_s else "")

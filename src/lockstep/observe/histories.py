@@ -14,6 +14,7 @@ from lockstep.observe.torch_groups import FROM_CPP
 Fault = Literal["skipped", "extra", "changed", "batches", ""]
 INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}
 _LOOK_AHEAD = 8
+_SETTLED = 3  # steps: of more, the first of them is no example
 _NAMES = ("kind", "dtype", "shape", "reduction", "root", "algorithm")
 
 Shape = tuple[tuple[str, str], ...]  # text and site of each call of a step
@@ -192,9 +193,15 @@ def _shapes(sides: Iterable[Side], but: int) -> set[Shape]:
     """The calls of every whole step, but of that one."""
     found: set[Shape] = set()
     for history in (side.history for side in sides):
-        steps = {record.step for record in history} - {but, history[0].step, history[-1].step}
-        found |= {_shape(history, step) for step in steps}
+        steps = sorted({record.step for record in history} - {but, history[0].step, history[-1].step})
+        settled = steps[1:] if len(steps) > _SETTLED else steps  # in the second one DDP rebuilds its buckets
+        found |= {_shape(history, step) for step in settled}
     return found
+
+
+def adds_calls(history: Sequence[Record], step: int) -> bool:
+    """Whether any call was made more often in `step` than in the one before."""
+    return bool(Counter(_shape(history, step)) - Counter(_shape(history, step - 1)))
 
 
 def keeps_habit(history: Sequence[Record], since: int) -> bool:
@@ -226,7 +233,17 @@ def fault_of_odd(parting: Parting, *, is_counted: bool) -> Fault:
         return "changed"
     if _agree(a[1:], b):
         return "skipped"
-    return "extra" if _agree(a, b[1:]) else ""
+    if _agree(a, b[1:]):
+        return "extra"
+    usual, odd = ({_place(record) for record in side.history if record.seq < parting.a.seq} for side in sides)
+    is_of_odd, is_of_usual = _place(parting.a) in odd, _place(parting.b) in usual
+    if is_of_odd == is_of_usual:
+        return ""
+    return "extra" if is_of_odd else "skipped"  # it went past a line of both, or stays at one that the usual has left
+
+
+def _place(record: Record) -> str:
+    return record.site.partition(" ")[0]  # the function is not always known
 
 
 def _agree(a: Sequence[Record], b: Sequence[Record]) -> bool:

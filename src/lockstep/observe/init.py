@@ -15,10 +15,12 @@ from lockstep.comm import init as comm_init
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.segment import default_directory
 from lockstep.comm.transport import Transport
+from lockstep.errors import LockstepError
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.group_layers import is_watched, watched_by
 from lockstep.observe.guard import Guard
+from lockstep.observe.last_words import DEBUG
 from lockstep.observe.process_guard import current_guard, listen
 from lockstep.observe.settings import GuardSettings, Mode
 from lockstep.observe.torch_watch import attach
@@ -49,7 +51,12 @@ def init(*, guard: Mode | None = None, **options: Unpack[comm_init.Options]) -> 
     settings = GuardSettings.of(os.environ, guard)
     frame = sys._getframe(1)
     caller = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-    return comm_init.init(partial(guarded, settings), caller, **options)
+    try:
+        return comm_init.init(partial(guarded, settings), caller, **options)
+    except LockstepError as error:
+        if DEBUG in os.environ:
+            raise
+        raise error.with_traceback(None) from None  # its words say all
 
 
 def guarded(settings: GuardSettings, transport: Transport, machines: Sequence[str], store: Any) -> Transport:
@@ -94,7 +101,8 @@ def meet(settings: GuardSettings, transport: Transport, machines: Sequence[str],
             if recorder is not None:
                 recorder.close()
             if rank == 0:
-                warnings.warn(f"this run has no guard: {problem}", RuntimeWarning, stacklevel=2)
+                text = f"this run has no guard, which needs room in {default_directory()}: {problem}"
+                warnings.warn(text, RuntimeWarning, stacklevel=2)
             return None
         own_store = None if store is None else store.clone()  # a call of the rank's own thread may hold its connection
         board = Board(folders[here[0]], recorder, here, own_store)

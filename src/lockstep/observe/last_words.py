@@ -16,7 +16,7 @@ _ON_THIS_RANK = ". On this rank, "  # after it stands what the quoting rank saw 
 # what torch raises where another rank has gone
 _PEER_IS_GONE = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|[Bb]roken pipe|NCCL.*(remote|peer)|Timed out waiting"
-    r"|caused pair closure"
+    r"|caused pair closure|^Operation timed out!"
 )
 _BROUGHT = re.compile(r"Caught \w+ in (.+)\.\nOriginal Traceback")  # from a worker of a DataLoader, say
 _TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "QueueEmptyError")
@@ -82,17 +82,6 @@ def seen_in(error: BaseException) -> BaseException | None:
     return None if at is None or id(at) in passed else at
 
 
-def begin_in_users_code(error: BaseException) -> None:
-    """Leave out who started the program."""
-    trace = error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if is_users(file) and not file.startswith("<"):
-            error.__traceback__ = trace
-            return
-        trace = trace.tb_next
-
-
 def end_in_users_code(error: BaseException) -> None:
     """Leave out how it was met in our code and torch's: see `says_all`."""
     last, trace = None, error.__traceback__
@@ -111,9 +100,10 @@ def users_line(error: BaseException) -> str:
 
     "" where no frame is the user's.
     """
+    places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
-        return innermost([(error.filename, error.lineno or 0)])
-    return innermost([(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)])
+        places.append((error.filename, error.lineno or 0))
+    return innermost(places)
 
 
 def innermost(places: list[tuple[str, int]]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import os
+import signal
 import sys
 import threading
 import weakref
@@ -14,7 +15,7 @@ from types import TracebackType
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.last_words import DEBUG, begin_in_users_code, end_in_users_code, says_all
+from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, users_line
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
 
@@ -93,8 +94,11 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
         error = guard.cause_of(error)  # type: ignore[assignment]
         guard.end(error)
         error = guard.as_shown(error)
-    if isinstance(error, KeyboardInterrupt):
-        begin_in_users_code(error)
+        if isinstance(error, KeyboardInterrupt) and DEBUG not in os.environ:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would only disturb the end
+            at = f" at {where}" if (where := users_line(error)) else ""
+            sys.stderr.write(f"lockstep: rank {guard.rank} was interrupted{at}\n")
+            return
     if says_all(error) and DEBUG not in os.environ:
         end_in_users_code(error)
     _before[0](type(error), error, error.__traceback__)

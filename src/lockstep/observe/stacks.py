@@ -111,6 +111,8 @@ class Motion:
         self._asked_s = now_s if is_asked else self._asked_s
         frame = frame_of(self._thread) if is_asked else None
         stack = before.stack if frame is None else stack_of(frame)
+        if before.stack and stack[-1].startswith(f"observe{os.sep}"):
+            stack = before.stack  # an error has unwound it, and it tells of that
         activity = before.activity if frame is None else activity_of(frame)
         unmoved_s = 0.0 if is_busy or stack != before.stack else before.unmoved_s + passed_s
         looping_s = before.looping_s

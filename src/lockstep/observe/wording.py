@@ -30,6 +30,7 @@ Kind = Literal[
     "cycle",  # ranks wait for each other
     "stopped",
     "hang",
+    "timeout",  # torch has waited long enough for them
     "transport",  # all are there, and nothing moves; or a message that a rank has dropped
     "waiting",  # no fault: some work, the others wait for them
     "model",  # ranks train other parameters
@@ -71,7 +72,7 @@ class Finding:
         if self.kind == "waiting":
             words = f"timed out {self.words.replace(NO_FAULT, '')}\n  Work that long: init_process_group(timeout=...)"
             return errors.CollectiveTimeout(words, self.culprits)
-        if self.kind in ("hang", "stopped"):
+        if self.kind in ("hang", "stopped", "timeout"):
             return errors.CollectiveTimeout(self.words, self.culprits)
         if self.kind in ("raised", "finished", "gone"):
             return errors.PeerFailed(self.words, self.culprits[0] if self.culprits else None)
@@ -168,6 +169,8 @@ def stacks(scene: Scene, ranks: Iterable[int]) -> list[str]:
 
 def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     """Where `rank` is, and what it did last."""
+    if rank not in scene.sights:
+        return [f"{names([rank])} {how}"]
     status = scene.status(rank)
     moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
     here = f": at {status.stack[-1]}{moved}" if status.stack else ""

@@ -68,6 +68,14 @@ def test_what_is_missing_is_said_with_what_to_do(show: Show) -> None:
     assert "This run read no data." in tab.texts("#coverage .missing")
 
 
+def test_what_is_estimated_of_steps_that_were_only_counted_is_said(show: Show) -> None:
+    document = run_document(2, 60)
+    tab = show(document)
+    assert "short step" not in tab.text("body")
+    tab = show({**document, "heat": {**document["heat"], "counted": 1730}})
+    assert "Of 1,730 short steps only their time" in tab.text("#heat")
+
+
 def test_a_part_that_is_damaged_leaves_the_rest(show: Show) -> None:
     tab = show({**run_document(2, 60), "heat": {"first": [0], "last": [0], "wall_us": [[1]]}})
     assert "cannot be drawn" in tab.text("#heat .missing")
@@ -251,6 +259,9 @@ def test_figures_of_ranks_that_left_nothing_are_not_those_of_all(show: Show) -> 
     figures = dict(zip(tab.texts(".figures dt"), tab.texts(".figures dd"), strict=True))
     assert figures["samples/s"].split(maxsplit=1) == ["512", "of 2 ranks"]
     assert "over 2 of 3 ranks that have told:" in tab.text("#owners .lead")
+    assert figures["exposed communication"].endswith("of a step")
+    assert "waiting for a rank without a record is not known" in tab.text("#overlap .lead")
+    assert set(tab.texts("[aria-label='Communication of each rank'] tbody td:last-child")) == {"not known"}
     assert "by all ranks" in tab.text("#overlap .missing")
     assert "0 µs" not in tab.text("#heat .lead")
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import pty
+import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -188,6 +191,22 @@ def test_a_letter_that_the_terminal_lacks_ends_nothing(tmp_path: Path, monkeypat
 def test_help_and_version_are_no_error(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(words) == 0
     assert "lockstep" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("unwanted", ["1", ""])
+def test_help_of_training_has_colours_unless_the_user_says_so(unwanted: str) -> None:
+    ours, theirs = pty.openpty()
+    environ = {**os.environ, "TERM": "xterm-256color", "NO_COLOR": unwanted}
+    with subprocess.Popen([sys.executable, "-m", "lockstep", "train", "--help"], stdout=theirs, env=environ) as process:
+        os.close(theirs)
+        said = b""
+        with suppress(OSError):  # its end
+            while chunk := os.read(ours, 65536):
+                said += chunk
+    os.close(ours)
+    assert process.returncode == 0
+    assert b"--optim.lr" in said
+    assert (b"\x1b[" in said) == (not unwanted)
 
 
 @pytest.mark.parametrize("is_stdout", [True, False])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import types
+from asyncio import CancelledError
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -36,6 +37,7 @@ class FakeRun:
     """What wandb.init and trackio.init give back."""
 
     fails_at = -1  # at that step; -2: at its end
+    error: BaseException = ConnectionError("the network is gone")
 
     def __init__(self, **about: Any) -> None:
         self.fails_at = about.pop("fails_at", self.fails_at)
@@ -45,7 +47,7 @@ class FakeRun:
 
     def log(self, values: dict[str, float], step: int) -> None:
         if step == self.fails_at:
-            raise ConnectionError("the network is gone")
+            raise self.error
         self.logged.append((step, values))
 
     def finish(self, exit_code: int | None = None) -> None:
@@ -144,10 +146,16 @@ def test_the_environment_says_whether_wandb_uploads(
     assert (runs["wandb"][0].about["mode"], runs["wandb"][0].about["project"]) == ("online", "mine")
 
 
+@pytest.mark.parametrize("error", [ConnectionError("no network"), SystemExit("no login"), CancelledError("no answer")])
 def test_one_that_fails_is_said_once_and_left_out(
-    runs: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    runs: Runs,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    error: BaseException,
 ) -> None:
     monkeypatch.setattr(FakeRun, "fails_at", 2)
+    monkeypatch.setattr(FakeRun, "error", error)
     monkeypatch.setattr(sys.modules["trackio"], "init", partial(_begin, runs["trackio"], fails_at=-1))
     loggers = open_loggers(("wandb", "trackio"), tmp_path, CONFIG)
     for step in range(1, 5):
@@ -157,7 +165,7 @@ def test_one_that_fails_is_said_once_and_left_out(
     assert [step for step, _ in runs["wandb"][0].logged] == [1]
     assert [step for step, _ in runs["trackio"][0].logged] == [1, 2, 3, 4]
     assert capsys.readouterr().err == (
-        "lockstep: nothing is logged to wandb any more, from step 2 on: ConnectionError: the network is gone\n"
+        f"lockstep: nothing is logged to wandb any more, from step 2 on: {type(error).__name__}: {error}\n"
     )
 
 

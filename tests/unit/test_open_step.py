@@ -172,6 +172,24 @@ def test_open_step_is_drawn_to_its_end_with_who_is_to_blame(tmp_path: Path) -> N
     assert missed == [key, 1, 0, 0, None]
 
 
+@pytest.mark.parametrize(
+    ("counted", "phases", "is_said"),
+    [(1, [OTHER, DATA], True), (0, [OTHER, DATA], False), (1, [OTHER, FORWARD], False)],
+)
+def test_open_step_that_was_only_counted_is_said_to_be_one(
+    tmp_path: Path, counted: int, phases: list[int], is_said: bool
+) -> None:
+    """Else a rank in its backward would be shown in "other", and nobody would know why."""
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    lines = run.ranks[0].lines
+    rank = replace(run.ranks[0], lines=(*lines[:-1], replace(lines[-1], counted=counted)))
+    moments = moments_of(run, ended=6)
+    spans = [(phase, moments[0].until_ns - 10**8 * at) for at, phase in zip((5, 3), phases, strict=True)]
+    moments[0] = moments[0]._replace(phases=spans)
+    *_, lane = lanes_of(replace(run, ranks={**run.ranks, 0: rank}), 0.0, moments=moments)["steps"]
+    assert (lane["why"], lane["counted"]) == ("open", is_said)
+
+
 def test_phases_are_drawn_as_far_as_they_are_known(tmp_path: Path) -> None:
     run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
     zero_ns = run.ranks[0].starts[-1].clock_ns + 1000 * 1000 * 1000

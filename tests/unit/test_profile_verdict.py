@@ -325,6 +325,35 @@ def test_killed_rank_does_not_spoil_the_others(tmp_path: Path) -> None:
     assert waits_of(run).waited_s[0] == pytest.approx(0.0005 * 3 * (cut - _WARM))
 
 
+def test_record_that_is_cut_is_judged_by_the_steps_of_all(tmp_path: Path) -> None:
+    """What a rank waited in steps that the late one has not recorded is not taken for a slow network."""
+    whole = World(work_us=lambda rank, step: 1000 + 1000 * rank, moves_us=200, steps=40).run(tmp_path)
+    before = judge(whole)
+    path = tmp_path / "rank-1.jsonl"
+    path.write_text(path.read_text()[: path.stat().st_size // 3])
+    after = judge(read_run(tmp_path))
+    assert before.shares[0].steps > 2 * after.shares[0].steps == 2 * after.shares[1].steps > 8
+    assert [(one.kind, one.rank) for one in before.advice] == [("straggler", 1)]
+    assert [(one.kind, one.rank, one.share) for one in after.advice] == [("straggler", 1, before.advice[0].share)]
+    assert after.shares[0].waited_ms == pytest.approx(before.shares[0].waited_ms)
+
+
+@pytest.mark.parametrize("is_begun", [True, False])
+@pytest.mark.parametrize("collectives", [3, 20])
+def test_waiting_for_a_rank_without_a_record_is_not_taken_for_a_slow_network(
+    tmp_path: Path, *, is_begun: bool, collectives: int
+) -> None:
+    world = World(work_us=lambda rank, step: 1000 * (1 + rank), world_size=3, elements=64, collectives=collectives)
+    world.run(tmp_path)
+    path = tmp_path / "rank-2.jsonl"
+    path.write_text(path.read_text().split("\n", maxsplit=1)[0] + "\n" if is_begun else "")
+    verdict = judge(read_run(tmp_path))
+    unknown = next(one for one in verdict.advice if one.kind == "unknown")
+    assert "rank 2 recorded no step" in unknown.text
+    assert not {one.kind for one in verdict.advice} & {"communication", "small buckets"}
+    assert (verdict.overlap, verdict.what_ifs) == (None, ())
+
+
 def test_run_that_went_on_with_fewer_ranks_is_judged_by_those(tmp_path: Path) -> None:
     World(work_us=lambda rank, step: 1000, world_size=3, steps=10).run(tmp_path)
     for rank in (0, 1):

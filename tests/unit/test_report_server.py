@@ -6,9 +6,12 @@ import errno
 import http.client
 import json
 import os
+import shutil
 import socket
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -242,6 +245,19 @@ def test_watch_of_a_run_that_is_over_shows_it_and_ends(tmp_path: Path, capsys: p
         said = capsys.readouterr().out.splitlines()
         assert "http://127.0.0.1:" in said[0]
         assert said[-1].startswith("lockstep: the run has failed; lockstep report ")
+
+
+def test_watch_ends_where_the_folder_of_the_run_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    World(work_us=lambda rank, step: 1000).run(folder)
+    add_launch(folder, {"launch": "a", "pid": os.getpid(), "host": socket.gethostname(), "time_ns": time.time_ns()})
+    remover = threading.Timer(0.5, shutil.rmtree, [folder])
+    remover.start()
+    assert main(["watch", str(folder)]) == 1
+    remover.join()
+    said = capsys.readouterr().out.splitlines()
+    assert "running" in said[1]
+    assert said[-1] == f"lockstep: {folder} was removed"
 
 
 # ------------------------------------------------------------------ at the end of a run

@@ -279,6 +279,18 @@ def test_a_card_is_told_again_for_another_rank_or_step_and_not_for_newer_figures
     assert told("one model through step 80", "good", step=80) == 0
 
 
+def test_what_the_ranks_have_found_is_not_told_again_when_the_document_has_it() -> None:
+    news = News(lambda: 0.0)
+
+    def told(**about: Any) -> list[str]:
+        return list(news.of(picture([], [{"severity": "error", "title": "GONE in step 27.", "text": "why", **about}])))
+
+    assert told()[1:] == ["error: GONE in step 27.", "  why"]
+    assert told(ranks=[1], step=27) == []
+    assert told(ranks=[1], step=27, severity="warning") == []  # the run went on after it
+    assert told(ranks=[1], step=31, title="GONE in step 31.") == ["error: GONE in step 31.", "  why"]
+
+
 def test_a_run_that_is_over_is_told_once(tmp_path: Path) -> None:
     out = io.StringIO()
 

@@ -51,6 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stdout.reconfigure(errors="backslashreplace")  # as stderr: no run ends for a letter that Latin 1 lacks
     if os.environ.get("COLUMNS", "") in ("1", "2", "3", "4", "5", "6", "7"):
         os.environ["COLUMNS"] = "8"  # in fewer, tyro's help has no end
+    if os.environ.get("NO_COLOR"):
+        os.environ["PYTHON_TYRO_ANSI_CODES"] = "False"  # of the other one tyro knows nothing
     if _PARENT_PID in os.environ:
         from lockstep.launch.worker import hear_of_end
 

@@ -41,8 +41,9 @@ def watch(words: Sequence[str]) -> int:
     status = show(folder, "Ctrl-C ends this, not the run", args.host, args.port, has_rows=args.terminal)
     page = folder / PAGE
     where = f"report: {shown(page)}" if page.exists() else f"lockstep report {shown(folder)}"
-    print(f"lockstep: the run {_ENDS[status]}; {where}")
-    return 0
+    is_gone = not folder.is_dir()
+    print(f"lockstep: {shown(folder)} was removed" if is_gone else f"lockstep: the run {_ENDS[status]}; {where}")
+    return int(is_gone)
 
 
 def show(folder: Path, hint: str, host: str = LOOPBACK, port: int = 0, *, has_rows: bool = True) -> Status:
@@ -52,7 +53,7 @@ def show(folder: Path, hint: str, host: str = LOOPBACK, port: int = 0, *, has_ro
 
     def document() -> Document:
         found = live()
-        if found["run"]["status"] != "running":
+        if found["run"]["status"] != "running" or not folder.is_dir():
             is_over.set()
         return found
 

@@ -108,7 +108,7 @@ class Loggers:
         self._busy = name
         try:
             call()
-        except Exception as error:  # noqa: BLE001 (whatever a library raises: a full disk, no login, no network)
+        except BaseException as error:  # noqa: BLE001 (a full disk, no login; exit() too, which would end this thread)
             sys.stderr.write(f"lockstep: {failed}: {type(error).__name__}: {error}\n")
             return False
         return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 import statistics
+from bisect import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_i
 from lockstep.observe.profile.run_record import RankRecord, Run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Waits, unseen, waits_of, weighted
+from lockstep.observe.wording import names
 
 _COMMUNICATION, _IDLE, _DATA, _OTHER = 0.30, 0.10, 0.15, 0.30  # shares of the step above which they are said
 _IMBALANCE = 1.10  # slowest rank's work over the mean
@@ -28,6 +30,7 @@ _LEVERS = {
     "fewer processes per core",
     "data": "more num_workers, persistent_workers=True, a larger prefetch_factor, or prepare the data once",
     "other": "checkpoints in the background (save_async), validate less often, call .item() and print less often",
+    "unknown": "give all machines one --record folder, on a disk that they share",
 }
 _SEND_LARGER = (  # as _SEND_LESS
     "larger buckets (bucket_cap_mb), one flat tensor in place of many small ones, or fewer statistics per step",
@@ -59,7 +62,7 @@ class Share(NamedTuple):
 class Advice(NamedTuple):
     """One thing that costs time."""
 
-    kind: str  # "communication", "straggler", "bubbles", "data", "small buckets", "other"
+    kind: str  # "communication", "straggler", "bubbles", "data", "small buckets", "other", "unknown"
     share: float  # of the step that it costs
     text: str
     lever: str
@@ -103,14 +106,15 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
     moving = statistics.fmean(max(0.0, share.phases_ms["exposed"] - share.waited_ms) for share in shares)
     per_token = flops_per_token or max(record.starts[-1].flops_per_token for record in run.ranks.values())
     rate = max(share.tokens_per_s for share in shares) or sum(share.samples_per_s for share in shares)
+    is_partial = bool(kinds or _silent(run))
     done = per_token * rate / len(shares) or None
     return Verdict(
         shares,
         max(work) / max(1e-9, statistics.fmean(work)),
-        hidden / (hidden + moving) if hidden + moving > 0 and not kinds else None,
+        hidden / (hidden + moving) if hidden + moving > 0 and not is_partial else None,
         tuple(sorted(_advice(run, shares, waits), key=lambda advice: -advice.share)),
         waits,
-        tuple(what_ifs(plays_of(run), are_least=bool(kinds))),
+        () if _silent(run) else tuple(what_ifs(plays_of(run), are_least=bool(kinds))),
         f"{kinds[0].text} at {kinds[0].site}" + f" and {len(kinds) - 1} more" * (len(kinds) > 1) if kinds else "",
         done,
         done / peak_flops if done and peak_flops else None,
@@ -118,11 +122,16 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
 
 
 def _together(run: Run) -> Run:
-    """Without the steps before a run went on with more ranks: of these the new ones know nothing to compare."""
-    first = max((record.lines[0].step for record in run.ranks.values() if record.lines), default=0)
-    cut = {rank: sum(line.step < first for line in record.lines) for rank, record in run.ranks.items()}
-    kept = {r: replace(one, lines=one.lines[cut[r] :], attempts=one.attempts[cut[r] :]) for r, one in run.ranks.items()}
-    return Run(run.folder, kept)
+    """Without steps that a rank knows nothing of: it joined later, was killed, or its record is cut."""
+    begun = [record for record in run.ranks.values() if record.lines]
+    first = max((record.lines[0].step for record in begun), default=0)
+    last = min((record.lines[-1].step for record in begun), default=0)
+
+    def cut(record: RankRecord) -> RankRecord:
+        here = slice(*(bisect(record.lines, at, key=lambda line: line.step) for at in (first - 1, last)))
+        return replace(record, lines=record.lines[here], attempts=record.attempts[here])
+
+    return Run(run.folder, {rank: cut(record) for rank, record in run.ranks.items()})
 
 
 def share_of(record: RankRecord, waits: Waits) -> Share | None:
@@ -155,7 +164,11 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
     moving = max(0.0, exposed - still)
     late = _straggler(shares, waits)
     found = [] if late is None else [late]
-    if exposed > _COMMUNICATION and moving > still:
+    if exposed > _COMMUNICATION and (silent := _silent(run)):
+        takes = f"communication that nothing hides takes {exposed:.0%} of the step"
+        text = f"{takes}; how much of that is waiting is not known: {names(silent)} recorded no step"
+        found.append(Advice("unknown", exposed, text, _LEVERS["unknown"]))
+    elif exposed > _COMMUNICATION and moving > still:
         parts = f"(moving data {moving:.0%}, waiting for other ranks {still:.0%})"
         text = f"communication that nothing hides takes {exposed:.0%} of the step {parts}"
         lever = f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank"
@@ -171,6 +184,11 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
         part = statistics.fmean(share.phases_ms[name] for share in rest) / step_ms
         found += [Advice(name, part, words.format(part), _LEVERS[name])] if part > least else []
     return found + _small_buckets(run, step_ms, moving)
+
+
+def _silent(run: Run) -> Sequence[int]:
+    """Ranks that recorded no step: who waits for these cannot be told from who moves data."""
+    return sorted({*range(run.world_size)} - {rank for rank, record in run.ranks.items() if record.lines})
 
 
 def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
@@ -215,7 +233,7 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
     sent = buckets_of(record)
     if sent is not None and sent["count"] >= _MANY and sent["bytes"] < _SMALL_BYTES * sent["count"]:
         count, size = sent["count"], sent["bytes"] / sent["count"]
-    if not count or moving < _COMMUNICATION / 3:
+    if not count or moving < _COMMUNICATION / 3 or _silent(run):
         return []
     text = f"{count:.0f} collectives of {size / 1024:.0f} KiB in each step pay their latency one by one"
     return [Advice("small buckets", moving, text, _SEND_LARGER[_is_sharded(run)])]

@@ -29,6 +29,7 @@ _TITLES = {
     "data": "Ranks wait {share:.0%} of the step for data",
     "small buckets": "Many small collectives cost up to {share:.0%} of the step",
     "other": "{share:.0%} of the step is none of training",
+    "unknown": "Ranks stand {share:.0%} of the step in communication",
 }
 
 

@@ -26,6 +26,7 @@ def heat_of(run: Run) -> dict[str, Any]:
         "wall_us": [row[0] for row in rows],
         "longest_us": [row[1] for row in rows],
         "phases": PHASES,
+        "counted": max((sum(line.counted for line in record.lines) for record in run.ranks.values()), default=0),
         "phases_us": {name: [row[2 + at] for row in rows] for at, name in enumerate(PHASES)},
     }
 

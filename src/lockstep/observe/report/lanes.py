@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+from lockstep.observe.pace import EVERY
 from lockstep.observe.profile.chrome_trace import align, moments_of, placed_lines
 from lockstep.observe.profile.replay import buckets_of
 from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
@@ -203,7 +204,9 @@ def _open_step(
         unknown = ["open", row["began_us"], known[0][1] if known else row["ended_us"]]
         is_seen = 1000 * (unknown[2] - unknown[1]) > lane["ended_us"] - lane["began_us"]
         row["spans"] = [unknown] * is_seen + known
-    yield lane | {"estimated": False}
+    work, seen = {"forward", "backward", "optimizer"}, {name for row in lane["ranks"] for name, *_ in row["spans"]}
+    is_counted = any(line.counted for record in run.ranks.values() for line in record.lines[-2 * EVERY :])
+    yield lane | {"estimated": False, "counted": is_counted and not work & seen}
 
 
 def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int]) -> Row:

@@ -72,8 +72,9 @@ function figures(run) {
     if (overlap.samples_per_s) found.push(["samples/s", count(Math.round(overlap.samples_per_s)), counted]);
     if (overlap.flops_per_s) found.push(["arithmetic", digits(overlap.flops_per_s / 1e12, 3), "TFLOP/s per rank"]);
     const exposed = exposedShare(overlap, sum((each) => each.exposed_us) / wall);
-    const waited = percent(sum((each) => Math.min(each.waited_us, each.exposed_us)) / wall);
-    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : `of a step, ${waited} waiting`]);
+    const waits = `, ${percent(sum((each) => Math.min(each.waited_us, each.exposed_us)) / wall)} waiting`;
+    const part = isPartial(overlap) ? "" : waits;
+    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : `of a step${part}`]);
   }
   const strategy = page.document.owners?.strategy;
   if (strategy) found.push(["strategy", strategy]);

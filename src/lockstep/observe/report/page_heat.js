@@ -39,6 +39,7 @@ section("heat", "Every rank, every step", ["heat"], (document) => {
   });
   return [
     element("p", { class: "lead" }, heatLead(heat)),
+    countedSteps(heat),
     element("div", { class: "tools" }, heatChoice(heat), element("span", { class: "gap" }), heatScale(low, high)),
     element("div", { class: "picture" }, picture),
     asTable("heat", [["steps", "n"], ...heat.ranks.map((rank) => [`rank ${rank}`, "n"])], () =>
@@ -143,6 +144,15 @@ function heatLead(heat) {
   if (own.length > 1 && most > usual * 1.08)
     return `Rank ${rank} works ${time(most)} of a step, the median rank ${time(usual)}. Choose a cell to see its step.`;
   return `Each rank works about ${time(usual)} of a step. Choose a cell to see its step.`;
+}
+
+// What is known of steps that `pace` has only counted.
+function countedSteps({ counted }) {
+  if (!counted) return null;
+  const text =
+    `Of ${plural(counted, "short step")} only their time and their wait for data were taken: the rest of each is ` +
+    "shared out as in the last step that was timed. ";
+  return element("p", { class: "aside" }, text, code("LOCKSTEP_GUARD=strict"), " times all.");
 }
 
 function meanOf(values, heat) {

@@ -106,7 +106,9 @@ function whereRanksWere({ ranks }) {
 
 function laneLead({ step, joins }) {
   const stands = page.document.run?.status === "running" ? "stands still" : "was never ended";
-  if (isOpen(step)) return `Step ${count(step.step)} ${stands}. This is how far each rank has come.`;
+  const untimed = " Of it only waits for data and for operations were timed: \u201cother\u201d is all else.";
+  if (isOpen(step))
+    return `Step ${count(step.step)} ${stands}. This is how far each rank has come.${step.counted ? untimed : ""}`;
   const totals = new Map();
   for (const { last, waited } of joins.values()) if (last !== null) totals.set(last, (totals.get(last) || 0) + waited);
   const all = [...totals.values()].reduce((a, b) => a + b, 0);

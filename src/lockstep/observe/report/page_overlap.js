@@ -22,7 +22,7 @@ section("overlap", "Communication", ["overlap"], (document) => {
       "div",
       { class: "columns aside-picture" },
       waitingPicture(overlap.waiting || []),
-      waitingTable(overlap.waiting || [], overlap.unseen),
+      waitingTable(overlap.waiting || [], overlap.unseen || isPartial(overlap)),
     ),
   ];
 });
@@ -36,11 +36,16 @@ function overlapLead(overlap) {
       `How much of communication hides is not known: of ${overlap.unseen} nobody sees who stands in it. ` +
       "C++ waits for it, a GPU, or a later step; it counts as work."
     );
-  const part = overlap.hidden === null ? "" : `${percent(overlap.hidden)} of moving data hides behind work; `;
+  const part = overlap.hidden === null ? "For" : `${percent(overlap.hidden)} of moving data hides behind work; for`;
+  const still = `${percent(exposed / wall)} of a step ranks stand still in communication`;
+  if (isPartial(overlap)) return `For ${still}. How much of that is waiting for a rank without a record is not known.`;
   const only = `${percent(Math.min(waited, exposed) / wall)} of a step only until the last rank comes`;
   const waiting = waited > 0 ? `, ${only}` : "";
-  return `${part}for ${percent(exposed / wall)} of a step ranks stand still in communication${waiting}.`;
+  return `${part} ${still}${waiting}.`;
 }
+
+// Who waits for a rank without a record cannot be told from who moves data.
+const isPartial = ({ ranks }) => ranks.length < page.document.run.world_size;
 
 // A share of exposed communication, where of some of it nobody knows.
 const UNKNOWN = "not known";
@@ -62,8 +67,8 @@ function overlapBars(overlap) {
       part("waiting", Math.min(waited, exposed)),
       part("phase-exposed", Math.max(0, exposed - waited)),
     );
-    const told = [exposed, Math.min(waited, exposed)].map((value) => exposedShare(overlap, value));
-    return [`${each.rank}`, bar, unseen ? UNKNOWN : percent(hidden), ...told];
+    const wait = isPartial(overlap) ? UNKNOWN : exposedShare(overlap, Math.min(waited, exposed));
+    return [`${each.rank}`, bar, unseen ? UNKNOWN : percent(hidden), exposedShare(overlap, exposed), wait];
   };
   return table(
     [

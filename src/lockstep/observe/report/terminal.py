@@ -139,10 +139,10 @@ class News:
                 changed.setdefault(text, []).extend(row.ranks)
         yield from (f"{names(ranks)}: {text}" for text, ranks in changed.items() if text)
         for card in picture.cards:
-            key = _kind_of(card)
-            if key not in self._told_cards:
-                self._told_cards.add(key)
+            kind, as_found = _kind_of(card), (card["title"],)
+            if not {kind, as_found} & self._told_cards:
                 yield from (line.plain for line in card_lines(card))
+            self._told_cards |= {kind, as_found if card.get("ranks") is None else kind}
 
 
 def _kind_of(card: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -150,6 +150,10 @@ def loaded_on_one_rank(rank: int, _: Path) -> None:
     train(model, before=load)
 
 
+def settings_of_one_rank(rank: int, _: Path) -> None:
+    train(DistributedDataParallel(small(), find_unused_parameters=rank == 1))
+
+
 RATE = (
     "REPLICAS differ",
     "lr of parameter group 0 is 0.1 on rank 0, 1.1 on rank 1",
@@ -172,6 +176,10 @@ WRONG: dict[Case, tuple[str, ...]] = {
     compiled_past_the_wrapper: ("REPLICAS differ after step 3, equal after step 2", "in step 3 a backward went past"),
     ours_past_the_wrapper: ("REPLICAS differ after step 1, equal when they were wrapped", ".module", "ReplicaDrift"),
     ours_flipped_bit: BIT,
+    settings_of_one_rank: (
+        "MODELS differ when DistributedDataParallel wraps them",
+        "rank 1 has setting 'find_unused_parameters=True' where rank 0 has setting 'find_unused_parameters=False'",
+    ),
     loaded_on_one_rank: ("REPLICAS differ after step 4", "rank 1: load_state_dict() at tests/process/", "in step 4"),
 }
 
@@ -222,6 +230,16 @@ def ours_is_sound(rank: int, _: Path) -> Any:
     return train(lockstep.DistributedDataParallel(small(norm=True)))
 
 
+def same_settings_are_sound(rank: int, _: Path) -> Any:
+    """As one rank spells out what is so by itself, or what another setting makes of no account."""
+    sends: Any = {"broadcast_buffers": True} if rank else {}
+    still: Any = {"static_graph": True, "find_unused_parameters": rank == 0, "broadcast_buffers": rank == 0}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain, static = DistributedDataParallel(small(norm=True), **sends), DistributedDataParallel(small(), **still)
+    return [*train(plain), *train(static)]
+
+
 RIGHT: tuple[Case, ...] = (
     flat_is_sound,
     flat_whole_is_sound,
@@ -232,6 +250,7 @@ RIGHT: tuple[Case, ...] = (
     compiled_is_sound,
     compiled_inside_is_sound,
     ours_is_sound,
+    same_settings_are_sound,
 )
 
 

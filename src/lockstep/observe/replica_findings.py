@@ -115,7 +115,8 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     is_wrapped = any(value[1] in ("ddp", "hook") for value in topic.told[step].values())
     since = f"equal after step {good}" if good is not None else _SINCE[is_wrapped]
     is_seed = good is None and not is_wrapped and not options
-    lines += _lines_of(scene, topic, ranks, ("cut", "made") if options or is_seed else ("loaded", "past", "step"))
+    keys = ("cut", "made") if options or is_seed else ("loaded", "past", "step")
+    lines += _lines_of(scene, topic, ranks, keys) or _lines_of(scene, topic, ranks, ("made",))
     cause = _SEED if is_seed else likely_cause(found)
     if good is not None and int(step) - int(good) > 16:  # of short steps, facts keep no more than each 16th
         cause += " LOCKSTEP_REPLICA_EVERY=1 narrows that down to 16 steps or fewer."

@@ -50,6 +50,7 @@ class Backwards(SharedPatches):
         self._plain: Any = None  # torch.Tensor
         self._queue: Any = None
         self._tails_ns: deque[int] = deque(maxlen=1)  # since when the backward that runs waits
+        self.failed: Callable[[BaseException], object] = lambda error: None  # called with what a backward raises
         self._ours: Any = None  # what stands in the place of torch.autograd.backward
 
     def _begin(self) -> None:
@@ -86,51 +87,57 @@ class Backwards(SharedPatches):
 
         @functools.wraps(old)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
-            if self._ours is not backward:  # put back by somebody who had wrapped it meanwhile
-                return old(tensors, *args, **kwargs)
-            is_brief = PACE.is_brief
-            if is_brief and not self.once and self.scaled is None and type(tensors) is self._plain:
-                value = tensors.item() if tensors.is_cpu and tensors.numel() == 1 else 0.0
-                if value - value == 0.0:  # not of inf, nor of nan
-                    self.step_site = self.site
-                    return old(tensors, *args, **kwargs)
-            frame = sys._getframe(1)
-            if frame.f_code is method and frame.f_back is not None:
-                frame = frame.f_back
-            known = SITES.get((id(frame.f_code), frame.f_lasti))
-            self.site = self.step_site = site = known[1] if known is not None and known[2] else site_from(frame)
-            if self.once:
-                calls, self.once = self.once, []
-                for call in calls:
-                    call()
-            if type(tensors) is self._plain and tensors.numel() == 1 and tensors.is_floating_point():
-                root = tensors
-                if self.scaled is not None:
-                    root = self.scaled[1] if self.scaled[0] is root else root
-                    self.scaled = None
-                loss = root.item() if root.is_cpu else root.detach(), site
-                if type(loss[0]) is float and self.is_sound is not False:
-                    self.is_sound = loss[0] - loss[0] == 0.0  # not of inf, nor of nan
-                if len(self.losses) < _KEPT:
-                    self.losses.append(loss)
-                if len(self.recent) < _KEPT:
-                    self.recent.append(loss)
-            phases = None if is_brief else self.phases
-            if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
-                return old(tensors, *args, **kwargs)  # of another thread, or inside of one, as checkpointing does it
-            clock, tails_ns = phases.clock, self._tails_ns
-            tails_ns.clear()
-            clock.marks.append((BACKWARD, monotonic_ns()))
             try:
-                return old(tensors, *args, **kwargs)
-            finally:
-                now_ns, marks = monotonic_ns(), clock.marks
-                if tails_ns and clock.close_reader is not None:
-                    clock.tail_site = site
-                    clock.waits.append((TAIL, tails_ns[-1], now_ns))
-                marks.append((before if before == OPTIMIZER else OTHER, now_ns))
-                if len(marks) >= MARKS or len(clock.waits) >= WAITS:
-                    clock.sum_up(now_ns)
+                if self._ours is not backward:  # put back by somebody who had wrapped it meanwhile
+                    return old(tensors, *args, **kwargs)
+                is_brief = PACE.is_brief
+                if is_brief and not self.once and self.scaled is None and type(tensors) is self._plain:
+                    value = tensors.item() if tensors.is_cpu and tensors.numel() == 1 else 0.0
+                    if value - value == 0.0:  # not of inf, nor of nan
+                        self.step_site = self.site
+                        return old(tensors, *args, **kwargs)
+                frame = sys._getframe(1)
+                if frame.f_code is method and frame.f_back is not None:
+                    frame = frame.f_back
+                known = SITES.get((id(frame.f_code), frame.f_lasti))
+                self.site = self.step_site = site = known[1] if known is not None and known[2] else site_from(frame)
+                if self.once:
+                    calls, self.once = self.once, []
+                    for call in calls:
+                        call()
+                if type(tensors) is self._plain and tensors.numel() == 1 and tensors.is_floating_point():
+                    root = tensors
+                    if self.scaled is not None:
+                        root = self.scaled[1] if self.scaled[0] is root else root
+                        self.scaled = None
+                    loss = root.item() if root.is_cpu else root.detach(), site
+                    if type(loss[0]) is float and self.is_sound is not False:
+                        self.is_sound = loss[0] - loss[0] == 0.0  # not of inf, nor of nan
+                    if len(self.losses) < _KEPT:
+                        self.losses.append(loss)
+                    if len(self.recent) < _KEPT:
+                        self.recent.append(loss)
+                phases = None if is_brief else self.phases
+                if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
+                    return old(
+                        tensors, *args, **kwargs
+                    )  # of another thread, or inside of one, as checkpointing does it
+                clock, tails_ns = phases.clock, self._tails_ns
+                tails_ns.clear()
+                clock.marks.append((BACKWARD, monotonic_ns()))
+                try:
+                    return old(tensors, *args, **kwargs)
+                finally:
+                    now_ns, marks = monotonic_ns(), clock.marks
+                    if tails_ns and clock.close_reader is not None:
+                        clock.tail_site = site
+                        clock.waits.append((TAIL, tails_ns[-1], now_ns))
+                    marks.append((before if before == OPTIMIZER else OTHER, now_ns))
+                    if len(marks) >= MARKS or len(clock.waits) >= WAITS:
+                        clock.sum_up(now_ns)
+            except RuntimeError as error:  # of an operation that C++ has started, say
+                self.failed(error)
+                raise
 
         self._ours = backward
         return backward

@@ -14,7 +14,7 @@ import re
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -70,7 +70,7 @@ class ModelFacts:
             if not team:
                 old(ddp, *args, **kwargs)
                 return
-            self._describe(given["module"], team)
+            self._describe(given["module"], team, _settings_in(given) if is_sent_by_cpp else ())
             try:
                 old(ddp, *args, **kwargs)
             except Exception as error:
@@ -97,15 +97,15 @@ class ModelFacts:
         self._wrapped += 1
         return f"{zlib.crc32(repr(ranks).encode()):08x}/{len(ranks)}/{self._wrapped}"
 
-    def _describe(self, module: Any, team: str) -> None:
-        """Tell which parameters there are, before torch looks at them in its own way."""
+    def _describe(self, module: Any, team: str, settings: Sequence[Sequence[Any]]) -> None:
+        """Tell which parameters there are, and what else is sent, before torch looks at them in its own way."""
         from torch.nn.parameter import is_lazy
 
         from lockstep.observe.model_match import describe_model
 
         if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
             return
-        rows = describe_model(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+        rows = [*settings, *describe_model(module, getattr(module, "_ddp_params_and_buffers_to_ignore", ()))]
         digest = hashlib.blake2b(json.dumps(rows).encode(), digest_size=8).hexdigest()
         self._guard.facts.tell(f"model {team}", "wrapped", [digest, call_site()], lambda: rows)
         self._guard.facts.show(f"model {team}", "wrapped")
@@ -219,3 +219,15 @@ class ModelFacts:
                 team = "hand" if model.kind == "hand" else model.team
                 return team.rpartition("/")[0] or f"hand/{size}", model.joins, may_share_samples(module, size)
         return f"hand/{size}", False, False
+
+
+def _settings_in(given: Mapping[str, Any]) -> list[list[Any]]:
+    """What torch's DDP sends in a step besides gradients, as rows of `describe_model`; nobody else compares it."""
+    is_static, has_buffers = bool(given.get("static_graph")), next(given["module"].buffers(), None) is not None
+    ways = [given.get(name) for name in ("forward_sync_buffers", "broadcast_buffers")] if has_buffers else []
+    settings = {
+        "static_graph": is_static,
+        "find_unused_parameters": bool(given.get("find_unused_parameters")) and not is_static,
+        "broadcast_buffers": bool(next((way for way in ways if way is not None), True)),
+    }
+    return [["setting", f"{name}={value}", [], "", False] for name, value in settings.items()]

@@ -150,13 +150,19 @@ class ReplicaFacts:
         self.leader = weakref.ref(optimizer)
         self._led_from = self._made.get(optimizer, "")
 
+    def trainer(self, model: Model) -> Any:
+        """The optimizer that has all of it; None where several have a part each: each rank may have another one."""
+        module = model.module()
+        wanted = set() if module is None else {id(param) for param in module.parameters() if param.requires_grad}
+        for optimizer in (self.leader(), *reversed([*self._made])) if wanted else ():
+            if optimizer is not None and wanted <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
+                return optimizer
+        return None
+
     def is_trained_by_leader(self, model: Model) -> bool:
-        """Whether the leading optimizer has all of it."""
-        module, optimizer = model.module(), self.leader()
-        if module is None or optimizer is None:
-            return False
-        mine = {id(param) for group in optimizer.param_groups for param in group["params"]}
-        return {id(param) for param in module.parameters() if param.requires_grad} <= mine
+        """Whether the leading optimizer has all of it, or is the part of another that has."""
+        leader, trainer = self.leader(), self.trainer(model)
+        return leader is not None and (trainer is leader or getattr(trainer, "optim", None) is leader)
 
     def due_after(self, step: int) -> float:
         """The first step after `step` that is to be compared."""
@@ -212,6 +218,9 @@ class ReplicaFacts:
             "past": model.past,
             "step": self._stepped_at and f"optimizer.step() at {self._stepped_at}",
         }
+        if (trainer := self.trainer(model)) is not None:
+            lines["made"] = (site := self._made.get(trainer, "")) and f"optimizer made at {site}"
+            lines["step"] = lines["step"] if self.is_trained_by_leader(model) else ""
         self._guard.facts.tell(f"lines {_place(model)}", "now", {key: text for key, text in lines.items() if text})
 
     def _tell(self, model: Model, step: int) -> None:
@@ -219,8 +228,7 @@ class ReplicaFacts:
         from lockstep.observe.replica_diff import fold
 
         module: Any = model.module()
-        leads = self.is_trained_by_leader(model)  # where several optimizers do, each rank may have a part
-        entries = replica_entries(module, self.leader() if leads else None)
+        entries = replica_entries(module, self.trainer(model))
         keeps_own = model.kind == "ddp" and not getattr(module, "broadcast_buffers", True)
         if not keeps_own:  # DDP takes rank 0's in the next forward
             entries = [entry for entry in entries if not entry.what.startswith(BUFFER)]
@@ -266,5 +274,7 @@ def _is_cut(param: Any, size: int) -> bool:
 def _gradient_digest(module: Any) -> str:
     from lockstep.observe.tensor_digest import digests
 
-    found = digests([] if module is None else [param.grad for param in module.parameters() if param.grad is not None])
+    params = () if module is None else module.parameters()  # a piece has a gradient of its own
+    grads = [grad for param in params if (grad := param.grad) is not None and not hasattr(grad, "device_mesh")]
+    found = digests(grads)
     return f"{zlib.crc32(repr(found).encode()):08x}" if found else ""

@@ -57,6 +57,7 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     watch.cuts.watch()
     undo += [BACKWARDS.attach(), OPTIMIZERS.attach()]
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
+    BACKWARDS.failed = guard.saw
     PACE.dues.append(watch.replicas.due_after)
     guard.at_end.append(watch.finish)
     guard.before_look.append(watch.gradients.forget)

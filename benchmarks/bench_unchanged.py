@@ -5,7 +5,7 @@
 Two ranks take turns of steps with all that lockstep puts into torch, and without: the same processes, the same minute.
 The first steps of a turn do not count: they find caches that steps of the other kind have used. A step has 8 buckets,
 each averaged by torch's C++. Twice: in the first thousand steps of a run, each of which is looked at closely, and
-later, when one in eight is (see `observe/pace.py`). The ranks are started anew a few times, and what counts is the
+later, when one in sixteen is (see `observe/pace.py`). The ranks are started anew a few times, and what counts is the
 median of the starts. The guard's own thread is there in both kinds; what it takes is a figure of its own.
 """
 

@@ -21,7 +21,7 @@ from test_torch_training import (
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lockstep.observe import pace
+from lockstep.observe import lookout, pace
 from lockstep.testing.worlds import run_processes
 
 _BRIEF_FROM = 3
@@ -29,8 +29,9 @@ _STEPS = 40
 
 
 def soon(rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True) -> tuple[str, Any]:
-    """As `guarded`, with steps that are only counted from the fourth on."""
+    """As `guarded`, with steps that are only counted from the fourth on, and looks half as often as at first."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookout, "_YOUNG", 1)
         patch.setattr(pace, "FIRST", _BRIEF_FROM)
         patch.setattr(pace, "SHORT_NS", 1 << 60)
         return guarded(rank, world_size, folder, case, is_watched, every=16)

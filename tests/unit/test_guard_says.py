@@ -14,6 +14,7 @@ from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, running, waiting_fo
 from watched_guard import Watched, failed, stopped
 
 from lockstep.errors import CollectiveTimeout, CommError, PeerFailed
+from lockstep.observe import lookout
 from lockstep.observe.guard import Guard
 from lockstep.observe.status import Stalled
 
@@ -268,3 +269,39 @@ def test_the_guards_of_a_machine_look_at_the_same_moments(watched: Watched, monk
     """Whenever they were started, and however long a look takes: ranks that wait for each other stand still once."""
     moments = [moments_of(watched.guard, *how, monkeypatch) for how in ((100.07, 0.01), (100.24, 0.11))]
     assert moments[0] == moments[1] == [100 + look / 4 for look in range(1, 14)]
+
+
+def test_in_a_long_run_it_looks_half_as_often_while_all_is_well(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What began to be wrong then is looked at as often as ever."""
+    monkeypatch.setattr(lookout, "_YOUNG", 2)
+    guard = watched.guard
+    seldom, often = [100.5, 101.0, 101.5, 102.0, 102.5, 103.0, 103.5], [100 + look / 4 for look in range(1, 14)]
+
+    def moments() -> list[float]:
+        return moments_of(guard, 100.07, 0.01, monkeypatch)
+
+    for _ in range(2):
+        watched.sees(running(3))
+        assert moments() == often  # the run is young
+    watched.sees(running(3))
+    assert moments() == seldom
+    late = running(3)
+    late[2].age_s = 0.2
+    watched.sees(late)  # one has not spoken with the others: what it has done may be known only now
+    assert moments() == often
+    watched.sees(running(3))
+    number = guard.enter("world", 0, REDUCE, FIRST)
+    watched.sees(running(3))
+    assert moments() == seldom  # just begun
+    monkeypatch.setattr(guard._lookout, "_period_s", 0.0)
+    watched.sees(running(3))
+    assert moments() == often  # has been under way since before the last look
+    guard.leave(number)
+    monkeypatch.setattr(guard._lookout, "_period_s", 0.25)
+    watched.sees(running(3))
+    assert moments() == seldom
+    watched.sees(stopped())
+    assert guard.finding is not None
+    assert moments() == often

@@ -25,6 +25,7 @@ from lockstep.observe.profile.run_record import (
 )
 from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter, covered_ns
+from lockstep.observe.report.heat import heat_of
 from lockstep.observe.torch_groups import FROM_CPP
 from whole_records import read_run
 
@@ -143,6 +144,20 @@ def test_steps_that_are_counted_anew_begin_a_line(tmp_path: Path) -> None:
         (1030, 1),
         (1032, 2),
     ]
+
+
+def test_steps_that_were_only_counted_are_said_to_be(tmp_path: Path) -> None:
+    clock = StepClock()
+    writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="a/0")
+    clock.close_reader = writer.close
+    for step in range(2049, 2057):
+        clock.is_brief = step not in (2050, 2056)
+        clock.step_done(step, operations=0)
+    writer.close()
+    run = read_run(tmp_path)
+    lines = [(line.step, line.count, line.counted) for line in run.ranks[0].lines]
+    assert lines == [(2052, 4, 3), (2056, 4, 3)]
+    assert heat_of(run)["counted"] == 6
 
 
 @given(st.integers(1, 1 << 40))

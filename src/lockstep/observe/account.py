@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, final
 
 from lockstep.observe.board import waits_of
@@ -30,7 +31,7 @@ class Account:
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.facts = Facts()  # of this rank's training
-        self.steps_s: deque[float] = deque(maxlen=_STEPS)
+        self.ended_ns: deque[int] = deque(maxlen=_STEPS + 1)  # when the last steps have
         self.activities: list[str] = []  # of all threads: what may take long without anything wrong
         self.step_before = 0  # of which checkpoint the program goes on
         self.state: State = RUNNING
@@ -115,7 +116,7 @@ class Account:
     def status(self, now_s: float, **said: Any) -> Status:
         """All of it, at `now_s` of a clock that never goes back. said: see `Voice.shown`."""
         step, stand = self._recorder.step, self.motion.look(now_s)
-        steps = sorted(self.steps_s)
+        steps = sorted([(after - before) / 1e9 for before, after in pairwise([*self.ended_ns])])
         newest = self._record.records(self._read - 1)
         if now_s - self._traced_s >= _TRACED_S:
             self._traced_s, self._is_traced = now_s, is_traced()

@@ -25,6 +25,7 @@ from lockstep.observe.call_site import call_site
 from lockstep.observe.diagnosis import Finding, Limits
 from lockstep.observe.endings import CAUGHT
 from lockstep.observe.flight import FlightRecorder, Record, pack_words
+from lockstep.observe.hang import FAILING
 from lockstep.observe.last_words import last_words, peer_failed, sees_another, users_line
 from lockstep.observe.lookout import Lookout
 from lockstep.observe.profile.step_clock import Ended
@@ -73,7 +74,6 @@ class Guard:
         self.has_failed = False  # an operation or a step of this rank has, and its program knows why
         self.step_before = 0  # of which checkpoint the program goes on
         self.operations = 0  # started by the end of the last step that was taken up
-        self._step_began_ns = 0
         self._worlds = 0
         self._raised = ""  # key of the finding that the program has been given
         self._stop = threading.Event()
@@ -130,8 +130,11 @@ class Guard:
             ended = clock.cut(step, now_ns) if is_followed else None
             if started or recorder.left:
                 recorder.left.append(partial(self._keep, step, now_ns, ended, started))
-            else:
-                self._keep(step, now_ns, ended)
+            else:  # as `_keep`
+                self._account.ended_ns.append(now_ns)
+                self.operations = recorder.started
+                if ended is not None:
+                    clock.keep(ended, recorder.started)
             recorder.set_step(step)  # now that whoever enters finds what is of the one before
             if is_followed and clock.after_step is not None and step >= clock.after_from:
                 clock.after_step(step)
@@ -155,14 +158,13 @@ class Guard:
         recorder.set_step(step)
         clock.step, clock.began_ns, clock.samples, clock.marks = step, now_ns, 0, [(clock.rest, now_ns)]
 
-    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started] = ()) -> None:
+    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started]) -> None:
         """What is left to be done of `step`, which ended at `now_ns`."""
         recorder = self.recorder
         if started:
             _enter(started, step - 1, now_ns)
-        if self._step_began_ns:
-            self._account.steps_s.append((now_ns - self._step_began_ns) / 1e9)
-        self._step_began_ns, self.operations = now_ns, recorder.started
+        self._account.ended_ns.append(now_ns)
+        self.operations = recorder.started
         if ended is not None:
             recorder.clock.keep(ended, recorder.started)
 
@@ -214,8 +216,8 @@ class Guard:
             return error
         seen, found = PeerLost(f"{type(error).__name__}: {error}"), None
         self.failed_at = users_line(error)
-        with self._voice.spared("looking for the cause of an error"):
-            found = self._lookout.of_failure()
+        with self.activity(FAILING), self._voice.spared("looking for the cause of an error"):
+            found = self._lookout.of_failure(error)
         cause = self.lost(seen) if found is None else self._given(found.comm_error(), found)
         if cause is seen:
             return error
@@ -249,9 +251,16 @@ class Guard:
     def _watch(self) -> None:
         self.recorder.count_this_thread()  # it enters what the rank's own thread has started in C++
         self._voice.looker = get_ident()
-        # With the other ranks of this machine: those who wait for each other are held up once, not each by each.
-        while not self._stop.wait(self._period_s - time.monotonic() % self._period_s):
+        while not self._stop.wait(self._pause_s()):
             self.look()
+
+    def _pause_s(self) -> float:
+        """Until the next look: in a long run in which all is well one of two is left out.
+
+        With the other ranks of this machine: those who wait for each other are held up once, not each by each.
+        """
+        period_s = self._period_s * (2 if self._lookout.is_calm else 1)
+        return period_s - time.monotonic() % period_s
 
     def look(self) -> None:
         """What the thread does each time. No error ends it."""

@@ -18,6 +18,8 @@ from lockstep.observe.board import Board
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
 from lockstep.observe.divergence import find_left_out
 from lockstep.observe.endings import find_caught, find_left_over, find_too_large, goes_on, left_first, stalled_by
+from lockstep.observe.hang import find_timed_out
+from lockstep.observe.last_words import users_line
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
@@ -27,6 +29,7 @@ WORDS_S = 2.0  # how long a rank that lost another one waits for what is known o
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
+_YOUNG = 240  # looks: the first minute of a run, in which most that is wrong shows
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
 
 
@@ -45,6 +48,8 @@ class Lookout:
         self._training = Training()
         self._looked_s = self._blind_until_s = 0.0
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
+        self.is_calm = self._are_heard = False  # nothing hurries; all ranks have just spoken
+        self._looks = 0
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
 
@@ -86,6 +91,14 @@ class Lookout:
                 if self.certain() is None:
                     self._find(is_last)
             self._account.is_blind = self._voice.failures > failures
+            self._looks += 1
+            self.is_calm = self._looks > _YOUNG and self._are_heard and self._is_well()
+
+    def _is_well(self) -> bool:
+        """Nothing is wrong, in doubt, or under way for longer than from one look to the next."""
+        account = self._account
+        has_waited = 0 < account.oldest_ns < time.monotonic_ns() - self._period_s * 1e9
+        return self.finding is None and not has_waited and not account.facts.is_disputed and account.state == RUNNING
 
     def _catch_up(self) -> None:
         """Know of all that this rank has done, also of what is only seen by looking."""
@@ -102,6 +115,8 @@ class Lookout:
 
     def _find(self, is_last: bool) -> None:
         sights = self._board.sights()
+        running = [sight for sight in sights.values() if sight.status.state == RUNNING]
+        self._are_heard = all(sight.age_s < self._period_s / 2 for sight in running)  # who looks together speaks so
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)
@@ -193,32 +208,38 @@ class Lookout:
             self._tell()
             sights, limits = dict(self._board.sights(is_urgent=True)), self._limits
             if has_failed:
-                waiting = tuple(Waiting(record, 0.0) for record in self._account.newest)
-                if not waiting:
+                if not self._account.newest:
                     return None
-                status = self._account.status(time.monotonic(), **self._voice.shown())
-                failed = replace(status, waiting=waiting, messages={}, stack=())  # it has been unwound
-                sights[self._rank], limits = Sight(failed, 0.0, is_gone=False), replace(limits, grace_s=0.0)
+                sights, limits = self._failed(sights), replace(limits, grace_s=0.0)
             found = self._diagnosed(sights, limits)
         return found if found is not None and found.is_certain else None
 
-    def of_failure(self) -> Finding | None:
-        """Why the newest operation of this rank failed, put up where that is certain; None where it cannot be seen."""
+    def _failed(self, sights: Mapping[int, Sight]) -> dict[int, Sight]:
+        """`sights`, in which this rank still has its newest operation of each group under way."""
+        status = self._account.status(time.monotonic(), **self._voice.shown())
+        waiting = tuple(Waiting(record, 0.0) for record in self._account.newest)
+        failed = replace(status, waiting=waiting, messages={}, stack=())  # it has been unwound
+        return {**sights, self._rank: Sight(failed, 0.0, is_gone=False)}
+
+    def of_failure(self, error: BaseException) -> Finding | None:
+        """Why the newest operation of this rank failed, by torch's `error`; put up. None where that cannot be seen."""
         if self.certain() is not None:
             return self.finding
         deadline = time.monotonic() + _NEWS_S
         while ((found := self.now(has_failed=True)) is None or _may_be_another(found)) and time.monotonic() < deadline:
             time.sleep(0.02)  # the others may be about to say it
         with self._lock:
-            sights = self._board.sights()
+            sights = self._board.sights(is_urgent=True)
+            if found is None:
+                self._voice.say_if_over(sights)
+                last, stood = self.finding, self._stood  # it might have passed, but not for what has failed by it
+                may_pass = last is not None and last.kind in ("hang", "stopped", "waiting")
+                if may_pass and stood is not None and not goes_on(stood, sights):
+                    return last
+                found = find_timed_out(self._scene(self._failed(sights)), str(error), users_line(error))
             if found is not None:
                 self.put_up(found, sights)
-                return self.finding
-            self._voice.say_if_over(sights)
-            last, stood = self.finding, self._stood  # it might have passed, but not for what has failed by it
-            if last is None or stood is None or last.kind not in ("hang", "stopped", "waiting"):
-                return None
-            return None if goes_on(stood, sights) else last
+            return found and self.finding
 
     def who_left(self, lost: int | None) -> tuple[int, str] | None:
         """The first cause that this rank has lost another one: see `left_first`. Waits for it."""

@@ -2,7 +2,7 @@
 
 What a step does in C++ is counted in every step, and so are its batches, its operations and a loss that is not finite.
 All else costs a tenth of a millisecond a step, among caches that the step has left cold. So once a run has had its
-first thousand, of short steps one in eight is looked at closely, at no regular distance from the last: something that
+first thousand, of short steps one in sixteen is looked at closely, at no regular distance from the last: something that
 comes back every few steps, as a stall of a loader does, is neither always met nor never.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import final
 
 FIRST = 1024  # steps of this process, all looked at
-EVERY = 8  # of later ones, on average
+EVERY = 16  # of later ones, on average
 SHORT_NS = 50_000_000  # longer steps are all looked at
 
 

@@ -104,6 +104,7 @@ class Steps:
     rss_mib: int = 0
     cuda_mib: int = 0  # most so far
     operations: int = 0  # started
+    counted: int = 0  # of its steps that were only counted: phases but "data" are as in the last one that was timed
     every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
     unlisted: int = 0  # operations that are not in `ops`, where the others are
     hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed

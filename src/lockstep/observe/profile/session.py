@@ -80,10 +80,11 @@ class Profile:
         self.clock.step_done(step, 0 if guard is None else guard.recorder.started, tokens)
         if guard is None:  # whose thread would look
             self._writer.look_now_and_then()
-        self._profile(step)
+        if self._window.steps:
+            self._profile(step)
 
     def _profile(self, step: int) -> None:
-        if self._window.steps and self._window.step_done(step):  # starting torch's profiler takes longer than a step
+        if self._window.step_done(step):  # starting torch's profiler takes longer than a step
             self.clock.restart()
 
     def follow_torch(self) -> None:
@@ -94,7 +95,8 @@ class Profile:
         PACE.dues.append(self._due)
 
         def stepped(step: int) -> None:
-            self._profile(step)
+            if self._window.steps:
+                self._profile(step)
             following = notes.stepped(step)
             self.clock.after_from = 0 if self._window.steps else following
 

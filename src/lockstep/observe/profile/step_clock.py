@@ -59,7 +59,8 @@ class StepClock:
     """
 
     def __init__(self) -> None:
-        self.steps: deque[Step] = deque(maxlen=_STEPS)  # ended, to be taken by any one thread
+        self._left: deque[tuple[Ended, tuple[int, int], int]] = deque(maxlen=_STEPS)  # steps that have ended
+        self._steps: deque[Step] = deque(maxlen=_STEPS)  # those that a reader has asked for
         self.is_brief = False  # of the step under way only batches are timed, see `pace`
         self.is_marked = False  # by the program itself: hooks into torch keep quiet
         self.begins_with_mark = False  # the first step: what was before its first mark belongs to none
@@ -122,16 +123,24 @@ class StepClock:
     def keep(self, ended: Ended, operations: int, tokens: int = 0) -> None:
         """What `cut` has returned, step after step. operations: started until it ended. Any one thread at a time."""
         if self.close_reader is not None:
-            number, began_ns, ended_ns, samples, *others = ended
-            step = _step_of((number, began_ns, ended_ns, tokens, samples, (self._first, operations), *others))
+            self._left.append((ended, (self._first, operations), tokens))
+        self._first = operations
+
+    @property
+    def steps(self) -> deque[Step]:
+        """Those that have ended, to be taken by any one thread: it makes them of what their own thread has left."""
+        left, steps = self._left, self._steps
+        while left:
+            (number, began_ns, ended_ns, samples, *others), operations, tokens = left.popleft()
+            step = _step_of((number, began_ns, ended_ns, tokens, samples, operations, *others))
             if not step.is_brief:
                 self._timed = step
             elif self._timed is not None:
                 if not self._timed.summed_ns:  # the first brief one after it
                     self._timed = self._timed._replace(summed_ns=spent_in(self._timed))
                 step = step._replace(summed_ns=_as_in(self._timed, step), marks=(), waits=())
-            self.steps.append(step)
-        self._first = operations
+            steps.append(step)
+        return steps
 
     def so_far(self, most: int) -> list[Mark]:
         """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""

@@ -68,19 +68,22 @@ class _Pending(NamedTuple):
 class _Line:
     """Steps in a row that become one line: most steps of a run end here, so it costs little to add one."""
 
-    __slots__ = ("began_ns", "count", "longest_ns", "operations", "samples", "spent_ns", "step", "tokens", "until")
+    __slots__ = (
+        "began_ns", "count", "counted", "longest_ns", "operations", "samples", "spent_ns", "step", "tokens", "until",
+    )  # fmt: skip
 
     def __init__(self, began_ns: int, until: int) -> None:
         self.began_ns, self.until = began_ns, until  # the last step of the line
-        self.step = self.count = self.longest_ns = self.tokens = self.samples = self.operations = 0
+        self.step = self.count = self.counted = self.longest_ns = self.tokens = self.samples = self.operations = 0
         self.spent_ns = [0] * len(PHASES)
 
     def add(self, step: Step) -> None:
         """The next one."""
-        number, began_ns, ended_ns, tokens, samples, (first, end), *_ = step
+        number, began_ns, ended_ns, tokens, samples, (first, end), *_, is_brief = step
         self.spent_ns = [*map(add, self.spent_ns, spent_in(step))]
         self.step = number
         self.count += 1
+        self.counted += is_brief
         self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
         self.tokens += tokens
         self.samples += samples
@@ -153,12 +156,14 @@ class RunWriter:
     def look(self) -> None:
         """Append what has ended since the last call."""
         self._looked_s = time.monotonic()
-        if not (self.clock.steps or self._notes) or self._about.pid != os.getpid():
+        if self._about.pid != os.getpid():
             return
         with self._lock:
+            queue, lines = self.clock.steps, list[str]()
+            if not (queue or self._notes):
+                return
             if self._looked_s - self._weighed_s >= _WEIGH_S:
                 self._memory, self._weighed_s = _memory_mib(), self._looked_s
-            queue, lines = self.clock.steps, list[str]()
             if not self._size and queue:
                 self._about = replace(self._about, clock_ns=min(self._about.clock_ns, queue[0].began_ns))
             for _ in range(len(queue)):
@@ -267,6 +272,7 @@ class RunWriter:
             rss_mib=self._memory[0],
             cuda_mib=self._memory[1],
             operations=line.operations,
+            counted=line.counted,
         )
 
     def _append(self, lines: Sequence[str]) -> None:

@@ -8,10 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from lockstep import errors
-from lockstep.errors import LockstepError
-
 if TYPE_CHECKING:
+    from lockstep import errors
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.checkpoint.rng import rng_state, set_rng_state
     from lockstep.checkpoint.weights import load_safetensors
@@ -21,6 +19,7 @@ if TYPE_CHECKING:
     from lockstep.data.coverage import Coverage
     from lockstep.data.dataloader import DataLoader
     from lockstep.data.sampler import DistributedSampler
+    from lockstep.errors import LockstepError
     from lockstep.launch.worker import REQUEUE, StopRequest
     from lockstep.observe.data_checks import DataCheck
     from lockstep.observe.init import init
@@ -74,6 +73,7 @@ _HOME = {
     "FullStateDictConfig": "lockstep.parallel.torch_fsdp",
     "FullyShardedDataParallel": "lockstep.parallel.fsdp",
     "GradScaler": "lockstep.parallel.grad_scaler",
+    "LockstepError": "lockstep.errors",
     "Mesh": "lockstep.comm.mesh",
     "MixedPrecision": "lockstep.parallel.torch_fsdp",
     "MixedPrecisionPolicy": "lockstep.parallel.torch_fsdp",
@@ -91,6 +91,7 @@ _HOME = {
     "average_gradients": "lockstep.parallel.naive",
     "clip_grad_norm_": "lockstep.parallel.clip",
     "clip_grads_with_norm_": "lockstep.parallel.clip",
+    "errors": "lockstep.errors",
     "fully_shard": "lockstep.parallel.fully_shard",
     "get_total_norm": "lockstep.parallel.clip",
     "in_step": "lockstep.parallel.strategy",
@@ -170,7 +171,8 @@ def __getattr__(name: str) -> Any:
     if home is None:
         raise AttributeError(f"module 'lockstep' has no attribute {name!r}")
     try:
-        value = getattr(importlib.import_module(home), name)
+        module = importlib.import_module(home)
+        value = module if home == f"lockstep.{name}" else getattr(module, name)
     except AttributeError as error:  # Python would take it for "no such name" and hide what is wrong inside
         raise ImportError(f"{home} cannot be loaded: {error}") from error
     globals()[name] = value

@@ -11,6 +11,7 @@ from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running, 
 from lockstep.observe.profile.step_clock import BACKWARD, DATA
 from lockstep.observe.scene import channel, message_text, read_message
 from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.wording import THREAD
 
 OTHER = "all_reduce float32 [9] max"
 
@@ -417,3 +418,12 @@ def test_a_rank_that_has_not_come_to_its_messages_is_said_to_be_elsewhere() -> N
     found = found_in(ranks)
     assert (found.kind, found.culprits) == ("hang", (0,))
     assert "\n  rank 0 is not there: at train.py:4 f, unmoved for 14.0 s\n" in found.text
+
+
+def test_what_ended_a_thread_of_the_rank_that_is_missing_is_said() -> None:
+    ranks = waiting_for_rank_1(3)
+    assert "threads" not in found_in(ranks).text
+    ranks[1].status_fields["facts"] = {THREAD: {THREAD: "ValueError: label 7, at feed.py:15"}}
+    found = found_in(ranks)
+    assert found.culprits == (1,)
+    assert "\n    one of its threads had ended: ValueError: label 7, at feed.py:15\n" in found.text

@@ -33,7 +33,7 @@ def test_what_the_ranks_tell_is_read_again_once_one_of_them_tells_something_else
     def load(number: int, *batches: int) -> None:
         for rank, count in enumerate(batches):
             value = {"batches": count, "before": None, "first": "", "rule": "", "order": None, "is_twice": False}
-            told[rank].tell("data ddp/2/0", number, {**value, "site": "t.py:1", "joins": False})
+            told[rank].tell("data ddp/2/0", number, {**value, "site": "t.py:1", "joins": False, "begun": 1})
 
     load(0, 4, 4)
     assert training.notes(scene_of(told, 1)) == []

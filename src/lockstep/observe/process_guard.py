@@ -15,9 +15,10 @@ from types import TracebackType
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, users_line
+from lockstep.observe.last_words import DEBUG, end_in_users_code, last_words, says_all, users_line
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.wording import THREAD
 
 FLIGHT = "LOCKSTEP_FLIGHT"  # folder of the flight records of one start of a run on one machine; set by the launcher
 STORE = "LOCKSTEP_GUARD_STORE"  # "host:port/prefix": where the guards of several machines meet; set by the launcher
@@ -27,6 +28,7 @@ _REST_S = 5.0  # as long as a look may wait for what the ranks of other machines
 _guards: list[Guard] = []  # of this process: at most one
 _listening: weakref.WeakSet[Guard] = weakref.WeakSet()  # are told how this process ends
 _before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
+_before_in_thread: list[Callable[[threading.ExceptHookArgs], object]] = []
 
 
 def begin(environ: Mapping[str, str]) -> Guard | None:
@@ -78,6 +80,9 @@ def listen(guard: Guard) -> None:
     if sys.excepthook is not _last_error:
         _before[:] = [sys.excepthook]
         sys.excepthook = _last_error
+    if threading.excepthook is not _thread_ended:
+        _before_in_thread[:] = [threading.excepthook]
+        threading.excepthook = _thread_ended
 
 
 @contextlib.contextmanager
@@ -102,6 +107,15 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
     if says_all(error) and DEBUG not in os.environ:
         end_in_users_code(error)
     _before[0](type(error), error, error.__traceback__)
+
+
+def _thread_ended(args: threading.ExceptHookArgs) -> None:
+    """By an error, which ends no rank: whatever waits for that thread waits for good."""
+    if args.exc_value is not None and args.exc_type is not SystemExit:
+        kind, message, where, *_ = last_words(args.exc_value)
+        for guard in tuple(_listening):
+            guard.facts.tell(THREAD, THREAD, f"{kind}: {message}" + f", at {where}" * bool(where))
+    _before_in_thread[0](args)
 
 
 @atexit.register

@@ -15,6 +15,7 @@ from lockstep.observe.scene import Scene, Wait
 
 LINES, COLUMNS = 12, 110
 _WRAPPER = textwrap.TextWrapper(COLUMNS - 6, subsequent_indent="  ", break_on_hyphens=False)  # a path stays whole
+THREAD = "thread"  # topic and key of what a rank tells of a thread of its that an error has ended
 NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 _MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
@@ -175,7 +176,8 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
     here = f": at {status.stack[-1]}{moved}" if status.stack else ""
     last = "nothing yet" if status.last is None else operation(status.last)
-    return [f"{names([rank])} {how}{here}", f"  issued last: {last}"]
+    died = [f"  one of its threads had ended: {text}" for text in status.facts.get(THREAD, {}).values()]
+    return [f"{names([rank])} {how}{here}", f"  issued last: {last}", *died]
 
 
 def listed(what: Sequence[str]) -> str:

@@ -29,7 +29,7 @@ _STEPS = 40
 
 
 def soon(rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True) -> tuple[str, Any]:
-    """As `guarded`, with steps that are only counted from the fourth on, and looks half as often as at first."""
+    """As `guarded`, with steps that are only counted from the fourth on, and looks less often than at first."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookout, "_YOUNG", 1)
         patch.setattr(pace, "FIRST", _BRIEF_FROM)

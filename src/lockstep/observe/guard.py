@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 _LEFT_MAX = 256  # steps
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
+_CALM = 1.6  # times as long from one look to the next
 _BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
 _TORCHS_SOURCE = re.compile(r"^\[\S+\] ")  # at the beginning of what Gloo says
 _E = TypeVar("_E", bound=BaseException)
@@ -255,11 +256,11 @@ class Guard:
             self.look()
 
     def _pause_s(self) -> float:
-        """Until the next look: in a long run in which all is well one of two is left out.
+        """Until the next look. In a long run in which all is well that is longer: two make less than a second still.
 
         With the other ranks of this machine: those who wait for each other are held up once, not each by each.
         """
-        period_s = self._period_s * (2 if self._lookout.is_calm else 1)
+        period_s = self._period_s * (_CALM if self._lookout.is_calm else 1)
         return period_s - time.monotonic() % period_s
 
     def look(self) -> None:

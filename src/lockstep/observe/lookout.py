@@ -48,7 +48,7 @@ class Lookout:
         self._training = Training()
         self._looked_s = self._blind_until_s = 0.0
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
-        self.is_calm = self._are_heard = False  # nothing hurries; all ranks have just spoken
+        self.is_calm = False  # nothing hurries
         self._looks = 0
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
@@ -92,7 +92,7 @@ class Lookout:
                     self._find(is_last)
             self._account.is_blind = self._voice.failures > failures
             self._looks += 1
-            self.is_calm = self._looks > _YOUNG and self._are_heard and self._is_well()
+            self.is_calm = self._looks > _YOUNG and self._is_well()
 
     def _is_well(self) -> bool:
         """Nothing is wrong, in doubt, or under way for longer than from one look to the next."""
@@ -115,8 +115,6 @@ class Lookout:
 
     def _find(self, is_last: bool) -> None:
         sights = self._board.sights()
-        running = [sight for sight in sights.values() if sight.status.state == RUNNING]
-        self._are_heard = all(sight.age_s < self._period_s / 2 for sight in running)  # who looks together speaks so
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)

@@ -16,7 +16,7 @@ from typing import NamedTuple, final
 from lockstep.observe.flight import Record
 from lockstep.observe.status import RUNNING, Progress, Sight, Status, Waiting
 
-SILENT_S = 3.0  # a guard speaks twice a second, at least: one that is silent for so long is not being run
+SILENT_S = 3.0  # a guard speaks more than twice a second: one that is silent for so long is not being run
 GRACE_S = 1.0  # what was under way when a rank ended has come through, or never will
 STILL_S = 2.0  # whoever has stood still for so long has done so while all others were looked at
 _HANG_STEPS = 5

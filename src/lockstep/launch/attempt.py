@@ -129,7 +129,8 @@ class Attempt:
             signals.wait(handles, max(0.0, min(_LOOK_S, course.deadline_s - time.monotonic())))
             workers.look()
             if workers.failed() and not self._told:
-                for _ in range(6):  # who was killed together is told of together
+                codes = [process.exit_code for process in workers.processes.values()]
+                for _ in range(6 if -signal.SIGKILL in codes else 1):  # who was killed together is told of together
                     time.sleep(0.02)
                     workers.look()
             self._starter.look(workers.running().values())

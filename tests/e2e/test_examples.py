@@ -78,10 +78,9 @@ def test_skipped_collective(tmp_path: Path) -> None:
     script = ROOT / "src" / "lockstep" / "demos" / "skipped_collective.py"
     said = Run(tmp_path, "run", "--nproc-per-node", "2", str(script), warm=True, LOCKSTEP_EVIDENCE="").end(1)
     nameless = re.sub(r"\(host [\w.-]+, pid \d+\)", "(host vm, pid 16932)", said)
-    found = [line.strip() for line in nameless.splitlines()]
-    expected = shown(".venv/bin/lockstep demo skipped_collective")
-    start = found.index(expected[0])
-    assert found[start : start + len(expected)] == expected
+    expected = " ".join(shown(".venv/bin/lockstep demo skipped_collective"))
+    found = " ".join(nameless.split()).replace(" so far", "")  # a guard may look before the step has ended
+    assert " ".join(expected.split()) in found
 
 
 def newest_in(out: Path) -> int:

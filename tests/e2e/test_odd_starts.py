@@ -269,4 +269,6 @@ def test_training_whose_reader_has_gone_says_so_and_is_not_started_again(tmp_pat
     assert "restart" not in said
     log = (tmp_path / "out" / "profile" / "launch.jsonl").read_text()
     assert "rank 0 gave up: the reader of what is printed has gone" in log
+    told = r"rank 1 gave up: (in step \d+ rank 0 raised: ConfigError: the reader|RAISED in step \d+\.  Culprit: rank 0)"
+    assert re.search(told, log), f"what the other rank was told of it, by its transport or by its guard: {log}"
     assert "SystemExit" not in log

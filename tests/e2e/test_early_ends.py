@@ -31,13 +31,27 @@ dist.all_reduce(tensor)  # waits
 _LEAVES, _WAITS = (
     next(n for n, line in enumerate(_PROGRAM.splitlines(), 1) if word in line) for word in ("# l", "# w")
 )
+_AT_EXIT = """
+import atexit
+import torch
+import torch.distributed as dist
+
+def save():
+    if dist.get_rank() == 1:
+        raise ValueError("disk 7 is full")
+    dist.all_reduce(torch.ones(4))
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+atexit.register(save)
+"""
 
 
-def _output(folder: Path, case: str) -> str:
-    (folder / "train.py").write_text(_PROGRAM)
+def _output(folder: Path, case: str, program: str = _PROGRAM, code: int = 1) -> str:
+    (folder / "train.py").write_text(program)
     words = ("run", "--record=off", "--nproc-per-node=2", "train.py", case)
     with contextlib.closing(Run(folder, *words, LOCKSTEP_EVIDENCE="")) as run:
-        return run.end(1)
+        return run.end(code)
 
 
 def test_what_is_found_at_the_very_end_is_an_error(tmp_path: Path) -> None:
@@ -62,3 +76,12 @@ def test_how_a_rank_left_is_said(tmp_path: Path, case: str, head: str, words: st
     assert re.search(rf"^lockstep: {head}.* in step 1\.  Culprit: rank 1 \(", text, re.MULTILINE), text
     assert re.search(rf"^  {words}\n", text, re.MULTILINE), text
     assert f"rank 0 waits in all_reduce float32 [4] sum #3 of group WORLD, train.py:{_WAITS} <module>" in text
+
+
+def test_what_a_handler_at_the_exit_raised_is_said_and_not_taken_for_a_broken_network(tmp_path: Path) -> None:
+    """Python's exit code stays 0. Rank 0, which waits in its own handler, is told of rank 1 in place of its network."""
+    text = _output(tmp_path, "", _AT_EXIT, 0)
+    said = r"^lockstep: rank 1 raised at \S*train\.py:8: ValueError: disk 7 is full; no exit code tells of it\n"
+    assert len(re.findall(said, text, re.MULTILINE)) == 1, text
+    assert re.search(r"^lockstep: rank 0 raised at \S*train\.py:9: PeerFailed: .*rank 1\b", text, re.MULTILINE), text
+    assert "CAUGHT" not in text

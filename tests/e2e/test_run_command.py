@@ -92,7 +92,7 @@ if child == 0:
     time.sleep(600)
 print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\nchild pid {child}", flush=True)
 while True:
-    time.sleep(600)
+    time.sleep(0.1)  # a signal that comes just before a sleep is handled after it
 """
 
 # signals come to the launcher from when the rank has ended until there is no launcher any more

@@ -80,7 +80,7 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
 print("ready", flush=True)
 if dist.get_rank() == 1:
-    time.sleep(60)
+    while True: time.sleep(0.1)  # a signal that comes just before a sleep is handled after it
 dist.all_reduce(torch.ones(4))
 """
 
@@ -92,8 +92,10 @@ def test_a_stop_by_the_user_is_nobodys_fault(tmp_path: Path) -> None:
         run.await_text(r"(ready\s+){3}")
         run.signal(signal.SIGINT)
         said = run.end(130)
-    places = sorted(re.findall(r"rank (\d) was interrupted at script\.py:(\d+)$", said, re.MULTILINE))
-    assert places == [("0", "10"), ("1", "9"), ("2", "10")], said
+    places = dict(re.findall(r"rank (\d) was interrupted at script\.py:(\d+)$", said, re.MULTILINE))
+    assert sorted(places) == ["0", "1", "2"], said
+    for rank, line in places.items():  # or on its way there from what it printed: a machine may be busy
+        assert line in ("7", "8", "9" if rank == "1" else "10"), said
     assert "Traceback" not in said
     assert "ulprit" not in said
     assert said.endswith("lockstep: stopped\n")

@@ -75,7 +75,9 @@ VARYING = (
     (r"/\S*/", "../"),
     (r"\.py:\d+: UserWarning", ".py: UserWarning"),
     (r"pair\.cc:\d+\] .*?Connection \w+ by peer.*", "pair.cc] Connection closed by peer .."),  # or reset, as it comes
+    (r"(waiting for|CollectiveTimeout:) ranks 1, 2 ", r"\1 rank 2 "),  # the former may come late
     (r"127\.0\.0\.1:\d+,? .*", "ADDRESS .."),
+    (r"rank 1 waits for rank 0 at ADDRESS \.\.\n +rank 0 +(?=waiting for)", ""),  # as it may, before
     (r"ank \d has (inconsistent )?\d params", r"ank R has \1N params"),
 )
 

@@ -18,10 +18,11 @@ from test_torch_training import (
     out_of_sync,
     trained_on_by_one,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.observe import lookout, pace
+from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.testing.worlds import run_processes
 
 _BRIEF_FROM = 3
@@ -148,6 +149,46 @@ def loaded_at_the_end(rank: int, _: Path) -> None:
                 param.copy_(older[name])
 
 
+class Twice(torch.optim.SGD):
+    """Its step calls that of its parent class, which has hooks of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def steps_twice(rank: int, _: Path) -> None:
+    """A step within a step counts once, so none is only counted."""
+    model, brief = DistributedDataParallel(small()), list[bool]()
+    optimizer = Twice(model.parameters(), 0.1)
+    for step in range(_STEPS):
+        optimizer.zero_grad()
+        model(torch.randn(3, 4)).sum().backward()
+        counts_brief(brief)(step)
+        optimizer.step()
+    assert not any(brief)
+    assert OPTIMIZERS.steps is not None
+    assert OPTIMIZERS.steps.guard.step == _STEPS
+
+
+def steps_around_a_closure(rank: int, _: Path) -> None:
+    """What makes a step one that is not only counted may come within the optimizer's own: here a second forward."""
+    model, brief = DistributedDataParallel(small()), list[bool]()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(_STEPS):
+
+        def closure(often: int = 1 + (step == 25)) -> Tensor:
+            optimizer.zero_grad()
+            loss = sum((model(torch.randn(3, 4)).sum() for _ in range(often)), torch.zeros(()))
+            loss.backward()
+            return loss
+
+        counts_brief(brief)(step)
+        optimizer.step(closure)  # type: ignore[arg-type]
+    assert brief[25]
+    assert OPTIMIZERS.steps is not None
+    assert OPTIMIZERS.steps.guard.step == _STEPS
+
+
 WRONG: dict[Case, tuple[str, ...]] = {
     one_more: ("MISMATCH in step 26", "Culprit: rank 1", "all_reduce float32 [59] sum", "raised CollectiveMismatch"),
     out_of_sync: ("NO_SYNC on some ranks only, in step 5", "Culprit: rank 1", "rank 1 ran 1 backward in no_sync()"),
@@ -172,7 +213,15 @@ def test_what_is_wrong_is_named(case: Case, tmp_path: Path) -> None:
     assert all(" ".join(words.split()) in said for words in WRONG[case]), said
 
 
-RIGHT = [two_optimizers, accumulates_later, averages_in_between, loaded_at_the_end, trained_on_by_one]
+RIGHT = [
+    two_optimizers,
+    accumulates_later,
+    averages_in_between,
+    loaded_at_the_end,
+    trained_on_by_one,
+    steps_twice,
+    steps_around_a_closure,
+]
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

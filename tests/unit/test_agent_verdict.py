@@ -113,6 +113,10 @@ def test_how_a_process_ended_is_said() -> None:
     assert describe(ended(1, -9, out_of_memory=True)) == "was killed by the kernel: out of memory"
     drift = failure(1, kind="ReplicaDrift", message="REPLICAS differ.\n  'weight' is ..")
     assert describe(ended(1, 1, drift)) == "failed: ReplicaDrift: REPLICAS differ. (all of it is above)"
+    text = "RAISED in step 4.  Culprit: rank 0\n  rank 0 raised at train.py:31:\n    ValueError: label 7\n  rank 1 .."
+    seen = failure(1, kind="PeerFailed", message=text, is_consequence=True)
+    said = "RAISED in step 4.  Culprit: rank 0: rank 0 raised at train.py:31: ValueError: label 7 (all of it is above)"
+    assert describe(ended(1, 1, seen)) == f"failed: PeerFailed: {said}", "all of it may be on another terminal"
     stopped = ended(1, -9, was_ended=True, stuck="stopped (SIGSTOP) for 10 s")
     assert describe(stopped) == "was ended by its launcher: stopped (SIGSTOP) for 10 s"
     assert describe(ended(1, -40)) == "was killed by signal 40"

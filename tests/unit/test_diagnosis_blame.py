@@ -11,7 +11,7 @@ from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running, 
 from lockstep.observe.profile.step_clock import BACKWARD, DATA
 from lockstep.observe.scene import channel, message_text, read_message
 from lockstep.observe.torch_groups import FROM_CPP
-from lockstep.observe.wording import THREAD
+from lockstep.observe.wording import BEFORE
 
 OTHER = "all_reduce float32 [9] max"
 
@@ -315,6 +315,45 @@ def test_of_two_that_left_out_other_numbers_of_batches_neither_is_blamed_for_end
     assert all(part in text for part in each.split("; "))
 
 
+@pytest.mark.parametrize(
+    ("early", "about", "culprits"),
+    [
+        ((1,), {}, (1, 0)),  # they have left out other numbers of batches, and nobody knows which is right
+        ((0,), {}, (0, 1)),
+        ((1,), {"joins": True}, (1,)),
+        ((1,), {"begun": 3}, (1,)),
+        ((1, 3), {}, (1, 3, 0, 2)),
+        ((1,), {"is_large": True}, (1,)),  # of four, three have begun with one batch
+    ],
+)
+def test_who_ends_first_is_not_blamed_where_ranks_have_other_numbers_of_batches(
+    early: tuple[int, ...], about: dict[str, Any], culprits: tuple[int, ...]
+) -> None:
+    ranks = running(4 if len(early) > 1 or about.pop("is_large", False) else 2)
+    for one in ranks:
+        facts = {"begun": 3 + 3 * (one.rank in early)} | about
+        one.status_fields.update(facts=passes((8, None), **facts))
+        one.finishes() if one.rank in early else one.waits(one.call(REDUCE, FIRST), 1.5)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("finished", culprits), finding.text
+    head = "with other numbers of batches" if len(culprits) > len(early) else "too early"
+    assert finding.text.startswith(f"lockstep: FINISHED {head}, in step 4.  Culprit")
+    text = " ".join(finding.text.split())
+    assert ("loop at train.py:8 main: its first step ended with batch" in text) is (not {"joins", "begun"} & {*about})
+
+
+def test_of_two_the_one_that_has_fewer_batches_than_before_has_ended_too_early() -> None:
+    ranks = running(2)
+    for one in ranks:
+        one.status_fields.update(facts=passes((5, None), (5 - one.rank, 5)))
+    ranks[1].finishes()
+    ranks[0].waits(ranks[0].call(REDUCE, FIRST), 1.5)
+    finding = found_in(ranks)
+    assert finding.culprits == (1,)
+    assert "FINISHED too early, in step 4.  Culprit: rank 1 " in finding.text
+    assert "batches in pass 2 of the loop at train.py:8 main: 5 on rank 0; 4 (5 before) on rank 1\n" in finding.text
+
+
 @pytest.mark.parametrize("has_told", [True, False])
 def test_first_to_call_what_ends_an_epoch_is_not_blamed_where_the_other_has_more_batches(has_told: bool) -> None:
     """Nobody has made that call before: it is unusual in that step, and yet nobody knows how long the epoch is."""
@@ -423,7 +462,7 @@ def test_a_rank_that_has_not_come_to_its_messages_is_said_to_be_elsewhere() -> N
 def test_what_ended_a_thread_of_the_rank_that_is_missing_is_said() -> None:
     ranks = waiting_for_rank_1(3)
     assert "threads" not in found_in(ranks).text
-    ranks[1].status_fields["facts"] = {THREAD: {THREAD: "ValueError: label 7, at feed.py:15"}}
+    ranks[1].status_fields["facts"] = {BEFORE: {"thread": "one of its threads had ended: ValueError: label 7"}}
     found = found_in(ranks)
     assert found.culprits == (1,)
-    assert "\n    one of its threads had ended: ValueError: label 7, at feed.py:15\n" in found.text
+    assert "\n    one of its threads had ended: ValueError: label 7\n" in found.text

@@ -6,19 +6,21 @@ import contextlib
 import itertools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rank_sights import PaperRank, diagnosed, found_in, rank_1, running, waiting_for_rank_1
 from test_board import DictStore
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
-from lockstep.observe.board import Board, flight_path, tell_end
+from lockstep.observe.board import Board, flight_path, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.post_mortem import words_in
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import FINISHED, LastWords, Status
+from lockstep.observe.wording import BEFORE
 
 
 def first_of(ranks: list[PaperRank], me: int = 0, *, is_final: bool = True) -> tuple[int, str] | None:
@@ -35,6 +37,14 @@ Original Traceback (most recent call last):
   File "/lib/torch/fetch.py", line 54, in fetch
   File "{cwd}/data.py", line 18, in __getitem__
 ValueError: sample 40
+"""
+SPAWNED = """
+
+-- Process 3 terminated with the following error:
+Traceback (most recent call last):
+  File "/lib/torch/multiprocessing/spawn.py", line 90, in _wrap
+  File "{cwd}/data.py", line 19, in work
+KeyError: 40
 """
 
 
@@ -152,6 +162,29 @@ def test_of_who_finished_the_collectives_of_that_group_are_counted() -> None:
     ranks[0].waits(ranks[0].call("barrier", group="pair"), 1.5)
     text = " ".join(found_in(ranks).text.split())
     assert "rank 2 finished normally after 1 collective, rank 0 wanted a 2nd (barrier, " in text
+
+
+@pytest.mark.parametrize(
+    ("number", "article"), [(7, "a"), (8, "an"), (11, "an"), (18, "an"), (80, "an"), (100, "a"), (111, "a"), (181, "a")]
+)
+def test_the_call_that_nobody_joins_is_counted_as_one_says_it(number: int, article: str) -> None:
+    ranks = running(2, 0)
+    for one in ranks:
+        for _ in range(number - 1):
+            one.call()
+    ranks[1].finishes()
+    ranks[0].waits(ranks[0].call(), 1.5)
+    assert f"\n  rank 0 wanted {article} {number}" in found_in(ranks).text
+
+
+@pytest.mark.parametrize("has_raised", [True, False])
+def test_what_a_rank_told_before_its_end_is_said(has_raised: bool) -> None:
+    ranks = waiting_for_rank_1(2, 1.4)
+    fail(ranks[1]) if has_raised else ranks[1].finishes()
+    told = "it had called destroy_process_group at train.py:12 main, in step 3"
+    assert told not in found_in(ranks).text
+    ranks[1].status_fields["facts"] = {BEFORE: {"groups": told}}
+    assert f"\n    {told}\n  rank 0 {'waits in' if has_raised else 'wanted a'} " in found_in(ranks).text
 
 
 def test_a_stack_from_before_the_operation_is_not_shown() -> None:
@@ -347,6 +380,11 @@ def test_a_rank_that_ends_for_itself_is_named_after_a_while(ranks: Ranks) -> Non
             "raised",
             LastWords("ValueError", "sample 40 (in DataLoader worker process 0)", "data.py:18"),
         ),
+        (
+            ValueError(SPAWNED.format(cwd=Path.cwd())),
+            "raised",
+            LastWords("ValueError", "KeyError: 40 (in Process 3)", "data.py:19"),
+        ),
         (CommError("broken\nin two"), "raised", LastWords("CommError", "broken", "", True)),
     ],
 )
@@ -361,8 +399,7 @@ def test_last_words(ranks: Ranks, tmp_path: Path, error: BaseException, state: s
 def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> None:
     """On its own machine by a file, on others by the store; also of a process that never had a guard."""
     store = DictStore()
-    tell_end(tmp_path / "b", 2, "was killed by SIGSEGV", store)
-    tell_end(tmp_path / "b", 5, "ended with exit code 1", store)
+    tell_ends(tmp_path / "b", {2: "was killed by SIGSEGV", 5: "ended with exit code 1"}, store)
     recorder = FlightRecorder(tmp_path / "b" / "flight-3", 3, 4)
     launched = Board(tmp_path / "b", recorder, [2, 3], has_launcher=True)
     ranks.store.values.update(store.values)
@@ -371,3 +408,20 @@ def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> No
             assert (sights[2].is_gone, sights[2].how) == (True, "was killed by SIGSEGV")
         assert 5 not in launched.sights()
     recorder.close()
+
+
+def test_of_ends_of_one_moment_no_name_is_given_before_all_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A guard that looks while a launcher writes would name one of those who were killed together."""
+    named: list[set[str]] = []
+    write = Path.write_text
+
+    def look(path: Path, text: str, **how: Any) -> int:
+        named.append({one.name for one in tmp_path.iterdir()} & {"ended-1", "ended-2"})
+        return write(path, text, **how)
+
+    monkeypatch.setattr(Path, "write_text", look)
+    tell_ends(tmp_path, {1: "was killed by SIGKILL", 2: "was killed by SIGKILL"}, None)
+    assert named == [set(), set()]
+    assert {one.name for one in tmp_path.iterdir()} == {"ended-1", "ended-2"}

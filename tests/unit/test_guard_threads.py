@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch.distributed import distributed_c10d
 
+from lockstep.observe import account as account_module
 from lockstep.observe import flight
 from lockstep.observe.account import Account
 from lockstep.observe.facts import Facts
@@ -27,6 +28,7 @@ from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import OTHER, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.status import FINISHED, RUNNING, LastWords
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, is_the_job
 from lockstep.observe.torch_training import TrainingWatch
 from lockstep.observe.torch_watch import TorchWatch
@@ -350,3 +352,21 @@ def test_another_thread_may_make_a_model_while_one_is_looked_at() -> None:
     )  # fmt: skip
     TrainingWatch.stepped(cast("Any", watch), Group(), False)
     assert [model.stamps for model in models.values()][:2] == [(0, (1, [1]))] * 2
+
+
+def test_a_rank_is_told_to_have_finished_with_where_it_did_or_not_yet(
+    recorder: FlightRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The guard's thread looks while the line is looked for, for which files are read."""
+    account = Account(recorder)
+    told: list[Any] = []
+
+    def line_of(error: BaseException) -> str:
+        told.append(account.brief())
+        return "train.py:14"
+
+    monkeypatch.setattr(account_module, "users_line", line_of)
+    account.end(SystemExit(0))
+    told.append(account.brief())
+    account.close()
+    assert [(one.state, one.words) for one in told] == [(RUNNING, None), (FINISHED, LastWords("", "", "train.py:14"))]

@@ -2,67 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from told_facts import SITE, Tell, found, is_quiet, noted, scene_of
 
 from lockstep.observe.facts import Facts
 from lockstep.observe.replica_diff import Entry, fold
-from lockstep.observe.scene import Limits, Scene
-from lockstep.observe.status import Sight, Status
 from lockstep.observe.training_findings import Training
-from lockstep.observe.wording import Finding
 
-SITE = "train.py:9 main"
 MODEL = [["parameter", "weight", [4, 2], "float32", True], ["parameter", "bias", [4], "float32", True]]
-Tell = Callable[[Facts, int], object]  # what a rank tells
-
-
-def scene_of(
-    tell: Tell,
-    size: int = 3,
-    steps: Mapping[int, int] | None = None,
-    gone: Sequence[int] = (),
-    unheard: Sequence[int] = (),
-) -> Scene:
-    """Ranks that have told it, and have seen what the others told. steps: how far each is, else at 5.
-
-    unheard: they said so a while ago, and their steps are those of their records.
-    """
-    facts = [Facts() for _ in range(size)]
-    for rank, one in enumerate(facts):
-        tell(one, rank)
-    sights: dict[int, Sight] = {}
-    for _ in range(2):
-        for rank, one in enumerate(facts):
-            step = (steps or {}).get(rank, 5)
-            status = Status(rank, size, 4710 + rank, "b", step=step, facts=one.said())
-            sights[rank] = Sight(Status.from_json(status.to_json()), 1.5 * (rank in unheard), rank in gone)
-        for rank, one in enumerate(facts):
-            one.compare(sights, rank)
-    return Scene(0, sights, lambda _: [], Limits(evidence=".lockstep/r7"))
-
-
-def found(tell: Tell, size: int = 3, **about: Any) -> Finding:
-    """What makes results wrong, which is said in at most 12 lines."""
-    finding = Training().find_training(scene_of(tell, size, **about))
-    assert finding is not None
-    assert len(finding.text.splitlines()) <= 12
-    assert all(len(line) <= 110 for line in finding.text.splitlines())
-    return finding
-
-
-def noted(tell: Tell, size: int = 3, **about: Any) -> list[Finding]:
-    """What can be lived with."""
-    scene = scene_of(tell, size, **about)
-    assert Training().find_training(scene) is None
-    return Training().notes(scene)
-
-
-def is_quiet(tell: Tell, size: int = 3, **about: Any) -> bool:
-    scene = scene_of(tell, size, **about)
-    return Training().find_training(scene) is None and not Training().notes(scene)
 
 
 # ------------------------------------------------------------------ models

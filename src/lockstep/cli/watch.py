@@ -19,13 +19,7 @@ from lockstep.observe.report.writing import PAGE, LiveDocument, shown
 
 _PERIOD_S = 1.0
 _LINGER_S = 3.0  # an open page asks once more after the end
-_ENDS = {
-    "running": "goes on",
-    "finished": "has finished",
-    "failed": "has failed",
-    "stopped": "was stopped",
-    "unknown": "has ended",
-}
+_ENDS = {"running": "goes on", "finished": "has finished", "failed": "has failed", "stopped": "was stopped"}
 
 
 def watch(words: Sequence[str]) -> int:
@@ -41,9 +35,9 @@ def watch(words: Sequence[str]) -> int:
     status = show(folder, "Ctrl-C ends this, not the run", args.host, args.port, has_rows=args.terminal)
     page = folder / PAGE
     where = f"report: {shown(page)}" if page.exists() else f"lockstep report {shown(folder)}"
-    is_gone = not folder.is_dir()
-    print(f"lockstep: {shown(folder)} was removed" if is_gone else f"lockstep: the run {_ENDS[status]}; {where}")
-    return int(is_gone)
+    ended = f"the run {_ENDS.get(status, 'has ended')}; {where}" if folder.is_dir() else f"{shown(folder)} was removed"
+    print(f"lockstep: {ended}")
+    return int(not folder.is_dir())
 
 
 def show(folder: Path, hint: str, host: str = LOOPBACK, port: int = 0, *, has_rows: bool = True) -> Status:

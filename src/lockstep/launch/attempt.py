@@ -27,7 +27,7 @@ from lockstep.launch.stop_signals import StopSignals
 from lockstep.launch.watch import Watch, process_states
 from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
-from lockstep.observe.board import tell_end
+from lockstep.observe.board import tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.post_mortem import post_mortem, words_in
 from lockstep.observe.process_guard import FLIGHT, STORE
@@ -190,22 +190,21 @@ class Attempt:
         """Let the guards know how processes ended: they see at most that they did, and on this machine only."""
         if len(self.workers.running()) + len(self._told) == len(self.workers.processes):
             return
+        ends: dict[int, str] = {}
         for ended in (all_ended := self._ended()):
             if ended.rank not in self._told:
                 self._told.add(ended.rank)
                 is_asked = ended.was_stopped and (ended.told or self._signals.count)
                 how = BECAUSE_OF_ANOTHER if ended.was_ended or is_asked else describe(ended).partition("\n")[0]
-                how += apart(ended, first_failure(all_ended))
-                tell = partial(tell_end, self._flights, ended.rank, how)
-                try:
-                    tell(None)
-                except OSError as error:  # the run goes on
-                    if not self._lacks_room:
-                        say(f"the guards hear less of how ranks end: {error.strerror}; make room in $TMPDIR")
-                    self._lacks_room = True
-                    continue
-                if self._machines is not None:
-                    self._machines.ask(partial(tell, self._guards.store), None)
+                ends[ended.rank] = how + apart(ended, first_failure(all_ended))
+        try:
+            tell_ends(self._flights, ends, None)
+            if self._machines is not None:
+                self._machines.ask(partial(tell_ends, self._flights, ends, self._guards.store), None)
+        except OSError as error:  # the run goes on
+            if not self._lacks_room:
+                say(f"the guards hear less of how ranks end: {error.strerror}; make room in $TMPDIR")
+            self._lacks_room = True
 
     # ------------------------------------------------------------------ when all have ended
 

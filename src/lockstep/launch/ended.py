@@ -103,9 +103,12 @@ def describe(ended: Ended) -> str:
     said = ended.failure
     if said is not None:
         at = f" at {said.where}" if said.where else ""
-        first, _, more = said.message.partition("\n")
+        message, (head, *body) = said.message, said.message.splitlines() or [""]
         is_finding = said.kind in ("ModelMismatch", "ReplicaDrift")  # said by the guard that came upon it
-        message = f"{first} (all of it is above)" if more and (said.is_consequence or is_finding) else said.message
+        if body and (said.is_consequence or is_finding):
+            is_quote = said.kind == "PeerFailed" and body[0].endswith(":")  # where whom it lost raised, and what
+            head += ": " * is_quote + " ".join(line.strip() for line in body[: 2 * is_quote])
+            message = f"{head} (all of it is above)"
         return f"gave up: {message}" if said.is_expected else f"failed{at}: {said.kind}: {message}"
     if ended.was_ended and ended.words is not None and ended.words.kind:
         return f"was ended by its launcher, {_left(ended.words)}"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lockstep.comm.pulse import open_pulse
 from lockstep.errors import ConfigError
-from lockstep.observe.last_words import innermost, places_in, said_and_where
+from lockstep.observe.last_words import innermost, places_in, quoted
 
 if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
@@ -201,7 +201,7 @@ def describe_failure(
 ) -> Failure:
     """`error` as a record that can leave the process."""
     trace = "".join(traceback.format_exception(error))
-    kind, (message, where) = type(error).__name__, said_and_where(error)
+    kind, message, where = quoted(error)
     return Failure(rank, kind, message, exit_code, is_expected, is_consequence, trace, time.time(), where)
 
 
@@ -214,8 +214,11 @@ def report_failure(failure: Failure, environ: Mapping[str, str]) -> None:
         extra = {"py_callstack": shown, "timestamp": str(int(failure.time_s)), **asdict(failure)}
         text = json.dumps({"message": {"message": summary, "extraInfo": extra}})
         temporary = Path(path + ".tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
+        try:
+            temporary.write_text(text)
+            temporary.replace(path)
+        except OSError as error:  # no room, or no file can be opened any more: which is no reason to hide `failure`
+            sys.stderr.write(f"lockstep: rank {failure.rank}: its launcher cannot be told of that: {error.strerror}\n")
     if AGENT_PID not in environ:
         if not failure.is_expected and not failure.is_consequence:
             sys.stderr.write(failure.trace)

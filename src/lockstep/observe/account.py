@@ -100,8 +100,8 @@ class Account:
     def end(self, error: BaseException | None) -> None:
         """The rank leaves: by `error`, or because its program is done."""
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
-            self.state = FINISHED
-            self.words = self.saw or LastWords("", "", "" if error is None else users_line(error))
+            words = self.saw or LastWords("", "", "" if error is None else users_line(error))
+            self.state, self.words = FINISHED, words  # both: the guard's thread may tell of it at any moment
         else:
             is_mute = isinstance(error, SystemExit) and self.saw is not None  # sys.exit(1), where an error was caught
             self.state, self.words = RAISED, self.saw if is_mute else last_words(error)

@@ -7,7 +7,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar, final
@@ -28,7 +28,6 @@ _PERIOD_S = 0.3  # at least, between two statuses through the store: two looks, 
 _GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
 _SILENT_S = 1.0  # what a rank said longer ago is completed from its record
 _WORKS = 0.02  # of a core: less is not work
-
 
 _T = TypeVar("_T")
 
@@ -55,7 +54,7 @@ class Board:
         *,
         has_launcher: bool = False,
     ) -> None:
-        """has_launcher: it says with `tell_end` how processes end."""
+        """has_launcher: it says with `tell_ends` how processes end."""
         self._folder = Path(folder)
         self._has_launcher = has_launcher
         self._recorder = recorder
@@ -222,20 +221,22 @@ class Board:
         self._peers.clear()
 
 
-def tell_end(folder: Path, rank: int, how: str, store: Store | None) -> None:
-    """A launcher says how the process of `rank` ended: to the guards of this machine, and through `store` to all."""
-    place = folder / _ENDED.format(rank)
-    partial = place.with_suffix(".partial")
-    partial.write_text(how, errors="backslashreplace")
-    partial.replace(place)
+def tell_ends(folder: Path, ends: Mapping[int, str], store: Store | None) -> None:
+    """A launcher says how processes ended, by rank: to the guards of this machine, and through `store` to all."""
+    partials = [folder / f"{_ENDED.format(rank)}.partial" for rank in ends]
+    for partial, how in zip(partials, ends.values(), strict=True):
+        partial.write_text(how, errors="backslashreplace")
+    for partial in partials:  # one right after the other: a guard that sees one end sees those of the same moment
+        partial.replace(partial.with_suffix(""))
     if store is None:
         return
-    with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
-        record = FlightRecord(flight_path(folder, rank))
-        sight = sight_of(record, how=how)
-        record.close()
-        if sight is not None:
-            store.set(f"guard/status/{rank}", _gone_status(sight))
+    for rank, how in ends.items():
+        with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
+            record = FlightRecord(flight_path(folder, rank))
+            sight = sight_of(record, how=how)
+            record.close()
+            if sight is not None:
+                store.set(f"guard/status/{rank}", _gone_status(sight))
 
 
 def _gone_status(sight: Sight) -> str:

@@ -10,7 +10,9 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from lockstep.observe.facts import told_by_kind, topics_of
 from lockstep.observe.replica_diff import alike, ranks_in_words
+from lockstep.observe.status import Sight
 
 MARKS = 64  # samples of a dataset, spread over it, that are looked at
 _ENOUGH = 8  # that hold the same on two ranks, each another thing: not by chance, nor by what two datasets may share
@@ -92,6 +94,20 @@ def lengths_in_words(batches: Mapping[int, int | None], before: Mapping[int, int
     words = alike({r: f"{known[r]}" + f" ({usual[r]} before)" * (known[r] != usual[r]) for r in known})
     each = "; ".join(f"{count} on {ranks_in_words(ranks)}" for count, ranks in words.items())
     return each if len({*known.values()}) > 1 else None
+
+
+def uneven(sights: Mapping[int, Sight], ranks: set[int]) -> tuple[list[str], set[int], bool]:
+    """Of the first pass of a loop that has not as many batches for each of `ranks`: that in words, for whom it had
+    another number before, and whether there was none before."""
+    for topic in topics_of(told_by_kind(sights).get("data", ())):
+        for number, told in ((number, topic.told[number]) for number in topic.steps):
+            batches, before = ({rank: value[name] for rank, value in told.items()} for name in ("batches", "before"))
+            words = lengths_in_words(batches, before) or left_out({r: told[r]["begun"] for r in told})
+            if words and ranks <= told.keys() and not any(value["joins"] for value in told.values()):
+                where = f"pass {int(number) + 1} of the loop at {told[min(told)]['site']}"
+                changed = {rank for rank in told if before[rank] not in (None, batches[rank])}
+                return [f"batches in {where}: {words}"], changed, number == "0"
+    return [], set(), False
 
 
 def different_rules(rules: Mapping[int, str]) -> str | None:

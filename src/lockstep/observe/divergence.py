@@ -13,9 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from lockstep.observe import histories, wording
-from lockstep.observe.data_facts import left_out, lengths_in_words
+from lockstep.observe.data_facts import uneven
 from lockstep.observe.endings import CAUGHT, find_too_large, saw_another
-from lockstep.observe.facts import told_by_kind, topics_of
 from lockstep.observe.flight import Record
 from lockstep.observe.histories import Fault, Parting, Side, calls_in
 from lockstep.observe.scene import GRACE_S, Scene
@@ -107,7 +106,7 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
     fault, (usual, odd, *_) = histories.fault_of_odd(parting, is_counted=is_counted), parting
     is_majority = len(classes[0]) > len(classes[1])
     everybody = {rank for ranks in classes for rank in ranks}
-    counts, changed, are_first = _uneven(scene, everybody)
+    counts, changed, are_first = uneven(scene.sights, everybody)
     knows = parting.is_origin and not are_first  # else nobody can say how long an epoch is
     blamed = odd if is_majority else histories.unusual(parting) if knows else None
     unsynced, twice = _suspects(scene, everybody, parting.step)
@@ -202,20 +201,6 @@ def _suspects(scene: Scene, ranks: Iterable[int], step: int) -> tuple[dict[int, 
                 done = f"called its model {count} times in {step_after(-key)}"
                 twice[rank] = f"{names([rank])} {done}: was a backward left out?"
     return unsynced, {} if unsynced else twice
-
-
-def _uneven(scene: Scene, ranks: set[int]) -> tuple[list[str], set[int], bool]:
-    """Of the first pass of a loop that has not as many batches for each of `ranks`: that in words, for whom it had
-    another number before, and whether there was none before."""
-    for topic in topics_of(told_by_kind(scene.sights).get("data", ())):
-        for number, told in ((number, topic.told[number]) for number in topic.steps):
-            batches, before = ({rank: value[name] for rank, value in told.items()} for name in ("batches", "before"))
-            words = lengths_in_words(batches, before) or left_out({r: told[r]["begun"] for r in told})
-            if words and ranks <= told.keys() and not any(value["joins"] for value in told.values()):
-                where = f"pass {int(number) + 1} of the loop at {told[min(told)]['site']}"
-                changed = {rank for rank in told if before[rank] not in (None, batches[rank])}
-                return [f"batches in {where}: {words}"], changed, number == "0"
-    return [], set(), False
 
 
 # ------------------------------------------------------------------ in words

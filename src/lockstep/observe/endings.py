@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 
 from lockstep.observe import wording
+from lockstep.observe.data_facts import uneven
+from lockstep.observe.flight import Record
 from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages, tally
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
@@ -135,7 +138,8 @@ def find_raised(scene: Scene) -> Finding | None:
     claim = _claim(None, {rank: scene.sights[rank] for rank in origins})
     culprits = origins if claim is None or claim.of is None else [claim.of]
     fix = f"see to the error of {names(origins)}; the others only wait." if culprits == origins else _FIXES[-1][1]
-    lines, step = [line for rank in origins for line in _quote(scene.sights[rank])], scene.status(origins[0]).step
+    sights, step = [scene.sights[rank] for rank in origins], scene.status(origins[0]).step
+    lines = [line for sight in sights for line in (*_quote(sight), *wording.told_before(sight.status))]
     return _finding(scene, "raised", culprits, "RAISED in", step, lines, fix, waits)
 
 
@@ -172,12 +176,19 @@ def find_finished(scene: Scene) -> Finding | None:
         early = [one.rank for one in ended if one.state == FINISHED and not saw_another(one)]
         if early:
             fix = "give all ranks as many batches, or use join(); make a call under `if rank == 0` on all, or none."
-            lines = [*(f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early), _wanted(wait)]
+            lines = [f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early]
+            lines += [*(text for rank in early for text in wording.told_before(scene.status(rank))), _wanted(wait)]
+            blamed, head = early, "FINISHED too early, in"
             if is_message and (counts := tally(scene, wait.rank, wait.record)):
                 lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
+            elif (found := uneven(scene.sights, everybody := {wait.rank, *wait.ranks}))[0]:
+                lines += found[0]
+                fix = "as many batches on all ranks: check what each skips as it goes on, its sampler and its data."
+                if len(early) * 2 >= len(everybody) and found[1] != {*early}:  # no majority has the right number
+                    blamed, head = [*early, *everybody.difference(early)], "FINISHED with other numbers of batches, in"
             waits = [wait for wait in scene.waits if set(early).intersection(wait.absent)]
             step = min(scene.status(rank).step for rank in early)
-            return _finding(scene, "finished", early, "FINISHED too early, in", step, lines, fix, waits)
+            return _finding(scene, "finished", blamed, head, step, lines, fix, waits)
     return None
 
 
@@ -265,24 +276,20 @@ def _without(scene: Scene, wait: Wait) -> list[int]:
     if wait.is_any:
         return []
     ended = [r for r in wait.ranks if r in scene.sights and not scene.is_running(r)]
-    return [
-        r for r in ended if (r in wait.absent or _is_open(scene, r, wait)) and not _has_done_its_part(scene, r, wait)
-    ]
-
-
-def _is_open(scene: Scene, rank: int, wait: Wait) -> bool:
-    mine = wait.record
-    theirs = [waiting.record for waiting in scene.status(rank).waiting]
-    return any(not r.is_message and (r.group, r.seq) == (mine.group, mine.seq) for r in theirs)
+    begun = {r: _those_of(wait, [waiting.record for waiting in scene.status(r).waiting]) for r in ended}
+    return [r for r in ended if (r in wait.absent or begun[r]) and not _has_done_its_part(scene, r, wait)]
 
 
 def _has_done_its_part(scene: Scene, rank: int, wait: Wait) -> bool:
     """True where the rank's own record says that it did its part: its last status may be a little older."""
-    if not scene.sights[rank].is_gone or wait.record.is_message:
-        return False
+    is_gone = scene.sights[rank].is_gone
+    return is_gone and any(record.left_ns for record in _those_of(wait, scene.records_of(rank)))
+
+
+def _those_of(wait: Wait, records: Sequence[Record]) -> list[Record]:
+    """Parts of the collective of `wait`, on any rank."""
     mine = wait.record
-    theirs = [r for r in scene.records_of(rank) if (r.group, r.seq) == (mine.group, mine.seq) and not r.is_message]
-    return any(record.left_ns for record in theirs)
+    return [r for r in records if not (r.is_message or mine.is_message) and (r.group, r.seq) == (mine.group, mine.seq)]
 
 
 def _has_vanished(sight: Sight) -> bool:
@@ -298,5 +305,6 @@ def _quote(sight: Sight) -> list[str]:
 
 def _wanted(wait: Wait) -> str:
     record = wait.record
-    what = f"a {ordinal(record.seq + 1)} ({record.text.split()[0]}, {record.site})"
+    article = "an" if re.match(r"8|1[18](\d{3})*$", str(record.seq + 1)) else "a"  # an 8th, an 11th, an 11000th
+    what = f"{article} {ordinal(record.seq + 1)} ({record.text.split()[0]}, {record.site})"
     return f"{names([wait.rank])} wanted {f'a message ({wording.operation(record)})' if record.is_message else what}"

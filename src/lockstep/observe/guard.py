@@ -146,18 +146,35 @@ class Guard:
         if self._lookout.finding is not None:
             self.raise_if_found()
 
-    def step_passed(self, started: Sequence[Started]) -> None:
-        """As `step_done`, by the thread whose steps these are, for one that is only counted: see `pace`."""
-        recorder, now_ns = self.recorder, monotonic_ns()
-        clock, step = recorder.clock, recorder.step + 1
-        is_odd = self._account.activities or clock.summed_ns or len(recorder.left) > _LEFT_MAX
-        if is_odd or self._lookout.finding is not None:
-            self.step_done(started)
-            return
-        ended: Ended = step, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
-        recorder.left.append(partial(self._keep, step, now_ns, ended, started))
-        recorder.set_step(step)
-        clock.step, clock.began_ns, clock.samples, clock.marks = step, now_ns, 0, [(clock.rest, now_ns)]
+    def passing(self, groups: Sequence[WatchedGroup]) -> Callable[[str], int]:
+        """As `step_done`, by the thread whose steps these are, for such as are only counted: see `pace`.
+
+        The result is called with the line whose backward has started what C++ has; it returns the step's number, or 0
+        where `step_done` has to end it. groups: all there are; no more is known of others.
+        """
+        recorder, lookout, activities, keep = self.recorder, self._lookout, self._account.activities, self._keep
+        clock, left, set_step, rest = recorder.clock, recorder.left, recorder.set_step, recorder.clock.rest
+        followed = [(watched, watched.group) for watched in groups]
+
+        def passed(site: str) -> int:
+            if lookout.finding is not None or activities or clock.summed_ns or len(left) > _LEFT_MAX:
+                return 0
+            now_ns, step, started = monotonic_ns(), recorder.step + 1, []
+            for watched, group in followed:
+                of_torch = group()
+                if of_torch is None:  # gone, and another one has come
+                    return 0
+                if not watched.inside:
+                    number = of_torch._get_sequence_number_for_group()
+                    if number != watched.seen:
+                        started.append((watched, number, site or call_site()))
+            ended: Ended = step, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
+            left.append(partial(keep, step, now_ns, ended, started))
+            set_step(step)
+            clock.step, clock.began_ns, clock.samples, clock.marks = step, now_ns, 0, [(rest, now_ns)]
+            return step
+
+        return passed
 
     def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started]) -> None:
         """What is left to be done of `step`, which ended at `now_ns`."""

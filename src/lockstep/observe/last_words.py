@@ -6,7 +6,7 @@ import os
 import re
 import traceback
 
-from lockstep.errors import CommError, PeerFailed, PeerLost, ReplicaError
+from lockstep.errors import CommError, LockstepError, PeerFailed, PeerLost, ReplicaError
 from lockstep.observe.call_site import is_users
 from lockstep.observe.status import LastWords
 
@@ -18,7 +18,7 @@ _PEER_IS_GONE = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|[Bb]roken pipe|NCCL.*(remote|peer)|Timed out waiting"
     r"|caused pair closure|^Operation timed out!"
 )
-_BROUGHT = re.compile(r"Caught \w+ in (.+)\.\nOriginal Traceback")  # from a worker of a DataLoader, say
+_BROUGHT = re.compile(r"(?:Caught \w+ in|--) (.+?)(?:\.\nOriginal | terminated with .*\n)Traceback")  # by torch
 _TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "QueueEmptyError")
 
 
@@ -26,25 +26,35 @@ def last_words(error: BaseException) -> LastWords:
     """`error`, which ends this rank, in short."""
     if isinstance(error, SystemExit) and error.__context__ is not None:  # `except ...: sys.exit(1)`
         error = error.__context__
-    message, where = said_and_where(error)
+    kind, message, where = quoted(error)
     first = message.partition("\n")[0].partition(_ON_THIS_RANK)[0]
     message = first if len(first) <= _CHARS else first[: _CHARS - 2] + ".."
     seen = seen_in(error)
-    lost = seen.rank if isinstance(seen, PeerLost) else None
-    return LastWords(type(error).__name__, message, where, seen is not None, lost)
+    return LastWords(kind, message, where, seen is not None, seen.rank if isinstance(seen, PeerLost) else None)
 
 
-def said_and_where(error: BaseException) -> tuple[str, str]:
-    """What `error` says, and `users_line` of it; both of the process where it came up, if torch has brought it here."""
+def _of_users_code(error: BaseException) -> BaseException:
+    """`error`, or the one that it hides: of the user's code, from which a package that called that has raised it."""
+    frames, cause = traceback.extract_tb(error.__traceback__), error.__cause__
+    if cause is None or cause is error or isinstance(error, LockstepError) or sees_another(error):
+        return error
+    is_users_word = bool(frames) and is_users(frames[-1].filename)
+    return error if is_users_word or not users_line(cause) else _of_users_code(cause)
+
+
+def quoted(error: BaseException) -> tuple[str, str, str]:
+    """The class of `error` or of the user's that it hides, what that says, and `users_line`, of where it came up."""
+    error = _of_users_code(error)
+    kind = type(error).__name__
     try:
-        text = str(error).strip() or type(error).__name__
+        text = str(error).strip() or kind
     except Exception:  # noqa: BLE001 - as Python prints it
         text = "<exception str() failed>"
     brought = _BROUGHT.match(text)
     if brought is None:
-        return text, users_line(error)
-    last = text.splitlines()[-1].removeprefix(f"{type(error).__name__}: ")
-    return f"{last} (in {brought[1]})", innermost(places_in(text)) or users_line(error)
+        return kind, text, users_line(error)
+    last = text.splitlines()[-1].removeprefix(f"{kind}: ")
+    return kind, f"{last} (in {brought[1]})", innermost(places_in(text)) or users_line(error)
 
 
 def places_in(trace: str) -> list[tuple[str, int]]:
@@ -62,9 +72,8 @@ def sees_another(error: BaseException) -> bool:
     if isinstance(error, CommError | PeerFailed):
         return True
     names = {kind.__name__ for kind in type(error).__mro__}
-    is_torch = bool(names & set(_TORCH_NETWORK))
     is_network = isinstance(error, RuntimeError) and _PEER_IS_GONE.search(str(error)) is not None
-    return is_torch or is_network
+    return is_network or not names.isdisjoint(_TORCH_NETWORK)
 
 
 def says_all(error: BaseException) -> bool:
@@ -74,8 +83,7 @@ def says_all(error: BaseException) -> bool:
 
 def seen_in(error: BaseException) -> BaseException | None:
     """The first of `error` and of what it was raised from that is another rank's doing; None where none is."""
-    at: BaseException | None = error
-    passed: set[int] = set()
+    at, passed = error, set[int]()
     while at is not None and id(at) not in passed and not sees_another(at):
         passed.add(id(at))
         at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)

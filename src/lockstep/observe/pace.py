@@ -20,23 +20,36 @@ SHORT_NS = 50_000_000  # longer steps are all looked at
 class Pace:
     """Of one process; the thread whose steps these are calls it."""
 
-    __slots__ = ("_planned", "_seen", "dues", "is_brief", "until")
+    __slots__ = ("_planned", "_seen", "dues", "is_brief", "turned", "until")
 
     def __init__(self) -> None:
         # called with a step: which one after it is to be looked at for sure
         self.dues: list[Callable[[int], float]] = []
+        self.turned: Callable[[bool], object] = lambda is_brief: None  # called when `is_brief` has changed
+        self.is_brief = False
         self.reset()
 
     def reset(self) -> None:
         """All is looked at."""
-        self.is_brief = False  # the step under way is only counted
-        self.until = 0  # as are all before this one
+        self.turn(is_brief=False)
+        self.until = 0  # all before this one are only counted
         self._seen, self._planned = 0, (0, 0)  # steps looked at; the last and when it ended
+
+    def turn(self, *, is_brief: bool) -> None:
+        """From here on the step under way is only counted, or looked at."""
+        if self.is_brief != is_brief:
+            self.is_brief = is_brief
+            self.turned(is_brief)
 
     def leave(self) -> None:
         """The step under way is not as the others: it is looked at from here on, and so are as many as at first."""
         if self.is_brief:
-            self.is_brief, self._seen = False, 0
+            self.look_at_many()
+            self.turn(is_brief=False)
+
+    def look_at_many(self) -> None:
+        """As many as at first are looked at before any is only counted."""
+        self._seen = 0
 
     def plan(self, step: int, now_ns: int) -> None:
         """`step`, which was looked at, has ended now: which one is the next?"""
@@ -45,7 +58,7 @@ class Pace:
         if self._seen < FIRST or now_ns - ended_ns > SHORT_NS * (step - before):
             return
         self.until = int(min([one_of_each(step), *(due(step) for due in self.dues)]))
-        self.is_brief = self.until > step + 1
+        self.turn(is_brief=self.until > step + 1)
 
 
 def one_of_each(step: int) -> int:

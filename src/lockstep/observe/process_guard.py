@@ -18,7 +18,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, last_words, says_all, users_line
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
-from lockstep.observe.wording import THREAD
+from lockstep.observe.wording import BEFORE
 
 FLIGHT = "LOCKSTEP_FLIGHT"  # folder of the flight records of one start of a run on one machine; set by the launcher
 STORE = "LOCKSTEP_GUARD_STORE"  # "host:port/prefix": where the guards of several machines meet; set by the launcher
@@ -27,8 +27,7 @@ _REST_S = 5.0  # as long as a look may wait for what the ranks of other machines
 
 _guards: list[Guard] = []  # of this process: at most one
 _listening: weakref.WeakSet[Guard] = weakref.WeakSet()  # are told how this process ends
-_before: list[Callable[[type[BaseException], BaseException, TracebackType | None], object]] = []
-_before_in_thread: list[Callable[[threading.ExceptHookArgs], object]] = []
+_before: dict[object, Callable[..., object]] = {}  # by a hook of ours: the one that was there, which we call
 
 
 def begin(environ: Mapping[str, str]) -> Guard | None:
@@ -77,12 +76,11 @@ def guard_of(rank: int, world_size: int) -> Guard | None:
 def listen(guard: Guard) -> None:
     """Tell `guard` how this process ends: by an error that nobody caught, or in peace."""
     _listening.add(guard)
-    if sys.excepthook is not _last_error:
-        _before[:] = [sys.excepthook]
-        sys.excepthook = _last_error
-    if threading.excepthook is not _thread_ended:
-        _before_in_thread[:] = [threading.excepthook]
-        threading.excepthook = _thread_ended
+    ours = (sys, "excepthook", _last_error), (threading, "excepthook", _thread_ended), (sys, "unraisablehook", _ignored)
+    for module, name, hook in ours:
+        if getattr(module, name) is not hook:
+            _before[hook] = getattr(module, name)
+            setattr(module, name, hook)
 
 
 @contextlib.contextmanager
@@ -106,7 +104,7 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
             return
     if says_all(error) and DEBUG not in os.environ:
         end_in_users_code(error)
-    _before[0](type(error), error, error.__traceback__)
+    _before[_last_error](type(error), error, error.__traceback__)
 
 
 def _thread_ended(args: threading.ExceptHookArgs) -> None:
@@ -114,8 +112,22 @@ def _thread_ended(args: threading.ExceptHookArgs) -> None:
     if args.exc_value is not None and args.exc_type is not SystemExit:
         kind, message, where, *_ = last_words(args.exc_value)
         for guard in tuple(_listening):
-            guard.facts.tell(THREAD, THREAD, f"{kind}: {message}" + f", at {where}" * bool(where))
-    _before_in_thread[0](args)
+            said = f"one of its threads had ended: {kind}: {message}{where and ', at '}{where}"
+            guard.facts.tell(BEFORE, "thread", said)
+    _before[_thread_ended](args)
+
+
+def _ignored(args: sys.UnraisableHookArgs) -> None:
+    """By Python: an error that a handler of `atexit` has raised. It ends this rank, unless one has ended it before."""
+    _before[_ignored](args)
+    error = args.exc_value
+    if error is not None and "atexit callback" in (args.err_msg or "") and not hasattr(sys, "last_value"):
+        for guard in tuple(_listening):
+            error = guard.cause_of(error)
+            kind, message, where, *_ = last_words(error)
+            text = f"raised at {where or 'its exit'}: {kind}: {message}; no exit code tells of it"
+            sys.stderr.write(f"lockstep: rank {guard.rank} {text}\n")
+        sys.last_value = error
 
 
 @atexit.register

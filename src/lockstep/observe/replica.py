@@ -49,7 +49,7 @@ def replica_entries(model: Module, optimizer: Optimizer | None = None, ignore: C
     Left out: pieces without a copy elsewhere, what DDP was told to ignore, and what is named in `ignore`, each with its
     state in the optimizer. Not collective. Memory: see `digests`.
     """
-    module = _unwrapped(model)
+    module = unwrapped(model)
     own = {*ignore, *getattr(module, "_ddp_params_and_buffers_to_ignore", ()), *_flat_parameters(module)}
     params = {id(param): "" if name in own else plain_name(name) for name, param in module.named_parameters()}
     named = [(f"parameter {params[id(p)]!r}", p) for p in module.parameters() if params[id(p)]]
@@ -66,7 +66,7 @@ def replica_entries(model: Module, optimizer: Optimizer | None = None, ignore: C
     return [Entry(what, f"{d:016x}", copies) for (what, _, copies), d in zip(held, found, strict=True)] + numbers
 
 
-def _unwrapped(model: Module) -> Module:
+def unwrapped(model: Module) -> Module:
     """The module in wrappers that add nothing but a part to its names."""
     while (inside := list(model._modules)) in (["module"], ["_orig_mod"]) and not model._parameters:
         model = model.get_submodule(inside[0])
@@ -111,11 +111,11 @@ def has_own_share(optimizer: Optimizer) -> bool:
 
 
 def _optimizer_values(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
-    """State and options; those of a parameter whose name is "" are left out."""
+    """State and options; those of a parameter that `names` lacks, or whose name is "", are left out."""
     is_shared = has_own_share(optimizer)
     for number, group in enumerate(optimizer.param_groups):
-        for index, param in enumerate(group["params"]):
-            name = names.get(id(param), f"parameter {index} of group {number}")
+        for param in group["params"]:
+            name = names.get(id(param))
             if name and not is_shared and param in optimizer.state:
                 yield from _leaves(f" of {name!r}", optimizer.state[param])
         options = {key: value for key, value in group.items() if key not in _NOT_COMPARED}

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 MISSING = "nothing"
 OF_GROUP = " of parameter group "
+SIGNS = "signs"  # of parameters: what explains why they differ, and is not compared
 _SLOTS = 6  # kinds of copies that travel by themselves: whole tensors, moving buffers, pieces of so many meshes
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -10,6 +11,8 @@ from lockstep.observe.facts import Topic, differ, shown
 from lockstep.observe.replica_diff import (
     MISSING,
     OF_GROUP,
+    SIGNS,
+    Difference,
     Entry,
     agree,
     alike,
@@ -35,8 +38,9 @@ def find_drift(scene: Scene, topic: Topic) -> Iterator[Finding]:
             good = step
         elif not agree(folds):
             in_dispute = [r for r, mine in told.items() if any(differ(topic.name, mine, o) for o in told.values())]
-            if are_meant_equal(told) and (rows := shown(scene, topic, step, in_dispute)):
-                yield from _drift(scene, topic, step, good, rows)
+            if rows := shown(scene, topic, step, in_dispute):
+                is_meant = are_meant_equal(told)
+                yield from _drift(scene, topic, step, good, rows) if is_meant else _unaveraged(scene, topic, step, rows)
             return
         elif any(value[3] for value in told.values()):
             yield _moving(scene, topic, told)
@@ -71,20 +75,11 @@ def _left_out(scene: Scene, topic: Topic) -> Iterator[Finding]:
     if len(backwards) > 1 or None in backwards:
         return
     counts = ", ".join(f"{count} times on {names(ranks)}" for count, ranks in alike(steps).items())
-    yield compose(
-        scene,
-        "replica",
-        f"{topic.name} end",
-        "REPLICAS differ at the end: an optimizer.step() was left out.",
-        late,
-        [
-            f"each rank ran {backwards.pop()} synchronised backwards, and optimizer.step() {counts}",
-            *_lines_of(scene, topic, sorted(last), ("step",)),
-        ],
-        why="all averaged the same gradients, and not all applied them: the models will stay apart.",
-        fix=STEP_ALIKE,
-        done=min(steps.values()),
-    )
+    head = "REPLICAS differ at the end: an optimizer.step() was left out."
+    text = f"each rank ran {backwards.pop()} synchronised backwards, and optimizer.step() {counts}"
+    body, done = [text, *_lines_of(scene, topic, sorted(last), ("step",))], min(steps.values())
+    why = "all averaged the same gradients, and not all applied them: the models will stay apart."
+    yield compose(scene, "replica", f"{topic.name} end", head, late, body, why=why, fix=STEP_ALIKE, done=done)
 
 
 def _synchronised(told: Mapping[str, Any], steps: int) -> int | None:
@@ -100,10 +95,7 @@ _SEED = "Start all ranks alike: one seed, one checkpoint, or rank 0's parameters
 
 
 def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mapping[int, list[Any]]) -> Iterator[Finding]:
-    entries = {
-        rank: [Entry(what, value, tuple(held), moving) for what, value, held, moving in r] for rank, r in rows.items()
-    }
-    found = [one for one in differences(entries) if MISSING not in one.values.values()]  # as state that is split
+    found = _differences(rows)
     if not found:
         return
     ranks = sorted({rank for one in found for rank in one.values})
@@ -138,6 +130,52 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     )
 
 
+def _differences(rows: Mapping[int, list[Any]]) -> list[Difference]:
+    entries = {
+        rank: [Entry(what, value, tuple(held), moving) for what, value, held, moving in mine if what != SIGNS]
+        for rank, mine in rows.items()
+    }
+    return [one for one in differences(entries) if MISSING not in one.values.values()]  # as state that is split
+
+
+def _unaveraged(scene: Scene, topic: Topic, step: str, rows: Mapping[int, list[Any]]) -> Iterator[Finding]:
+    """Parameters whose gradients nobody averages, though all ranks began with the same: all do alike, and drift apart.
+
+    Those of others are averaged: by DDP, by FSDP2 or by the program. What ranks work out together, as experts or parts
+    of a layer, is each one's own: it is not averaged on purpose.
+    """
+    signs = [mine[-1][1] for mine in rows.values() if mine and mine[-1][0] == SIGNS]
+    texts = {record.text for rank in rows for record in scene.records_of(rank)}
+    trained: set[str] = set.intersection(*map(set, signs)) if len(signs) == len(topic.told[step]) else set()
+    same, began = ({what for what in trained if len({mine[what][at] for mine in signs}) == 1} for at in range(2))
+    apart = [one.what for one in _differences(rows) if one.what in trained]
+    if not apart or same.intersection(apart) or any("all_to_all" in text for text in texts):
+        return
+    kinds = {value[1] for value in topic.told[step].values()}
+    if kinds == {"hook"}:
+        later = [[value[0] for value in topic.told[key].values()] for key in topic.steps if int(key) > int(step)]
+        if same or int(step) > 1 or not later or any(map(agree, later)):
+            return  # they were averaged at first, or the models are, by the program
+        text = "the comm hook gave each rank its own back, of all parameters"
+        fix = "let the hook return the future of an all-reduce of bucket.buffer() over the number of ranks."
+    elif began.issuperset(apart) and (kinds == {"loose"} or _are_reduced([signs[0][what][2] for what in same], texts)):
+        text = f"{listed(apart)} began alike on all ranks; gradients of others are averaged"
+        fix = "put them into the module that is wrapped, or all-reduce their .grad too, before optimizer.step()."
+    else:
+        return
+    head = f"UNAVERAGED gradients of {len(apart)} parameter{'s' * (len(apart) > 1)}, seen after step {step}."
+    body = [text, *_lines_of(scene, topic, sorted(rows), ("wrapped", "step"))]
+    why, key = "each rank trains its own from here on, and a checkpoint holds one rank's.", f"{topic.name} apart"
+    yield compose(scene, "replica", key, head, (), body, why=why, fix=fix, is_certain=False, done=int(step) - 1)
+
+
+def _are_reduced(shapes: Sequence[Sequence[int]], texts: set[str]) -> bool:
+    """Whether a tensor of one of these shapes, or of all of them as one, was all-reduced."""
+    numels = [math.prod(shape) for shape in shapes]
+    wanted = [f"{shape}" for shape, numel in zip(shapes, numels, strict=True) if numel > 1] + [f"[{sum(numels)}]"]
+    return any(text.startswith("all_reduce") and shape in text for text in texts for shape in wanted)
+
+
 def _lines_of(scene: Scene, topic: Topic, ranks: Sequence[int], keys: Sequence[str]) -> list[str]:
     """Which lines had to do with it, by the rank's own account: where it loaded, stepped, or made what differs."""
     told = {rank: scene.status(rank).facts.get(f"lines {topic.place}", {}).get("now", {}) for rank in ranks}
@@ -151,16 +189,8 @@ def _lines_of(scene: Scene, topic: Topic, ranks: Sequence[int], keys: Sequence[s
 
 def _moving(scene: Scene, topic: Topic, told: Mapping[int, Any]) -> Finding:
     buffers = list(dict.fromkeys(name for value in told.values() for name in value[3]))
-    return compose(
-        scene,
-        "replica",
-        f"{topic.name} buffers",
-        f"BUFFERS differ on {names(told)}: running statistics, as those of BatchNorm.",
-        (),
-        [
-            f"each rank keeps its own {listed(buffers)}, and a checkpoint holds one rank's",
-            *_lines_of(scene, topic, sorted(told), ("wrapped",)),
-        ],
-        fix="leave broadcast_buffers on; or, on GPUs, SyncBatchNorm.convert_sync_batchnorm(model).",
-        is_certain=False,
-    )
+    head = f"BUFFERS differ on {names(told)}: running statistics, as those of BatchNorm."
+    text = f"each rank keeps its own {listed(buffers)}, and a checkpoint holds one rank's"
+    body = [text, *_lines_of(scene, topic, sorted(told), ("wrapped",))]
+    fix = "leave broadcast_buffers on; or, on GPUs, SyncBatchNorm.convert_sync_batchnorm(model)."
+    return compose(scene, "replica", f"{topic.name} buffers", head, (), body, fix=fix, is_certain=False)

@@ -113,15 +113,16 @@ class Backwards(SharedPatches):
                     loss = root.item() if root.is_cpu else root.detach(), site
                     if type(loss[0]) is float and self.is_sound is not False:
                         self.is_sound = loss[0] - loss[0] == 0.0  # not of inf, nor of nan
+                        if not self.is_sound:
+                            PACE.turn(is_brief=False)  # the gradients are looked at
                     if len(self.losses) < _KEPT:
                         self.losses.append(loss)
                     if len(self.recent) < _KEPT:
                         self.recent.append(loss)
                 phases = None if is_brief else self.phases
                 if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
-                    return old(
-                        tensors, *args, **kwargs
-                    )  # of another thread, or inside of one, as checkpointing does it
+                    # of another thread, or inside of one, as checkpointing does it
+                    return old(tensors, *args, **kwargs)
                 clock, tails_ns = phases.clock, self._tails_ns
                 tails_ns.clear()
                 clock.marks.append((BACKWARD, monotonic_ns()))

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from lockstep.observe.torch_gradients import GradientFacts
     from lockstep.observe.torch_steps import TorchSteps
 
+_nothing = memoryview(b"").__exit__  # of C: takes three arguments, and does no more
+
 Seen = tuple[int, list[Loss], list[Any]]  # step; of its backwards: losses, and gradients of probes before averaging
 
 
@@ -38,20 +40,55 @@ class Optimizers(SharedPatches):
         self.steps: TorchSteps | None = None
         self.counted: Callable[[Any, bool], object] | None = None  # called when `steps` has counted: has a step ended?
         self._begun: dict[int, int] = {}  # by id of an optimizer that steps: the phase before
+        self._is_unseen = False  # no beginning of a step has been seen since steps were only counted
         PACE.reset()
+        PACE.turned = lambda is_brief: None
 
     def _begin(self) -> None:
         self._patches.add(when_imported("torch.optim.optimizer", self._watch))
 
     def _watch(self) -> None:
         optimizers = sys.modules["torch.optim.optimizer"]
-        self._patches.add(optimizers.register_optimizer_step_pre_hook(self._begins).remove)
-        self._patches.add(optimizers.register_optimizer_step_post_hook(self._ends).remove)
+        before = optimizers.register_optimizer_step_pre_hook(self._begins)
+        after = optimizers.register_optimizer_step_post_hook(self._ends)
+        self._patches.add(before.remove, after.remove)
+
+        def turned(is_brief: bool) -> None:
+            self._is_unseen |= is_brief
+            for handle, seeing in (before, _nothing if is_brief else self._begins), (after, self._passing(is_brief)):
+                hooks = handle.hooks_dict_ref()
+                if hooks is not None and handle.id in hooks:
+                    hooks[handle.id] = seeing  # where it stands: another thread may go through them at this moment
+
+        PACE.turned = turned
+
+    def _passing(self, is_brief: bool) -> Callable[[Any, Any, Any], None]:
+        """What is called after an optimizer's step from now on."""
+        steps = self.steps
+        if steps is None or not is_brief:
+            return self._ends
+        leader, owner, until = steps.counter.leader, steps.guard.recorder.clock.owner, PACE.until
+        listed = steps.groups.listed
+        passed, count = steps.guard.passing([watched for _, watched in steps.groups.all()]), len(listed)
+
+        def passes(optimizer: Any, args: Any, kwargs: Any) -> None:
+            if leader() is not optimizer or get_ident() != owner or len(listed) != count:
+                PACE.leave()
+                self._ends(optimizer, args, kwargs)
+                return
+            site, BACKWARDS.step_site = BACKWARDS.step_site, ""
+            step = passed(site)
+            if not step:
+                BACKWARDS.step_site = site
+                PACE.turn(is_brief=False)
+                self._ends(optimizer, args, kwargs)
+            elif step + 1 >= until:
+                steps.look_closely()
+
+        return passes
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if PACE.is_brief and BACKWARDS.is_sound is not False:
-            self._begun.setdefault(id(optimizer), OTHER)
-            return
+        self._is_unseen = False
         now_ns, before, phases, backwards = monotonic_ns(), OTHER, self.phases, BACKWARDS
         if phases is not None and get_ident() == phases.owner:
             marks = phases.clock.marks
@@ -69,26 +106,24 @@ class Optimizers(SharedPatches):
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         before = self._begun.pop(id(optimizer), None)
-        if before is None:  # its parent class's has, within this step
-            return
+        if before is None:
+            if not self._is_unseen:  # its parent class's has, within this step
+                PACE.look_at_many()
+                return
+            before = OTHER
         steps, has_ended = self.steps, False
         if steps is not None:
             counter, groups, guard = steps.counter, steps.groups, steps.guard
             started: list[Started] = []
             # what C++ has started belongs to the step that ends, and as a rule to the line of its backward
             site, BACKWARDS.step_site = BACKWARDS.step_site, ""
-            for group in tuple(groups.listed):
+            for group in tuple(groups.listed) or [group for group, _ in groups.all()]:  # DDP's may outlive the list
                 watched = groups.followed.get(id(group)) or groups.known(group)
                 if watched is not None and not watched.inside:
                     number = group._get_sequence_number_for_group()
                     if number != watched.seen:
                         started.append((watched, number, site or call_site()))
             if counter.leads_alone and counter.leader() is optimizer and get_ident() == guard.recorder.clock.owner:
-                if PACE.is_brief:
-                    guard.step_passed(started)
-                    if guard.recorder.step + 1 >= PACE.until:
-                        steps.look_closely()
-                    return
                 guard.step_done(started)
                 has_ended = True
             else:

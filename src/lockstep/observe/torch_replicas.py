@@ -17,12 +17,16 @@ from typing import Any, final
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.replica_diff import SIGNS, fold
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
 from lockstep.observe.wording import step_after
 
 _SOON, _EVERY = 8, 128  # steps: from the first comparison to the second, and from one to the next
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
+_FEW_ELEMENTS = 256  # stand for all of a parameter: another seed changes any of them
+
+Signs = dict[str, list[Any]]  # of parameters: digests of the gradient and of what each was at first, and its shape
 
 
 @final
@@ -34,7 +38,7 @@ class Model:
     ) -> None:
         self.module = weakref.ref(module)
         self.team = team
-        self.kind = kind  # "ddp"; without it "pieces", of all ranks, or "hand"
+        self.kind = kind  # "ddp"; without it "pieces", of all its ranks, or "hand"; "loose" beside it
         self.site = site  # where it was wrapped
         self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
         self._params = [weakref.ref(param) for _, param in named]
@@ -46,7 +50,7 @@ class Model:
         self.past = ""  # where a backward first went past DDP
         self.buffers: dict[str, str] = {}  # as they were at the last check
         self.moving: set[str] = set()  # those that have changed
-        self.gradients = ""  # digest, as the optimizer applied them; "" where they are averaged for certain
+        self.signs: Signs = {}  # as they were applied; none where gradients are averaged for certain
         self.stamps = ((0, self.version()),) * 2  # as the last two steps left it that were looked at closely
         self.is_another = False  # at the end, since the program has changed it after its last step
         self.is_later = False  # at the end, since its optimizer has stepped after the one that counts steps
@@ -110,6 +114,10 @@ class ReplicaFacts:
         self._stepped_at = ""
         self._made: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # where, by optimizer
         self._loaded: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()  # by module or optimizer
+        # by optimizer: digests of its parameters when it was made; a module of those that no other module has
+        self._starts: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
+        self._loose: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._followed = 0  # models without DDP so far
 
     def watch_steps(self) -> None:
         """torch.optim is there."""
@@ -120,6 +128,8 @@ class ReplicaFacts:
             def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
                 old(optimizer, *args, **kwargs)
                 self._made[optimizer] = call_site()
+                if self._guard.world_size > 1:
+                    self._starts[optimizer] = _starts(optimizer)
 
             return init
 
@@ -175,12 +185,12 @@ class ReplicaFacts:
         """
         began_s = time.perf_counter()
         self._began_s = self._began_s or began_s
-        if not self._models:
-            self._follow_by_hand()
+        self._follow_by_hand()
         if not is_last:  # else the program is at its end
             self._stepped_at = call_site()
         for model in self._models.values():
-            model.gradients = "" if model.is_averaged else _gradient_digest(model.module())
+            starts = {} if (trainer := self.trainer(model)) is None else self._starts.get(trainer, {})
+            model.signs = {} if model.is_averaged else _signs(model.module(), starts, self._guard.rank)
         spent_s = time.perf_counter() - began_s
         if any(model.kind == "pieces" for model in self._models.values()):
             self._check(step, spent_s)
@@ -225,7 +235,6 @@ class ReplicaFacts:
 
     def _tell(self, model: Model, step: int) -> None:
         from lockstep.observe.replica import BUFFER, replica_entries
-        from lockstep.observe.replica_diff import fold
 
         module: Any = model.module()
         entries = replica_entries(module, self.trainer(model))
@@ -236,28 +245,47 @@ class ReplicaFacts:
         model.moving |= {what for what, value in model.buffers.items() if before.get(what, value) != value}
         named = [entry for entry in entries if before or not entry.what.startswith(BUFFER)]
         compared = [entry._replace(is_moving=entry.what in model.moving) for entry in named]
-        kind = model.kind if model.is_averaged else "hook" if model.kind == "ddp" else "hand"
+        kind = "hook" if model.kind == "ddp" and not model.is_averaged else model.kind
         words = fold(compared)
         while words and not any(words[-2:]):
             del words[-2:]
         moving = [what.removeprefix(BUFFER) for what in sorted(model.moving, reverse=True)]  # BatchNorm's counter last
-        value = [words, kind, model.gradients, moving[:_NAMED] if keeps_own else []]
-        self._guard.facts.tell(f"replica {_place(model)}", step, value, lambda: compared)
+        gradients = [sign[0] for sign in model.signs.values()]
+        digest = f"{zlib.crc32(repr(gradients).encode()):08x}" if gradients else ""
+        value, signs = [words, kind, digest, moving[:_NAMED] if keeps_own else []], [SIGNS, model.signs, [], False]
+        self._guard.facts.tell(f"replica {_place(model)}", step, value, lambda: [*compared, signs])
 
     def _follow_by_hand(self) -> None:
-        """A program without DDP whose ranks have an optimizer each: the model that it trains."""
+        """What the leading optimizer trains without DDP: a model, or what is in none, or not in the one that is."""
+        import torch
+
         from lockstep.observe.layout import modules_training
         from lockstep.observe.replica import is_flat
 
-        optimizer = self.leader()
-        holding = [] if optimizer is None else modules_training(optimizer)
+        optimizer, everybody = self.leader(), range(self._guard.world_size)
+        if optimizer is None or id(optimizer) in self._models:
+            return
+        known = {id(p) for one in self._models.values() for p in getattr(one.module(), "parameters", tuple)()}
+        listed = [
+            (f"{at} of group {n}", p) for n, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])
+        ]
+        loose = {name: param for name, param in listed if id(param) not in known}
+        if not loose:
+            return
+        is_beside = any(one.kind == "ddp" and f"/{len(everybody)}/" in one.team for one in self._models.values())
+        holding = [] if is_beside else modules_training(optimizer)
         module = next(filter(is_flat, holding), holding[0] if holding else None)  # what it has cut only FSDP can tell
-        if module is not None:
-            size = self._guard.world_size
-            is_cut = is_flat(module) and not getattr(module, "_ignored_params", ())
-            kind = "pieces" if is_cut or all(_is_cut(param, size) for param in module.parameters()) else "hand"
-            named = [*module.named_parameters()] if kind == "hand" else ()  # FSDP moves its pieces about
-            self._models[id(optimizer)] = Model(module, f"0/{size}/0", kind, named=named)
+        if module is None:
+            module = self._loose[optimizer] = torch.nn.Module()
+            module._parameters.update(loose)
+        is_cut = is_flat(module) and not getattr(module, "_ignored_params", ())
+        ranks = everybody if is_cut else _cut_over([*module.parameters()], everybody)
+        is_beside |= any(len(_cut_over([param], ())) == len(everybody) for param in loose.values())
+        kind = "pieces" if ranks else "loose" if is_beside else "hand"
+        named = () if ranks else [*module.named_parameters()]  # FSDP moves its pieces about
+        place = f"{zlib.crc32(repr(ranks).encode()):08x}" if 0 < len(ranks) < len(everybody) else "0"
+        team, self._followed = f"{place}/{len(ranks or everybody)}/{self._followed}", self._followed + 1
+        self._models[id(optimizer)] = Model(module, team, kind, named=named)
 
 
 def _place(model: Model) -> str:
@@ -265,16 +293,32 @@ def _place(model: Model) -> str:
     return model.team if model.kind == "ddp" else f"hand {model.team}"
 
 
-def _is_cut(param: Any, size: int) -> bool:
-    """Whether all ranks hold a piece of `param` each, and average its gradient: as FSDP, of either kind, has it."""
-    mesh = getattr(param, "device_mesh", None)
-    return getattr(param, "_is_flat_param", False) or (mesh is not None and mesh.size() == size)
+def _cut_over(params: Sequence[Any], everybody: Sequence[int]) -> Sequence[int]:
+    """The ranks that hold a piece of each of `params`, and average its gradient: as FSDP, of either kind, has it."""
+    cut = [param for param in params if not getattr(param, "_is_flat_param", False)]
+    if any(getattr(param, "device_mesh", None) is None for param in cut):
+        return ()
+    first, *others = {tuple(sorted(param.device_mesh.mesh.flatten().tolist())) for param in cut} or {tuple(everybody)}
+    return () if others else first
 
 
-def _gradient_digest(module: Any) -> str:
+def _starts(optimizer: Any) -> dict[int, int]:
+    """Digests of the first elements of what `optimizer` trains, by id, where it is whole and there."""
+    from torch.nn import Parameter
+
     from lockstep.observe.tensor_digest import digests
 
-    params = () if module is None else module.parameters()  # a piece has a gradient of its own
-    grads = [grad for param in params if (grad := param.grad) is not None and not hasattr(grad, "device_mesh")]
-    found = digests(grads)
-    return f"{zlib.crc32(repr(found).encode()):08x}" if found else ""
+    params = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Parameter and not p.is_meta]
+    found = digests([param.detach().reshape(-1)[:_FEW_ELEMENTS] for param in params])
+    return {id(param): digest & 0xFFFF for param, digest in zip(params, found, strict=True)}
+
+
+def _signs(module: Any, starts: Mapping[int, int], rank: int) -> Signs:
+    from lockstep.observe.replica import plain_name, unwrapped
+    from lockstep.observe.tensor_digest import digests
+
+    named: list[Any] = [] if module is None else [*unwrapped(module).named_parameters()]
+    held = [(n, p) for n, p in named if p.grad is not None and not hasattr(p.grad, "device_mesh")]  # each has its own
+    found = zip(held, digests([param.grad for _, param in held]), strict=True)
+    rows = ((name, [digest & 0xFFFFFFFF, starts.get(id(p), -rank), [*p.shape]]) for (name, p), digest in found)
+    return {f"parameter {plain_name(name)!r}": row for name, row in rows}

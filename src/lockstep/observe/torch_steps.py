@@ -140,9 +140,10 @@ class TorchSteps:
             clock.is_brief = PACE.is_brief
 
     def look_closely(self) -> None:
-        """From now on."""
-        PACE.is_brief = self._recorder.clock.is_brief = False
-        self._recorder.clock.waits = []  # of steps that were only counted
+        """From the step on that begins."""
+        PACE.turn(is_brief=False)
+        clock = self._recorder.clock
+        clock.is_brief, clock.waits = False, []  # those are of steps that were only counted
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
+from lockstep.observe.call_site import call_site
 from lockstep.observe.divergence import END
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
@@ -30,7 +31,7 @@ from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_models import ModelFacts
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_replicas import Model, ReplicaFacts
-from lockstep.observe.wording import step_after
+from lockstep.observe.wording import BEFORE, step_after
 
 _MEET_S, _DISPUTE_S = 0.5, 2.0
 
@@ -193,6 +194,8 @@ class TrainingWatch:
         @functools.wraps(old)
         def destroy_process_group(group: Any = None) -> None:
             if group is None:
+                at = f"at {call_site()}, in {step_after(self._guard.step)}"
+                self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
                 self.finish()
             self._give_up_if_failed()
             old(group)

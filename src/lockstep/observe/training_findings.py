@@ -16,7 +16,8 @@ from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import agree, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
 from lockstep.observe.scene import GRACE_S, Scene
-from lockstep.observe.wording import Finding, compose, listed, names, step_after
+from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.wording import Finding, compose, listed, names, step_after, waiters
 
 _TWICE = "two workers began with one batch: let __iter__ of the dataset give each a part, as get_worker_info() has it"
 _PASSES = 8  # the newest, of which ranks tell all: those before were looked at when they were new
@@ -69,16 +70,10 @@ def _model(scene: Scene, topic: Topic) -> Iterator[Finding]:
             text = first_difference(rows[rank], rows[usual], usual) if rank in rows and usual in rows else None
             lines.append(f"rank {rank} {text or 'has another model, which cannot be read from here any more'}")
         lines += [f"wrapped at {told[usual][1]} (rank {usual}), {told[others[0]][1]} (rank {others[0]})"]
-        yield compose(
-            scene,
-            "model",
-            topic.name,
-            "MODELS differ when DistributedDataParallel wraps them.",
-            odd or tuple(told),
-            lines,
-            why="gradients pair by the order of the parameters: others would be averaged, or the job hangs.",
-            fix="build one model on every rank, in one order; freeze the same parameters before, and wrap it alike.",
-        )
+        head = "MODELS differ when DistributedDataParallel wraps them."
+        why = "gradients pair by the order of the parameters: others would be averaged, or the job hangs."
+        fix = "build one model on every rank, in one order; freeze the same parameters before, and wrap it alike."
+        yield compose(scene, "model", topic.name, head, odd or tuple(told), lines, why=why, fix=fix)
 
 
 def _frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
@@ -127,17 +122,11 @@ def _unused(scene: Scene, topic: Topic) -> Iterator[Finding]:
             where, culprits = "not on every rank", odd_ranks(unused) or tuple(unused)
             if looks:
                 culprits = odd_ranks({rank: rank in looks for rank in scene.sights}) or tuple(scene.sights)
-        yield compose(
-            scene,
-            "model",
-            f"{topic.name} unused",
-            f"UNUSED parameters seen in {step_after(step)}, {where}.",
-            culprits,
-            [*lines, f"the forward is called at {', '.join(sites)}"],
-            why="DistributedDataParallel waits for the gradient of every parameter before the step is whole.",
-            fix="use them in the loss, remove or freeze them before wrapping, or find_unused_parameters=True.",
-            done=int(step),
-        )
+        head = f"UNUSED parameters seen in {step_after(step)}, {where}."
+        lines += [f"the forward is called at {', '.join(sites)}"]
+        why = "DistributedDataParallel waits for the gradient of every parameter before the step is whole."
+        fix = "use them in the loss, remove or freeze them before wrapping, or find_unused_parameters=True."
+        yield compose(scene, "model", f"{topic.name} unused", head, culprits, lines, why=why, fix=fix, done=int(step))
         return
 
 
@@ -148,6 +137,7 @@ def _looks_for_unused(scene: Scene, rank: int, topic: Topic) -> bool:
 
 def _synced(scene: Scene, topic: Topic) -> Iterator[Finding]:
     """Ranks that averaged gradients in a step in which others did not. What a rank told holds until it changes."""
+    yield from _past(scene, topic)
     latest: dict[int, Any] = {}
     for step in topic.steps:
         now = topic.told[step]
@@ -164,40 +154,41 @@ def _synced(scene: Scene, topic: Topic) -> Iterator[Finding]:
         if len(set(counts.values())) < 2 or not fewest:
             continue
         rank = fewest[0]
-        yield compose(
-            scene,
-            "model",
-            f"{topic.name} sync",
-            f"NO_SYNC on some ranks only, in {step_after(step)}.",
-            fewest,
-            [
-                f"{names(fewest)} ran {told[rank][1]} backward in no_sync() and {told[rank][0]} synchronised ones, at "
-                f"{told[rank][2]}; {names(set(told) - set(fewest))} synchronised {max(counts.values())}",
-            ],
-            why="gradients of different steps are averaged from here on, and the last ones wait for nobody.",
-            fix=SYNC_ALIKE,
-            done=int(step),
+        head = f"NO_SYNC on some ranks only, in {step_after(step)}."
+        text = (
+            f"{names(fewest)} ran {told[rank][1]} backward in no_sync() and {told[rank][0]} synchronised ones, at "
+            f"{told[rank][2]}; {names(set(told) - set(fewest))} synchronised {max(counts.values())}"
         )
+        why = "gradients of different steps are averaged from here on, and the last ones wait for nobody."
+        key, done = f"{topic.name} sync", int(step)
+        yield compose(scene, "model", key, head, fewest, [text], why=why, fix=SYNC_ALIKE, done=done)
         return
+
+
+def _past(scene: Scene, topic: Topic) -> Iterator[Finding]:
+    """Ranks that went past the model that averages, and on, while others wait for their part of the mean."""
+    told = {rank: scene.status(rank).facts.get(f"lines {topic.place}", {}).get("now", {}) for rank in scene.sights}
+    past = {rank: f"{names([rank])}: {lines['past']}" for rank, lines in told.items() if "past" in lines}
+    for wait in scene.waits:
+        gone = sorted(r for r in past.keys() & wait.absent if scene.status(r).step > wait.record.step)
+        if gone and wait.rank not in past and wait.age_s > GRACE_S and wait.record.text == FROM_CPP:
+            head, step = f"PAST DDP on some ranks only, since {step_after(wait.record.step)}.", wait.record.step
+            why = "these do not average their gradients any more, and the others wait for them."
+            fix = f"call the wrapped model, and not its .module, on {names(gone)} too."
+            lines = [*(past[rank] for rank in gone), *waiters([wait])]
+            yield compose(scene, "model", f"{topic.name} past", head, gone, lines, why=why, fix=fix, done=step)
+            return
 
 
 def _without_steps(scene: Scene, topic: Topic, step: str, stays: Sequence[int]) -> Finding:
     count, _, site = topic.told[step][stays[0]]
     others = sorted(set(scene.sights) - set(stays))
-    return compose(
-        scene,
-        "replica",
-        f"{topic.name} steps",
-        f"NO STEP of the optimizer on some ranks since {step_after(step)}.",
-        stays,
-        [
-            f"{names(stays)} ran {count} synchronised backwards there, at {site}",
-            f"{names(others)} went on to {step_after(scene.step)}",
-        ],
-        why="the ranks average the same gradients, and only some apply them: their models drift apart.",
-        fix=STEP_ALIKE,
-        done=int(step),
-    )
+    head = f"NO STEP of the optimizer on some ranks since {step_after(step)}."
+    lines = [f"{names(stays)} ran {count} synchronised backwards there, at {site}"]
+    lines += [f"{names(others)} went on to {step_after(scene.step)}"]
+    why = "the ranks average the same gradients, and only some apply them: their models drift apart."
+    key, done = f"{topic.name} steps", int(step)
+    return compose(scene, "replica", key, head, stays, lines, why=why, fix=STEP_ALIKE, done=done)
 
 
 # ------------------------------------------------------------------ gradients and data
@@ -216,17 +207,11 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
         lines = [f"rank {rank}: {value[0]} at {value[2]}" for rank, value in told.items() if value[0]]
         lines += [] if origins else ["on which rank it began cannot be told: every loss was finite"]
         lines += [f"gradients after averaging: {', '.join(next(iter(told.values()))[1])}"]
-        yield compose(
-            scene,
-            "gradient",
-            topic.name,
-            f"NOT FINITE gradients in {step_after(step)}.",
-            sorted(origins) if len(origins) < len(scene.sights) else (),
-            lines,
-            why="their mean is applied on every rank, and from the next step on nothing is finite.",
-            fix="look at that rank's batch and loss; skip the step where the gradients' norm is not finite.",
-            done=int(step),
-        )
+        head, culprits = f"NOT FINITE gradients in {step_after(step)}.", sorted(origins)
+        culprits = culprits if len(culprits) < len(scene.sights) else ()
+        why = "their mean is applied on every rank, and from the next step on nothing is finite."
+        fix = "look at that rank's batch and loss; skip the step where the gradients' norm is not finite."
+        yield compose(scene, "gradient", topic.name, head, culprits, lines, why=why, fix=fix, done=int(step))
         return
 
 

@@ -12,10 +12,11 @@ from typing import Any, Literal, final
 from lockstep import errors
 from lockstep.observe.flight import Record
 from lockstep.observe.scene import Scene, Wait
+from lockstep.observe.status import Status
 
 LINES, COLUMNS = 12, 110
 _WRAPPER = textwrap.TextWrapper(COLUMNS - 6, subsequent_indent="  ", break_on_hyphens=False)  # a path stays whole
-THREAD = "thread"  # topic and key of what a rank tells of a thread of its that an error has ended
+BEFORE = "before"  # topic of sentences that a rank tells of itself: what may explain why it is not with the others
 NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 _MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
@@ -176,8 +177,12 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
     here = f": at {status.stack[-1]}{moved}" if status.stack else ""
     last = "nothing yet" if status.last is None else operation(status.last)
-    died = [f"  one of its threads had ended: {text}" for text in status.facts.get(THREAD, {}).values()]
-    return [f"{names([rank])} {how}{here}", f"  issued last: {last}", *died]
+    return [f"{names([rank])} {how}{here}", f"  issued last: {last}", *told_before(status)]
+
+
+def told_before(status: Status) -> list[str]:
+    """What a rank has told of itself that may explain where it is, or how it ended."""
+    return [f"  {text}" for text in status.facts.get(BEFORE, {}).values()]
 
 
 def listed(what: Sequence[str]) -> str:

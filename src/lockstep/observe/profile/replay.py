@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import statistics
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple, final
@@ -193,11 +193,8 @@ class _Playing:
         self._play, self._change = play, change
         self._lag = dict(begins)  # of each rank: when it began, and what it has waited
         self._arrived: dict[Key, dict[int, float]] = defaultdict(dict)
-        self._there: dict[tuple[Key, int], float] = {}  # when each rank has the data
-        self._shared: dict[Key, set[int]] = defaultdict(set)
-        for rank, track in play.tracks.items():
-            for stop in track.stops:
-                self._shared[stop.key].add(rank)
+        self._there: dict[Key, dict[int, float]] = {}  # when each rank has the data
+        self._shared = Counter(key for track in play.tracks.values() for key in {stop.key for stop in track.stops})
 
     def ends(self) -> dict[int, float]:
         """When each rank has ended it."""
@@ -214,28 +211,29 @@ class _Playing:
 
     def _passes(self, rank: int, track: Track, stop: Stop) -> bool:
         """Whether the rank can go on from there: all others have come."""
-        here, done_us = self._arrived[stop.key], _done_us(track, stop.stood_us, self._change)
-        here.setdefault(rank, self._lag[rank] + done_us)
-        if not stop.goes_on:
-            if len(here) < len(self._shared[stop.key]):
-                return False
-            self._lag[rank] = max(self._lag[rank], self._there_us(stop.key, rank) - done_us)
-        return True
+        (key, stood_us, goes_on), here = stop, self._arrived[stop.key]
+        if rank not in here:
+            here[rank] = self._lag[rank] + _done_us(track, stood_us, self._change)
+        if len(here) == self._shared[key] and not goes_on:
+            there_us = self._there_us(key)[rank]
+            self._lag[rank] = max(self._lag[rank], there_us - _done_us(track, stood_us, self._change))
+        return goes_on or len(here) == self._shared[key]
 
-    def _there_us(self, key: Key, rank: int) -> float:
-        """When a rank has the data of what all have started."""
-        if (key, rank) not in self._there:
-            began, before = max(self._arrived[key].values()), self._play.before.get(key)
-            if before is not None and len(self._arrived[before]) == len(self._shared[before]):
-                began = max(began, self._there_us(before, rank))
-            move = self._play.moves.get(key, {}).get(rank, _NOTHING)
-            self._there[key, rank] = began + move.after(self._change.network)
-        return self._there[key, rank]
+    def _there_us(self, key: Key) -> Mapping[int, float]:
+        """When each rank has the data of what all have started."""
+        if key not in self._there:
+            arrived, before = self._arrived[key], self._play.before.get(key)
+            latest, network, moves = max(arrived.values()), self._change.network, self._play.moves.get(key, {})
+            is_behind = before is not None and len(self._arrived[before]) == self._shared[before]
+            began = self._there_us(before) if before and is_behind else {}
+            at = {rank: max(latest, began.get(rank, latest)) for rank in arrived}
+            self._there[key] = {rank: us + moves.get(rank, _NOTHING).after(network) for rank, us in at.items()}
+        return self._there[key]
 
 
 def _done_us(track: Track, work_us: float, change: Change) -> float:
     """When a rank that never waits has done what took it `work_us`; less than 0 is in the step before."""
-    return work_us - max(0.0, min(work_us, track.data_us)) * (1 - change.data)
+    return work_us if change.data == 1 else work_us - max(0.0, min(work_us, track.data_us)) * (1 - change.data)
 
 
 def evened(play: Play, rank: int) -> Play:

@@ -20,6 +20,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -227,6 +228,8 @@ def _line(values: dict[str, Any]) -> str:
 # ------------------------------------------------------------------ reading
 
 _Word = tuple[Any, ...]  # values of _WORD
+_ROW = len(Op._fields) - len(_WORD)  # of an operation in a line: that of its word in place of the attempt
+_op_of = partial(tuple.__new__, Op)  # as Op._make, without a call of Python: a record has a million of them
 _NO_WORDS: Mapping[int, _Word] = {}
 
 
@@ -312,18 +315,13 @@ def steps_of(values: dict[str, Any], words: Mapping[int, _Word] = _NO_WORDS, att
     rows = values.pop("ops", [] if is_listed(int(values["step"])) else None)
     hidden = values.pop("hidden_us", None if rows is None else 0)
     phases, spans = values.pop("phases_us", (0,) * len(PHASES)), values.pop("spans", ())
-    numbers = [*values.values(), *phases, hidden or 0, *chain(*spans, *rows or ())]
-    is_whole = len(phases) == len(PHASES) > max((phase for phase, _ in spans), default=0) and values["count"] > 0
-    if not is_whole or any(type(number) is not int for number in numbers):
+    types = {*map(type, chain(values.values(), phases, (hidden or 0,), *spans, *rows or ()))}
+    is_whole = len(phases) == len(PHASES) > max(spans, default=(0,))[0] and values["count"] > 0
+    if not is_whole or types != {int} or {*map(len, spans)} - {2} or {*map(len, rows or ())} - {_ROW}:
         raise ValueError("its numbers are not those of a step")
-    ops = None if rows is None else tuple(_op(attempt, row, words[row[0]]) for row in rows)
+    worded = [(words[row[0]], row) for row in rows or ()]
+    ops = None if rows is None else tuple([_op_of((attempt, w[0], row[1], *w[1:], *row[2:])) for w, row in worded])
     return Steps(**values, phases_us=tuple(phases), hidden_us=hidden, ops=ops, spans=tuple(map(tuple, spans)))
-
-
-def _op(attempt: str, row: Sequence[int], word: _Word) -> Op:
-    group, *about = word
-    _, seq, *times = row
-    return Op(attempt, group, seq, *about, *times)
 
 
 def _replace(kept: dict[int, tuple[Steps, str]], line: Steps, attempt: str) -> None:

@@ -11,7 +11,9 @@ leave their sender before they are there.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from operator import attrgetter
 from typing import NamedTuple
 
 from lockstep.observe.profile.run_record import Op, Run, Steps
@@ -62,13 +64,13 @@ def compare(ops: Mapping[int, Op], began_us: Mapping[int, float] | None = None) 
 
     began_us: when the step began on each, if they share a clock.
     """
-    if len(ops) < 2 or any(op.began_us < 0 for op in ops.values()):
+    if len(ops) < 2 or min([op.began_us for op in ops.values()]) < 0:
         return None
-    is_message = any(op.is_message for op in ops.values())
+    is_message = next(iter(ops.values())).is_message
     parts = None if began_us is None or is_message else _on_one_clock(ops, began_us)
     last, came, moved = parts or _by_durations(ops)
-    late = {rank: min(op.waited_us, came[rank] - op.began_us) if rank != last else 0 for rank, op in ops.items()}
-    waited = {rank: us if us >= _ALWAYS_EXACT_US else 0 for rank, us in late.items()}
+    late = {rank: min(op.waited_us, came[rank] - op.began_us) for rank, op in ops.items()}
+    waited = {rank: us if us >= _ALWAYS_EXACT_US and rank != last else 0 for rank, us in late.items()}
     return Wait(ops[last], last, waited, came, moved)
 
 
@@ -78,15 +80,20 @@ _Parts = tuple[int, dict[int, int], dict[int, int]]  # `last`, `came_us` and `mo
 def _on_one_clock(ops: Mapping[int, Op], began_us: Mapping[int, float]) -> _Parts | None:
     """None where a rank went on before the last one came: a broadcast, or no one clock after all."""
     entered = {rank: began_us[rank] + op.entered_us for rank, op in ops.items()}
-    last = max(ops, key=lambda rank: (entered[rank], -rank))
-    came = {rank: round(entered[last] - began_us[rank]) for rank in ops}
-    if any(op.stood_until_us < came[rank] - _ALWAYS_EXACT_US for rank, op in ops.items()):
-        return None
-    ends = {rank: min(op.left_us, op.stood_until_us) for rank, op in ops.items() if not _ended_unseen(op)}
-    known = {rank: max(0, end - came[rank]) for rank, end in ends.items()}
-    soonest = min(known.values(), default=0)
-    moved = {r: known[r] if r in known else max(0, min(soonest, op.began_us - came[r])) for r, op in ops.items()}
-    return last, came, moved
+    latest_us = max(entered.values())
+    came: dict[int, int] = {}
+    moved = dict.fromkeys(ops, -1)
+    for rank, op in ops.items():
+        came[rank] = at_us = round(latest_us - began_us[rank])
+        until_us = op.stood_until_us
+        if until_us < at_us - _ALWAYS_EXACT_US:
+            return None
+        if not _ended_unseen(op):
+            moved[rank] = max(0, min(op.left_us, until_us) - at_us)
+    soonest = min([us for us in moved.values() if us >= 0], default=0)
+    for rank in (rank for rank, us in moved.items() if us < 0):
+        moved[rank] = max(0, min(soonest, ops[rank].began_us - came[rank]))
+    return min([rank for rank, us in entered.items() if us == latest_us]), came, moved
 
 
 def _by_durations(ops: Mapping[int, Op]) -> _Parts:
@@ -105,30 +112,25 @@ def _ended_unseen(op: Op) -> bool:
     return op.left_us > op.began_us and op.waited_us < max(_ALWAYS_EXACT_US, _MOMENT * (op.began_us - op.entered_us))
 
 
-class Seen(NamedTuple):
-    """One collective as each of its ranks saw it."""
-
-    ops: dict[int, Op]
-    began_us: dict[int, float]  # as `compare` takes it
-    weight: int  # steps that it stands for
-
-
-def matched(run: Run) -> Iterator[Seen]:
-    """In the order of the lowest rank, without the first steps.
+def matched(run: Run) -> Iterator[tuple[dict[int, Op], dict[int, float], int]]:
+    """Each collective as `compare` takes it, and steps that it stands for; by the lowest rank, without the first steps.
 
     One that a rank has not listed, because it was killed or its record is cut, is left out. One that is waited for in a
     later step is listed in both: the later one counts.
     """
-    seen: dict[tuple[str, str, int], Seen] = {}
+    seen: dict[tuple[str, str, int], tuple[dict[int, Op], dict[int, float], int]] = {}
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, record in run.ranks.items():
         zero_us = {start.attempt: start.clock_ns / 1e3 for start in record.starts}
         for line, weight in weighted(record.steady):
             for op in line.ops or ():
-                one = seen.setdefault(op.key, Seen({}, {}, weight * max(1, line.every)))
-                one.ops[rank], one.began_us[rank] = op, zero_us[op.attempt] + line.at_us
-                members[op.key[:2]].add(rank)
-    yield from (one for key, one in seen.items() if one.ops.keys() == members[key[:2]])
+                one = seen.get(key := op.key)
+                if one is None:
+                    one = seen[key] = {}, {}, weight * max(1, line.every)
+                one[0][rank], one[1][rank] = op, zero_us[op.attempt] + line.at_us
+    for key, (ops, *_) in seen.items():
+        members[key[:2]].update(ops)
+    yield from (one for key, one in seen.items() if one[0].keys() == members[key[:2]])
 
 
 def weighted(lines: tuple[Steps, ...]) -> Iterator[tuple[Steps, int]]:
@@ -145,9 +147,8 @@ def weighted(lines: tuple[Steps, ...]) -> Iterator[tuple[Steps, int]]:
         yield held, weight
 
 
-def kind_of(op: Op) -> Kind:
-    """Equal for all that are started at one line with one shape."""
-    return op.text, op.site
+_place_of: Callable[[Op], tuple[str, str, str]] = attrgetter("site", "text", "label")
+kind_of: Callable[[Op], Kind] = attrgetter("text", "site")  # equal for all of one line and one shape
 
 
 def unseen(run: Run) -> dict[Kind, Op]:
@@ -161,13 +162,13 @@ def unseen(run: Run) -> dict[Kind, Op]:
     for record in run.ranks.values():
         lines = [line for line in record.steady if line.ops is not None]
         is_queued = any(line.cuda_mib for line in lines)  # a thread does not stand where its GPU does
-        seen = [{kind_of(op): op for op in line.ops or () if not op.is_message} for line in lines]
+        seen = [dict(zip(map(kind_of, line.ops or ()), line.ops or (), strict=True)) for line in lines]
         for ops in seen:
             found |= ops
             stood |= set() if is_queued else {kind for kind, op in ops.items() if op.began_us >= 0}
-        steps = Counter(kind for ops in seen for kind in ops)
+        steps = Counter(chain.from_iterable(seen))
         usual |= {kind for kind, count in steps.items() if 2 * count > len(lines)}
-    return {kind: op for kind, op in found.items() if kind in usual - stood}
+    return {kind: op for kind, op in found.items() if kind in usual - stood and not op.is_message}
 
 
 def waits_of(run: Run) -> Waits:
@@ -178,7 +179,7 @@ def waits_of(run: Run) -> Waits:
         found = compare(ops, began_us if is_one_clock else None)
         for rank, us in found.waited_us.items() if found else ():
             if found and us:
-                totals[rank, found.last][ops[rank].site, ops[rank].text, ops[rank].label] += us * weight
+                totals[rank, found.last][_place_of(ops[rank])] += us * weight
     waited: dict[int, float] = dict.fromkeys(run.ranks, 0.0)
     caused = dict(waited)
     pairs: list[Pair] = []

@@ -13,12 +13,13 @@ from lockstep.observe.report.overlap import overlap_of
 from lockstep.observe.report.owners import owners_of
 from lockstep.observe.report.proofs import coverage_of, replicas_of
 from lockstep.observe.report.run_rows import Status, began_ns_of, run_of
-from lockstep.observe.report.source import Source
+from lockstep.observe.report.source import Source, unswept
 
 VERSION = 1
 Document = dict[str, Any]
 
 
+@unswept()
 def document_of(source: Source, status: Status, now_ns: int) -> Document:
     """Units: times in microseconds since the run began, or as their name says.
 

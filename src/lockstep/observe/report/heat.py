@@ -33,8 +33,7 @@ def heat_of(run: Run) -> dict[str, Any]:
 
 def _row(record: RankRecord, bins: Bins) -> list[list[int | None]]:
     """Of each bin the mean step, the longest, and the mean of each phase."""
-    count, longest = [0] * len(bins.last), [0] * len(bins.last)
-    sums = [[0] * len(bins.last) for _ in range(1 + len(PHASES))]
+    count, longest, *sums = ([0] * len(bins.last) for _ in range(3 + len(PHASES)))
     for line in record.lines:
         at = bins.of(line.step)
         count[at] += line.count

@@ -32,12 +32,8 @@ def overlap_of(verdict: Verdict) -> dict[str, Any]:
             for share in verdict.shares
         ],
         "what_if": [
-            {
-                "name": one.name,
-                "step_us": round(1e3 * one.step_ms),
-                "gain": round(one.speed_up, 3),
-                "is_least": one.is_least,
-            }
+            {"name": one.name, "step_us": round(1e3 * one.step_ms), "gain": round(one.speed_up, 3)}
+            | {"is_least": one.is_least}
             for one in verdict.what_ifs
         ],
         "waiting": [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, final
@@ -117,6 +118,17 @@ def places_of(folder: Path) -> tuple[Path, tuple[Path, ...]]:
     return record, launch.attempts[-1].flights if launch.attempts else ()
 
 
+@contextmanager
+def unswept() -> Iterator[None]:
+    """Within, nobody looks for rings of garbage: among all that a record holds that takes as long as reading it."""
+    after = gc.enable if gc.isenabled() else gc.disable
+    gc.disable()
+    try:
+        yield
+    finally:
+        after()
+
+
 @final
 class RunReader:
     """Reads the folder of a run; each time only what is new since the last one."""
@@ -129,6 +141,7 @@ class RunReader:
         self._launches = _Launches()
         self._broken: dict[Path, str] = {}
 
+    @unswept()
     def read(self) -> Source:
         """All that is there now. What cannot be read is said in `problems`."""
         place = record_in(self.folder)

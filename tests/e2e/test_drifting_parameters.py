@@ -1,0 +1,97 @@
+"""Parameters that nobody averages, in real runs: which are named, and which are each rank's own."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import pytest
+
+from command_runs import Run, complaints
+
+pytestmark = pytest.mark.limit_s(90)
+
+_HEAD = """
+import time
+import torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+torch.manual_seed(0)
+
+def batch(step):
+    return torch.randn(6, 3, generator=torch.Generator().manual_seed(7 * step + rank))
+
+def steps(model, optimizer, number=2000, average=lambda: None):
+    for step in range(number):
+        optimizer.zero_grad()
+        model(step)(batch(step)).square().sum().backward()
+        average()
+        optimizer.step()
+        if number > 99:
+            time.sleep(0.02)
+"""
+_BESIDE = """
+body, head = DDP(torch.nn.Linear(3, 5)), torch.nn.Linear(5, 2)
+optimizer = torch.optim.AdamW([*body.parameters(), *head.parameters()])
+steps(lambda step: lambda x: head(body(x)), optimizer)
+"""
+_BY_HAND = """
+model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2))
+def average():
+    for name, param in model.named_parameters():
+        if name != "1.bias":
+            dist.all_reduce(param.grad)
+steps(lambda step: model, torch.optim.SGD(model.parameters(), 1e-4), average=average)
+"""
+_HOOK = """
+def hook(state, bucket):
+    future = torch.futures.Future()
+    future.set_result(bucket.buffer() / dist.get_world_size())
+    return future
+ddp = DDP(torch.nn.Linear(3, 2))
+ddp.register_comm_hook(None, hook)
+steps(lambda step: ddp, torch.optim.SGD(ddp.parameters(), 1e-4))
+"""
+_PAST = """
+ddp = DDP(torch.nn.Linear(3, 2))
+steps(lambda step: ddp.module if rank == 1 and step >= 5 else ddp, torch.optim.SGD(ddp.parameters(), 1e-4))
+"""
+_SAID = {  # name -> ranks, program, what is said
+    "beside what DDP wraps": (
+        2,
+        _BESIDE,
+        # Adam may have moved the bias alike in its first step
+        r"UNAVERAGED gradients of [12] parameters?, seen after step 1\.\n  parameter '2 of group 0'(?s:.*)began alike",
+    ),
+    "left out by hand": (
+        2,
+        _BY_HAND,
+        r"UNAVERAGED gradients of 1 parameter, seen after step 1\.\n  parameter '1\.bias' began alike on all ranks",
+    ),
+    "a hook that sends nothing": (2, _HOOK, r"UNAVERAGED gradients of 2 parameters, (?s:.*)the comm hook gave each"),
+    "past DDP on one rank": (
+        3,
+        _PAST,
+        r"PAST DDP on some ranks only, since step 6\.  Culprit: rank 1 (?s:.*)"
+        r"rank 1: in step 6 a backward went past DistributedDataParallel, at train\.py:\d+ steps\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", _SAID)
+def test_what_is_said(name: str, tmp_path: Path) -> None:
+    ranks, body, pattern = _SAID[name]
+    (tmp_path / "train.py").write_text(_HEAD + body)
+    words = ("run", "--record=off", f"--nproc-per-node={ranks}", "train.py")
+    with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_EVIDENCE="")) as run:
+        run.await_text(pattern)
+
+
+def test_parameters_of_each_rank_s_own_are_left_alone(tmp_path: Path) -> None:
+    """Other ones from the start, beside those that DDP averages, in one optimizer that keeps a state of each."""
+    own = _BESIDE.replace("body, head", "torch.manual_seed(rank)\nbody, head").replace("optimizer)", "optimizer, 25)")
+    (tmp_path / "train.py").write_text(_HEAD + own)
+    words = ("run", "--record=off", "--nproc-per-node=2", "train.py")
+    with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_EVIDENCE="")) as run:
+        assert complaints(run.end(0)) == []

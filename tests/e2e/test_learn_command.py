@@ -225,3 +225,26 @@ def test_lessons_run_with_torchrun(names: list[str], tmp_path: Path) -> None:
         assert titles
         assert [title for title in titles if f"\n{title}\n" not in done.stdout] == [], name
     assert list(tmp_path.glob("lockstep-*")) == [], "what the lessons kept is gone"
+
+
+_FAILS = """
+from lockstep.learn.stage import Stage, run
+
+def lesson(stage: Stage) -> None:
+    (stage.folder / "kept").touch()
+    raise ValueError("the lesson's own")
+
+run(lesson)
+"""
+
+
+@pytest.mark.parametrize(("restarts", "left"), [("1", ["kept"]), ("0", [])])
+def test_what_a_lesson_kept_is_there_for_the_ranks_that_are_started_again(
+    restarts: str, left: list[str], tmp_path: Path
+) -> None:
+    """A rank that fails because another was killed is ended by torchrun, or not yet: it deletes nothing."""
+    environ = os.environ | {"TMPDIR": str(tmp_path), "TORCHELASTIC_MAX_RESTARTS": restarts}
+    done = subprocess.run([sys.executable, "-c", _FAILS], env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "ValueError: the lesson's own" in done.stderr
+    assert [path.name for path in tmp_path.glob("lockstep-lesson-*/*")] == left

@@ -173,10 +173,17 @@ def run(lesson: Callable[[Stage], None]) -> None:
         else:
             made = str(_folder()) if comm.rank == 0 else ""
             if made:
-                stack.callback(rmtree, made)
+                stack.push(partial(_remove, made))
             stage = Stage(comm, _print, Path(comm.broadcast_object(made)))
         lesson(stage)
         comm.barrier()  # nobody uses the folder any more
+
+
+def _remove(folder: str, error: type[BaseException] | None, *_: object) -> None:
+    """At the end, unless torchrun starts the ranks again, which go on with what is there."""
+    most, count = (int(os.environ.get(f"TORCHELASTIC_{name}", "0")) for name in ("MAX_RESTARTS", "RESTART_COUNT"))
+    if error is None or count >= most:
+        rmtree(folder)
 
 
 def _folder() -> Path:

@@ -255,8 +255,17 @@ def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_the_last_that_w
         assert 0 < spent[DATA] < sum(spent)
         rest, whole = sum(spent) - spent[DATA], sum(like) - like[DATA]
         for phase in (FORWARD, BACKWARD, EXPOSED):
-            assert spent[phase] == rest * like[phase] // whole
+            assert spent[phase] == min(rest, 2 * whole) * like[phase] // whole
     assert last.marks[0][1] == brief[-1].ended_ns
+
+
+def test_what_a_brief_step_takes_beyond_twice_the_last_that_was_timed_is_nobodys_part(read: StepClock) -> None:
+    read.keep((1, 0, 1000, 0, (), [], (0, 300, 400, 100, 150, 50), None, False), 0)
+    read.keep((2, 1000, 2500, 0, (), [(OTHER, 1000)], (), None, True), 0)
+    read.keep((3, 2500, 12500, 0, (), [(OTHER, 2500)], (), None, True), 0)
+    _, usual, stalled = read.steps
+    assert list(usual.summed_ns) == [0, 450, 600, 150, 225, 75]
+    assert list(stalled.summed_ns) == [0, 600, 800, 200, 300, 8100]
 
 
 def test_a_first_step_that_is_brief_has_what_was_timed(read: StepClock) -> None:

@@ -55,6 +55,7 @@ def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: flo
     yield from _table(verdict)
     if counted := max(sum(line.counted for line in record.lines) for record in run.ranks.values()):
         yield f"of {counted} steps only time and data were taken: the rest is as in the last step that was timed before"
+        yield "(what is beyond twice that is in `other`)"
     yield from _waiting(verdict)
     yield from _what_if(verdict)
     trace = run.folder / "trace.json"

@@ -195,10 +195,14 @@ def spent_in(step: Step) -> Sequence[int]:
 
 
 def _as_in(timed: Step, step: Step) -> Sequence[int]:
-    """What a brief step has spent: on data what it has, of the rest such parts as the `timed` one."""
+    """What a brief step has spent: on data what it has, of the rest such parts as the `timed` one.
+
+    What it has beyond twice as much as that one is nobody's part: nothing is known of it, so it is in OTHER.
+    """
     spent, like = list(spent_in(step)), spent_in(timed)
-    rest, whole = sum(spent) - spent[DATA], max(1, sum(like) - like[DATA])
-    parts = [0 if phase == DATA else rest * part // whole for phase, part in enumerate(like)]
+    whole = max(1, sum(like) - like[DATA])
+    usual = min(sum(spent) - spent[DATA], 2 * whole)
+    parts = [0 if phase == DATA else usual * part // whole for phase, part in enumerate(like)]
     parts[DATA] = spent[DATA]
     parts[OTHER] += sum(spent) - sum(parts)
     return parts

@@ -39,7 +39,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.guard: Any = None
-        self.groups: Any = SimpleNamespace(listed={}, followed={})
+        self.groups: Any = SimpleNamespace(listed={}, followed={}, all=list)
         self.counter = StepCounter(lambda optimizer: False)
         self.asked: list[Any] = []
 

@@ -44,7 +44,7 @@ class Exchange:
         """All of it, now that `model` has been trained for some steps."""
         hooks: list[Any] = [param._backward_hooks for param in model.parameters()]
         hooks += [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
-        self._hooks = [(one, dict(one)) for one in hooks if one]
+        self._hooks = {id(one): (one, dict(one)) for one in hooks if one}  # which are exchanged in steps only counted
         patches = [one for one in gc.get_objects() if isinstance(one, Patches)]
         undo = [call for one in patches for call in one._undo if inspect.isfunction(call)]
         found = [inspect.getclosurevars(call).nonlocals for call in undo]
@@ -62,7 +62,9 @@ class Exchange:
         if in_ == self._are_in:
             return
         self._are_in = in_
-        for hooks, all_ in self._hooks:
+        for key, (hooks, all_) in self._hooks.items():
+            if not in_:
+                self._hooks[key] = hooks, dict(hooks)
             hooks.clear()
             hooks.update(all_ if in_ else {})
         for owner, name, before, ours in self._replaced:

@@ -199,12 +199,13 @@ class Attempt:
                 ends[ended.rank] = how + apart(ended, first_failure(all_ended))
         try:
             tell_ends(self._flights, ends, None)
-            if self._machines is not None:
-                self._machines.ask(partial(tell_ends, self._flights, ends, self._guards.store), None)
         except OSError as error:  # the run goes on
             if not self._lacks_room:
                 say(f"the guards hear less of how ranks end: {error.strerror}; make room in $TMPDIR")
             self._lacks_room = True
+            return
+        if self._machines is not None:
+            self._machines.ask(partial(tell_ends, self._flights, ends, self._guards.store), None)
 
     # ------------------------------------------------------------------ when all have ended
 

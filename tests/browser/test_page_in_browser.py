@@ -134,6 +134,25 @@ def test_curves_tell_values_and_what_is_not_finite(show: Show) -> None:
     assert tab.run("document.querySelector('#curve-0-plot').textContent") != marks
 
 
+@pytest.mark.parametrize(
+    ("exposed_us", "lead"),
+    [
+        ([1000, 1000], "Each rank works about 3 ms of a step."),
+        ([2000, 500], "Rank 1 works 3.5 ms of a step, the others about 2 ms."),
+        ([1000, 950, 900, 1050], "Each rank works about 3 ms of a step."),
+        ([100, 2000, 2000, 1900], "Rank 0 works 3.9 ms of a step, the others about 2 ms."),
+    ],
+)
+def test_heat_map_says_which_rank_works_longer_than_the_others(show: Show, exposed_us: list[int], lead: str) -> None:
+    ranks = len(exposed_us)
+    rows = {"wall_us": [[4000, 4000]] * ranks, "phases_us": {"exposed": [[each] * 2 for each in exposed_us]}}
+    document = {
+        **empty_document(),
+        "heat": {"first": [1, 2], "last": [1, 2], "ranks": [*range(ranks)], "phases": ["exposed"], **rows},
+    }
+    assert show(document).text("#heat .lead") == f"{lead} Choose a cell to see its step."
+
+
 def test_heat_map_chooses_a_phase_and_jumps(show: Show) -> None:
     document = run_document(8, 10_000, slow=5)
     tab = show(document)
@@ -307,6 +326,7 @@ def test_option_in_an_advice_is_one_word(show: Show) -> None:
     word = "document.querySelector('.card .lever .word')"
     assert tab.run(f"{word}.textContent").strip() == "--profile"
     assert tab.run(f"getComputedStyle({word}).whiteSpace") == "nowrap"
+    assert tab.run(f"getComputedStyle({word}).color === getComputedStyle({word}.parentElement).color")
 
 
 # ------------------------------------------------------------------ for everybody

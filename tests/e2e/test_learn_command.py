@@ -17,7 +17,9 @@ import pytest
 
 import lockstep.cli.puzzle as command
 from command_runs import is_alive
+from lockstep.errors import ConfigError
 from lockstep.lessons import LESSONS
+from lockstep.observe.report.source import find_run
 from lockstep.puzzles import PUZZLES
 from lockstep.testing.waiting import wait_until
 
@@ -63,6 +65,8 @@ def test_a_lesson_in_a_pipe(tmp_path: Path) -> None:
     page = tmp_path / "runs/learn-send_receive/replay.html"
     assert str(page.relative_to(tmp_path)) in done.stdout
     assert "A chain: the value grows" in page.read_text()
+    with pytest.raises(ConfigError, match="there is no run in "):  # or `lockstep report` would take it for the newest
+        find_run(None, tmp_path / "runs")
 
 
 def test_what_a_lesson_has_started_ends_with_it(tmp_path: Path) -> None:

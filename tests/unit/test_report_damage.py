@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import resource
+import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -10,13 +15,16 @@ from typing import Any
 
 import pytest
 from profiled_worlds import World
-from reported_runs import add_launch, add_notes
+from reported_runs import add_launch, add_notes, began_ns
 
+from lockstep.cli import main
 from lockstep.cli.profile import describe
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import file_of
+from lockstep.observe.profile.run_record import OtherFormat, file_of
+from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.source import RunReader
-from lockstep.observe.report.writing import document_in
+from lockstep.observe.report.terminal import TerminalView
+from lockstep.observe.report.writing import LiveDocument, document_in
 
 _WORLD = World(work_us=lambda rank, step: 1000 + 100 * rank, steps=12, collectives=2)
 
@@ -52,7 +60,8 @@ def middle(change: Callable[[bytes], bytes]) -> Callable[[list[bytes]], list[byt
         (middle(lambda line: b'{"facts":[],"at_us":1}\n'), 10),
         (middle(lambda line: b'{"word":0,"group":"g","text":"t","site":7,"label":"","bytes":1}\n'), 10),
         (middle(lambda line: b'{"word":0,"group":"g","text":"t","site":"s","label":"","bytes":NaN}\n'), 10),
-        (lambda lines: [lines[0].replace(b'"start":1', b'"start":2'), *lines[1:]], 1),
+        (lambda lines: [lines[0].replace(b'"start":1', b'"start":"2"'), *lines[1:]], 1),
+        (lambda lines: [lines[0].replace(b'"start":1', b'"start":null'), *lines[1:]], 1),
         (lambda lines: [lines[0].replace(b'"clock_ns":', b'"clock_ns":0.5,"was":'), *lines[1:]], 1),
         (lambda lines: [lines[0].replace(b'"host":"', b'"host":{},"program":"'), *lines[1:]], 1),
         (lambda lines: [lines[0].replace(b'"flops_per_token":0.0', b'"flops_per_token":null'), *lines[1:]], 1),
@@ -94,6 +103,108 @@ def test_note_that_nothing_can_be_made_of_is_named_and_the_rest_is_shown(
     _, document = document_in(tmp_path)
     assert document["run"]["steps"] == 12
     assert document["owners"]["units"][0]["name"] == "w"
+
+
+def of_format(version: int, path: Path) -> None:
+    path.write_bytes(path.read_bytes().replace(b'{"start":1,', b'{"start":%d,' % version))
+
+
+@pytest.mark.parametrize("words", [["report"], ["profile"], ["watch"], ["watch", "--no-terminal"]], ids=" ".join)
+@pytest.mark.parametrize(("ranks", "version"), [((0, 1), 2), ((1,), 2), ((0,), 7), ((0, 1), 0)])
+def test_record_of_another_format_is_refused_by_every_reader(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], ranks: tuple[int, ...], version: int
+) -> None:
+    folder, began = _WORLD.run(tmp_path).folder, began_ns(tmp_path)
+    add_launch(folder, {"launch": "x", "time_ns": began, "host": "h", "pid": 1}, {"over": "x", "code": 0, "time_ns": 1})
+    for rank in ranks:
+        of_format(version, file_of(folder, rank))
+    assert main([*words, str(folder)]) == 2
+    said = capsys.readouterr()
+    upgrade = "upgrade lockstep, or " if version > 1 else ""
+    assert said.err == (
+        f"lockstep: {file_of(folder, ranks[0])}: line 1 begins a record of format {version}, and this lockstep knows "
+        f"format 1: {upgrade}use the version that wrote it\n"
+    )
+    assert said.out == ""
+    assert not (folder / "report.html").exists()
+
+
+def test_record_that_another_version_goes_on_with_is_refused_whenever_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = file_of(_WORLD.run(tmp_path).folder, 1)
+    monkeypatch.setattr("lockstep.observe.report.writing._PERIOD_S", 0)  # each look is due
+    monkeypatch.setattr("lockstep.observe.report.writing._SHARE", 0)
+    live = LiveDocument(tmp_path)
+    view = TerminalView(tmp_path, live)
+    assert view.look().run["steps"] == 12
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines, lines[0].replace(b'"start":1', b'"start":2'), *lines[1:]]))
+    for look in (RunReader(tmp_path).read, view.look, live, live):
+        with pytest.raises(OtherFormat, match=rf"rank-1.jsonl: line {len(lines) + 1} begins a record of format 2, and"):
+            look()
+
+
+def test_file_without_a_whole_line_and_a_last_line_without_an_end(tmp_path: Path) -> None:
+    folder = _WORLD.run(tmp_path).folder
+    path, now = file_of(folder, 1), time.time_ns()
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-9])
+    profile, report = said(folder)
+    assert "damaged  rank-1.jsonl: its last line has no end; what can be read is counted\n" in profile
+    assert report == "rank-1.jsonl: its last line has no end"
+    for cut in (b"", whole[:40], bytes(5000)):
+        path.write_bytes(cut)
+        profile, report = said(folder)
+        assert "damaged  rank-1.jsonl: there is no whole line in it; what can be read is counted\n" in profile
+        assert report == "rank-1.jsonl: there is no whole line in it"
+    file_of(folder, 0).write_bytes(b"")
+    with pytest.raises(ConfigError, match=r"holds no record that can be read: rank-0.jsonl: there is no whole line"):
+        document_in(folder)
+    add_launch(folder, {"launch": "x", "time_ns": now, "host": socket.gethostname(), "pid": os.getpid()})
+    _, document = document_in(folder)
+    assert document["run"]["status"] == "running"
+    assert [card["title"] for card in document["cards"]] == []  # its ranks are about to write
+    add_launch(folder, {"over": "x", "code": 0, "time_ns": now})
+    _, document = document_in(folder)
+    assert [card["title"] for card in document["cards"]] == ["Nothing that ranks recorded can be read"]
+
+
+def test_disk_that_takes_only_a_part_is_said_by_the_rank_and_by_who_reads_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))  # as a disk with so little room
+    try:
+        World(work_us=lambda rank, step: 1000, steps=5).run(tmp_path)  # each rank writes once
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert [file_of(tmp_path, rank).stat().st_size for rank in (0, 1)] == [1000, 1000]
+    told = capsys.readouterr().err
+    assert [f"rank {rank} is not recorded any more: " in told for rank in (0, 1)] == [True, True]
+    assert said(tmp_path)[1] == "rank-0.jsonl: its last line has no end\nrank-1.jsonl: its last line has no end"
+
+
+def test_record_without_a_step_that_can_be_read_is_not_said_to_have_had_none(tmp_path: Path) -> None:
+    folder = _WORLD.run(tmp_path).folder
+    for rank in (0, 1):
+        path = file_of(folder, rank)
+        lines = path.read_bytes().splitlines(keepends=True)
+        path.write_bytes(b"".join([*lines[:3], b"other\n", *lines[3:]]))
+    with pytest.raises(ConfigError, match=r"no step that has ended: rank-0.jsonl: line 4 is .* no JSON .* 'other'"):
+        list(describe(folder))
+    _, document = document_in(folder)
+    assert [card["title"] for card in document["cards"]] == ["Some of the record cannot be read"]
+
+
+def test_what_is_none_of_a_launcher_is_named_and_half_a_line_of_one_that_was_killed_is_not(tmp_path: Path) -> None:
+    folder = _WORLD.run(tmp_path).folder
+    begun = json.dumps({"launch": "x", "time_ns": began_ns(folder), "host": "h", "pid": 1}) + "\n"
+    (folder / LAUNCH).write_text(f'{begun}{begun[:20]}{begun}{{"over":')
+    assert said(folder)[1] == ""
+    for other in ("\ufffd\x07", '{"attempt": 3}'):
+        (folder / LAUNCH).write_text(f"{begun}{other}\n")
+        assert said(folder)[1].startswith("launch.jsonl: line 2 is none of a launcher: ")
 
 
 def test_file_that_cannot_be_opened_and_one_that_is_not_there(tmp_path: Path) -> None:

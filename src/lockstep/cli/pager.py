@@ -27,14 +27,14 @@ def show_screens(screens: Sequence[Screen], world_size: int, name: str, *, is_au
     console = Console(highlight=False, soft_wrap=False)
     if is_auto or not screens or not (sys.stdin.isatty() and console.is_terminal) or os.name != "posix":
         for page in pages(screens, world_size, name, console.width):
-            console.print(Text(), _joined(page), sep="\n")
+            console.print(Text(), *page, sep="\n")
         return
     at = 0
     with _single_keys(), console.screen() as full:
         while True:
             found = pages(screens, world_size, name, console.width, console.height - 3)  # an empty line, and the keys
             at = min(at, len(found) - 1)  # the window may have become larger
-            full.update(_joined([Text(), *found[at], Text(), Text(_HELP, "dim")]))
+            full.update(Text("\n").join([Text(), *found[at], Text(), Text(_HELP, "dim")]))
             key = _key()
             if key in _QUIT or (key in _NEXT and at == len(found) - 1):
                 return
@@ -58,10 +58,6 @@ def pages(
                 break
             head = [title.copy().append("  (goes on)", "dim"), Text(), ranks]
     return found
-
-
-def _joined(lines: Sequence[Text]) -> Text:
-    return Text("\n").join(lines)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from lockstep.launch.words import RUN_FOLDER, Words
 from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.verdict import Verdict, judge
+from lockstep.observe.report.run_rows import look
 from lockstep.observe.report.source import RunReader, find_run
 from lockstep.observe.report.writing import shown
 
@@ -40,7 +41,7 @@ def profile(words: Sequence[str]) -> int:
 
 def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: float = 0.0) -> Iterator[str]:
     """What is printed, line by line. None: of the newest run; 0: as the run, or a measurement here, says."""
-    source = RunReader(find_run(folder, Path("runs"))).read()
+    source, _ = look(RunReader(find_run(folder, Path("runs"))))
     run, problems = source.run, source.problems
     if not run.ranks:
         raise ConfigError("; ".join([f"{shown(source.folder)} has no record of a rank that can be read", *problems]))
@@ -48,8 +49,9 @@ def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: flo
     peak, how = _peak(peak_tflops, run) if per_token else (0.0, "")
     verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
     if not verdict.shares:
-        raise ConfigError(f"{shown(run.folder)} has no step that has ended: step() of an optimizer of torch ends one")
-    yield from (f"damaged  {problem}: what came before is counted" for problem in problems)
+        why = "; ".join(problems) or "step() of an optimizer of torch ends one"
+        raise ConfigError(f"{shown(run.folder)} has no step that has ended: {why}")
+    yield from (f"damaged  {problem}; what can be read is counted" for problem in problems)
     yield from _summary(run, verdict, how)
     yield ""
     yield from _table(verdict)
@@ -103,7 +105,7 @@ def _table(verdict: Verdict) -> Iterator[str]:
 
 
 def _waiting(verdict: Verdict) -> Iterator[str]:
-    pairs = [pair for pair in verdict.waits.pairs if pair.waited_s >= 0.001][:_PAIRS_MAX]
+    pairs = [pair for pair in verdict.waits.pairs if pair.waited_s >= 0.005][:_PAIRS_MAX]
     if pairs:
         yield "\nwho waited for whom"
     for pair in pairs:

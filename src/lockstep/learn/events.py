@@ -1,6 +1,6 @@
 """What happened in a lesson: every rank writes its events, one JSON object a line; together they are a list of screens.
 
-`rank-<n>.jsonl` holds them in the order in which the rank did them. Times are those of the machine's own clock, which
+`events-<n>.jsonl` holds them in the order in which the rank did them. Times are those of the machine's own clock, which
 all processes of one machine share.
 """
 
@@ -69,7 +69,7 @@ class Screen:
 
 def file_of(folder: Path, rank: int) -> Path:
     """Where a rank writes."""
-    return folder / f"rank-{rank}.jsonl"
+    return folder / f"events-{rank}.jsonl"  # not a name of `run_record`: a lesson is no run that was recorded
 
 
 def read_events(folder: Path) -> list[list[Event]]:

@@ -234,6 +234,11 @@ _NO_WORDS: Mapping[int, _Word] = {}
 
 
 @final
+class OtherFormat(ConfigError):
+    """Another version of lockstep has written it: of what a line means there, nothing is known."""
+
+
+@final
 class RankReader:
     """Reads one rank's record, line by line, also while it is being written."""
 
@@ -245,7 +250,7 @@ class RankReader:
         self._number = 0
 
     def feed(self, line: str) -> None:
-        """The next whole line.  Raises: ConfigError where it is none of ours."""
+        """The next whole line.  Raises: ConfigError where it is none of ours, OtherFormat where it may be one."""
         self._number += 1
         try:
             values = _object(line)
@@ -253,8 +258,9 @@ class RankReader:
             if kind == "start":
                 version = values.pop("start")
                 if version != VERSION:
-                    other = "an older" if version < VERSION else "a newer"
-                    raise ValueError(f"its format is {version}, and this lockstep reads {VERSION}: take {other} one")
+                    way = "upgrade lockstep, or " * (version > VERSION) + "use the version that wrote it"
+                    what = f"line {self._number} begins a record of format {version}"
+                    raise OtherFormat(f"{what}, and this lockstep knows format {VERSION}: {way}")
                 start, types = Start(**values), Start.__annotations__
                 kinds = {name: type(value).__name__ for name, value in vars(start).items()}
                 if any(kinds[name] not in (of, of.replace("float", "int")) for name, of in types.items()):
@@ -272,6 +278,8 @@ class RankReader:
                 _replace(self._kept, steps_of(values, self._words, attempt), attempt)
             else:
                 self._notes.append(read_note(kind, values, self._starts[-1].attempt))
+        except OtherFormat:
+            raise
         except (ValueError, TypeError, LookupError, OverflowError, StopIteration) as error:
             what = error if isinstance(error, ValueError) else repr(error)
             raise ConfigError(f"line {self._number} is none of a record: {what}") from error
@@ -303,9 +311,10 @@ def _object(text: str) -> dict[str, Any]:
     try:
         values = json.loads(text)
     except ValueError:
-        values = json.loads(text[max(0, text.find('{"start":', 1)) :])
+        at = text.rfind('{"start":')
+        values = _object(text[at:]) if at > 0 else None
     if not isinstance(values, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError(f"it is no JSON object, but {text[:24].rstrip()!a}")
     return values
 
 

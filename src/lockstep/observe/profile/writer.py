@@ -288,7 +288,10 @@ class RunWriter:
                 threads = torch.get_num_threads() if torch else 1
                 about = replace(self._about, time_ns=self._about.clock_ns + ahead_ns, threads=threads)
                 text = start_line(about) + text
-            self._size += os.write(self._file, text.encode())
+            rest = text.encode()
+            while rest:  # a disk that is nearly full takes a part: the next call says so
+                written = os.write(self._file, rest)
+                self._size, rest = self._size + written, rest[written:]
         except OSError as error:  # training goes on
             self._is_over = True
             sys.stderr.write(f"lockstep: rank {self._about.rank} is not recorded any more: {error}\n")

@@ -177,8 +177,9 @@ def _unlike(source: Source) -> Iterator[Card]:
 
 def _missing(source: Source, status: Status) -> Iterator[Card]:
     if source.problems:
-        lever = "what came before is shown; for the rest, put the file right, or take a line out that is none of a run"
-        yield _card("warning", "Some of the record cannot be read", "\n".join(source.problems), lever=lever)
+        lever = "what came before is shown; for the rest, let the file be read, or take the line out that is none"
+        title = "Some of the record cannot be read" if source.run.ranks else "Nothing that ranks recorded can be read"
+        yield _card("warning", title, "\n".join(source.problems), lever=lever)
     ranks = source.run.ranks
     size = world_size_of(source)
     silent = sorted(set(range(size)) - set(source.run.of_last_attempt().ranks))
@@ -187,7 +188,7 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
     elif silent and not source.problems:
         text = "Nothing was recorded before the end, or another machine has its own folder of that name."
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
-    if ranks and not any(record.lines for record in ranks.values()):
+    if ranks and not source.problems and not any(record.lines for record in ranks.values()):
         when = "has ended yet" if status == "running" else "was ended"
         lever = "steps are told apart by optimizer.step() of torch's optimizers"
         yield _card("note", f"No step {when}", "Times are known from the first step on.", lever=lever)
@@ -206,7 +207,8 @@ def _costs(verdict: Verdict) -> Iterator[Card]:
     for advice in verdict.advice:
         title = _TITLES[advice.kind].format(share=advice.share, rank=advice.rank)
         ranks = [] if advice.rank is None else [advice.rank]
-        yield _card("warning", title, advice.text, ranks=ranks, lever=advice.lever)
+        text = "" if advice.text.lower() == title.lower() else advice.text
+        yield _card("warning", title, text, ranks=ranks, lever=advice.lever)
 
 
 def _summary(verdict: Verdict) -> str:

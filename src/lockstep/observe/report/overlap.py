@@ -37,15 +37,8 @@ def overlap_of(verdict: Verdict) -> dict[str, Any]:
             for one in verdict.what_ifs
         ],
         "waiting": [
-            {
-                "site": pair.site,
-                "text": pair.text,
-                "label": pair.label,
-                "rank": pair.rank,
-                "last_rank": pair.last,
-                "waited_us": round(1e6 * pair.waited_s),
-                "share": round(pair.waited_s / waited_s, 4),
-            }
+            {"site": pair.site, "text": pair.text, "label": pair.label, "rank": pair.rank, "last_rank": pair.last}
+            | {"waited_us": round(1e6 * pair.waited_s), "share": round(pair.waited_s / waited_s, 4)}
             for pair in verdict.waits.pairs[:_PAIRS_MAX]
             if pair.waited_s > 0
         ],

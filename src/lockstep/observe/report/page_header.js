@@ -189,4 +189,4 @@ function card(about, at) {
 
 // An option is one word, though it has a hyphen.
 const unbroken = (text) =>
-  text.split(/( --[\w-]+)/).map((part, at) => (at % 2 ? element("span", { class: "word" }, part) : part));
+  text.split(/(?<= )(--[\w-]+)/).map((part, at) => (at % 2 ? element("span", { class: "word" }, part) : part));

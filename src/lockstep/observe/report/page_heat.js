@@ -1,5 +1,6 @@
 // Every rank in every step, in colour.
 
+const CHOOSE = "Choose a cell to see its step.";
 const HEAT_NAMES = { work: "own work", wall: "whole step", ...PHASE_NAMES };
 
 section("heat", "Every rank, every step", ["heat"], (document) => {
@@ -136,14 +137,14 @@ function heatScale(low, high) {
 
 function heatLead(heat) {
   const rows = heatRows(heat, "work");
-  if (!rows) return "Choose a cell to see its step.";
+  if (!rows) return CHOOSE;
   const own = heat.ranks.map((rank, row) => [rank, meanOf(rows[row], heat)]).filter(([, us]) => us > 0);
-  if (!own.length) return "Choose a cell to see its step.";
-  const usual = middleOf(own.map(([, us]) => us));
+  if (!own.length) return CHOOSE;
   const [rank, most] = own.reduce((a, b) => (b[1] > a[1] ? b : a));
-  if (own.length > 1 && most > usual * 1.08)
-    return `Rank ${rank} works ${time(most)} of a step, the median rank ${time(usual)}. Choose a cell to see its step.`;
-  return `Each rank works about ${time(usual)} of a step. Choose a cell to see its step.`;
+  const others = middleOf(own.filter(([each]) => each !== rank).map(([, us]) => us));
+  if (others && most > others * 1.08)
+    return `Rank ${rank} works ${time(most)} of a step, the others about ${time(others)}. ${CHOOSE}`;
+  return `Each rank works about ${time(others ?? most)} of a step. ${CHOOSE}`;
 }
 
 // What is known of steps that `pace` has only counted.

@@ -195,16 +195,14 @@ def folded(rows: Sequence[RankRow], room: int) -> list[RankRow]:
         together.setdefault(row.stand._replace(age_s=0.0), []).append(row)
     shown, spare = [], room - len(together)
     for group in sorted(together.values(), key=lambda group: (_MOODS.index(group[0].stand.mood), group[0].ranks)):
-        alone = sorted(group, key=_waiting_share)[: max(0, min(spare, len(group) - 2))]
+        # by rounded shares of waiting: rows should not jump about
+        by_waiting = sorted(group, key=lambda row: round(row.shares[EXPOSED], 1) if row.shares else 0.0)
+        alone = by_waiting[: max(0, min(spare, len(group) - 2))]
         spare -= len(alone)
         shown += [*sorted(alone), _joined([row for row in group if row not in alone])]
     while len(shown) > max(1, room):
         shown[-2:] = [_joined(shown[-2:])]
     return shown
-
-
-def _waiting_share(row: RankRow) -> float:
-    return round(row.shares[EXPOSED], 1) if row.shares else 0.0  # rounded: rows should not jump about
 
 
 def _joined(rows: Sequence[RankRow]) -> RankRow:

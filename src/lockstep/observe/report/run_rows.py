@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any, Literal
 
 from lockstep.comm.preflight import read_proc
-from lockstep.observe.report.source import Attempt, Source
+from lockstep.observe.report.source import Attempt, RunReader, Source
 
 Status = Literal["running", "finished", "failed", "stopped", "unknown"]
 STOPPED = (75, 130)  # exit codes of a run that was asked to stop
@@ -21,6 +21,14 @@ _SECTIONS = {
     "versions": ("lockstep", "torch", "python", "system"),
     "machine": ("host", "cores", "device", "threads"),
 }
+
+
+def look(reader: RunReader) -> tuple[Source, Status]:
+    """The run as it is now, and how it stands. Where nobody writes any more, an unfinished line is a problem too."""
+    source = reader.read()
+    status = status_of(source)
+    cut_off = () if status == "running" else reader.cut_off()
+    return source._replace(problems=(*source.problems, *cut_off)), status
 
 
 def status_of(source: Source) -> Status:

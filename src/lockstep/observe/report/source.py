@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import Note, RankReader, RankRecord, Run
+from lockstep.observe.profile.run_record import Note, OtherFormat, RankReader, RankRecord, Run
 from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.open_step import Moment, moment_of, moments_in
 
@@ -143,7 +143,7 @@ class RunReader:
 
     @unswept()
     def read(self) -> Source:
-        """All that is there now. What cannot be read is said in `problems`."""
+        """All that is there now. What cannot be read is said in `problems`.  Raises: OtherFormat, also of one rank."""
         place = record_in(self.folder)
         path = place / LAUNCH
         if path.exists():
@@ -162,6 +162,13 @@ class RunReader:
         moments = () if launch is None else _moments(launch, ranks)
         return Source(self.folder, Run(place, ranks), launch, tuple(self._broken.values()), moments)
 
+    def cut_off(self) -> Iterator[str]:
+        """What is wrong with it where nobody writes any more: a rank has left no whole line, or a part of one."""
+        for tail, reader in (self._ranks[rank] for rank in sorted(self._ranks)):
+            if tail.path not in self._broken and (tail.rest or reader.record() is None):
+                how = "its last line has no end" if reader.record() else "there is no whole line in it"
+                yield f"{tail.path.name}: {how}"
+
     def _feed(self, tail: _Tail, reader: RankReader | _Launches) -> None:
         if tail.path in self._broken:
             return
@@ -169,6 +176,9 @@ class RunReader:
             for line in tail.lines():
                 self.size += len(line)
                 reader.feed(line)
+        except OtherFormat as error:
+            self._ranks.clear()  # or the next look would go on behind that line
+            raise OtherFormat(f"{tail.path}: {error}") from error
         except (ConfigError, OSError) as error:
             self._broken[tail.path] = f"{tail.path.name}: {getattr(error, 'strerror', None) or error}"
 
@@ -193,6 +203,7 @@ class _Tail:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.rest = False  # the last line has no end yet
         self._at = 0
 
     def lines(self) -> Iterator[str]:
@@ -202,7 +213,8 @@ class _Tail:
                 raise ConfigError("another run has taken its place")
             file.seek(self._at)
             for line in file:
-                if line.endswith(b"\n"):
+                self.rest = not line.endswith(b"\n")
+                if not self.rest:
                     self._at += len(line)
                     yield line.decode(errors="replace")
 
@@ -213,15 +225,16 @@ class _Launches:
 
     def __init__(self) -> None:
         self.launch: Launch | None = None
+        self._number = 0
 
     def feed(self, line: str) -> None:
         """The next line.  Raises: ConfigError where it is none of ours."""
+        self._number += 1
         try:
             self.launch = _with(self.launch, json.loads(line))
-        except json.JSONDecodeError:  # cut off by the end of a launcher that was killed
-            return
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"a line is none of a launcher: {error!r}") from error
+            if not (isinstance(error, json.JSONDecodeError) and line.startswith('{"')):  # cut off as it was killed
+                raise ConfigError(f"line {self._number} is none of a launcher: {error!r}") from error
 
 
 def _with(launch: Launch | None, values: Mapping[str, Any]) -> Launch:

@@ -16,7 +16,6 @@ from typing import Any, TextIO, final
 from rich.console import Console, Group
 from rich.live import Live
 
-from lockstep.errors import ConfigError
 from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Stand, Tail, rows_of
 from lockstep.observe.report.source import places_of
@@ -33,8 +32,7 @@ _LASTING_S = 5.0  # what a rank waits for less long is no news there
 class TerminalView:
     """Shows the run in `folder`: live in a terminal, as a line per change where the output is a file or a pipe.
 
-    document: gives the report's newest document, and is asked twice a second; it may raise ConfigError while nothing
-    is recorded. about: a line that stays on the screen meanwhile.
+    document: gives the report's newest, and is asked twice a second. about: a line that stays on the screen meanwhile.
     """
 
     def __init__(
@@ -62,8 +60,7 @@ class TerminalView:
         record, flights = places_of(self._folder)
         self._onlooker.follow(flights)
         scene = Scene(-1, self._onlooker.sights(), self._onlooker.records_of, Limits())
-        with contextlib.suppress(ConfigError):  # nothing is recorded yet
-            self._newest = self._document()
+        self._newest = self._document()
         run = self._newest["run"]
         if run["status"] == "running" and run.get("began"):  # a document is only built where there is something new
             run = {**run, "wall_s": time.time() - datetime.fromisoformat(run["began"]).timestamp()}

@@ -15,7 +15,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.profile.run_record import Run, file_of
 from lockstep.observe.report.document import Document, document_of
 from lockstep.observe.report.page import render
-from lockstep.observe.report.run_rows import Status, status_of
+from lockstep.observe.report.run_rows import Status, look
 from lockstep.observe.report.source import RunReader, Source, find_run
 
 PAGE = "report.html"
@@ -63,16 +63,16 @@ class LiveDocument:
             return self._built[0]
 
     def _look(self) -> None:
-        source = self._reader.read()
+        source, status = look(self._reader)
         if source.problems and not source.run.ranks and source.launch is None:
             raise ConfigError(f"{source.folder} holds no record that can be read: {source.problems[0]}")
-        now = self._reader.size, status_of(source)
+        now = self._reader.size, status
         if self._built is not None and self._built[1:] == now:
             return
         try:
-            found = document_of(source, now[1], time.time_ns())
+            found = document_of(source, status, time.time_ns())
         except _DAMAGES as error:
-            found = document_of(_mended(source, error), now[1], time.time_ns())
+            found = document_of(_mended(source, error), status, time.time_ns())
         self._built = found, *now
 
 

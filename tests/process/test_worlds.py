@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from leaks import Snapshot, process_stacks
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import PeerLost
 from lockstep.testing import pool
 from lockstep.testing.failures import RankFailed, RankTimeout
@@ -116,6 +118,29 @@ def test_the_first_failure_is_raised_and_the_others_are_listed() -> None:
         assert "then rank 2: PeerLost: barrier" in str(raised.value)
         assert raised.value.results == {0: "fine"}
     assert run_processes(3, without_a_group, connect=False)[2] == (2, False)  # new processes
+
+
+def returns_while_another_connects(rank: int, folder: str) -> bool:
+    """Rank 0 is still at it when the others are through."""
+    connect, done = dist.init_process_group, Path(folder, "done")
+
+    def late(*args: Any, **kwargs: Any) -> None:
+        connect(*args, **kwargs)
+        if rank == 0:
+            threading.Event().wait(0.3)
+            done.touch()
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dist, "init_process_group", late)
+        transport = TorchTransport.fresh(Path(folder, "rendezvous").as_uri(), rank, 3, 30.0)
+    was_done = done.exists()
+    transport.close()
+    return was_done
+
+
+def test_no_rank_begins_before_all_are_connected(tmp_path: Path) -> None:
+    """Else one that fails at once ends connections that others are about to make, and they fail of another reason."""
+    assert run_processes(3, returns_while_another_connects, str(tmp_path), connect=False) == [True] * 3
 
 
 @pytest.mark.parametrize(

@@ -127,6 +127,9 @@ class TorchTransport(Transport):
         """
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=limit)
+        store = distributed_c10d._get_default_store()
+        store.set(f"connected {rank}", "")  # a rank that fails at once closes what another still connects to
+        store.wait([f"connected {each}" for each in range(world_size)], limit)
         return cls(distributed_c10d._get_default_group(), "cpu", timeout_s, owned=True)
 
     def submit(self, op: CommOp) -> Work:

@@ -83,7 +83,10 @@ class LaunchLog:
 
     def flush(self) -> None:
         """Append what could not be written before."""
-        if self._folder is None or not self._lines or (self._waits and not self._is_made()):
+        if self._folder is None or not self._lines:
+            return
+        made_ns = (path.stat().st_mtime_ns for path in self._folder.glob("rank-*.jsonl"))
+        if self._waits and not any(at_ns >= self._began_ns for at_ns in made_ns):
             return
         self._waits = False
         text, self._lines = "".join(self._lines), []
@@ -98,7 +101,3 @@ class LaunchLog:
     def _write(self, kind: str, subject: str, **fields: Any) -> None:
         self._lines.append(json.dumps({kind: subject, **fields, "time_ns": time.time_ns()}, default=str) + "\n")
         self.flush()
-
-    def _is_made(self) -> bool:
-        assert self._folder is not None
-        return any(path.stat().st_mtime_ns >= self._began_ns for path in self._folder.glob("rank-*.jsonl"))

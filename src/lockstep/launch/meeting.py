@@ -211,9 +211,7 @@ def _known(channel: Channel, sign: Machine | None, mine: Machine, say: Callable[
     """`channel`, where it may be this run's, as its `sign` says. Raises: LaunchError."""
     where = f"{channel.address}:{channel.port}"
     if sign is None:
-        text = (
-            f"{where} is a torch store that no `lockstep run` holds: start it so on every machine, or change the port"
-        )
+        text = f"{where} is a torch store that no `lockstep run` holds: start it so on all machines, or change the port"
         if mine["node_rank"] is not None:
             raise LaunchError(text)
         say(text)  # one that is there for many runs will do

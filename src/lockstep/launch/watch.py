@@ -75,11 +75,7 @@ def _behind(beats: Sequence[Beat]) -> tuple[tuple[int, ...], str]:
     did = {beat.rank: (beat.step, beat.count) for beat in sorted(beats, key=lambda beat: beat.rank)}
     least = min(did.values())
     ranks = tuple(rank for rank, done in did.items() if done == least)
-    each = [
-        f"rank {rank}: {f'step {step}, ' if step != NONE else ''}{count} operations"
-        for rank, (step, count) in did.items()
-    ]
-    return ranks, "; ".join(each)
+    return ranks, "; ".join(f"rank {r}: {f'step {s}, ' * (s != NONE)}{n} operations" for r, (s, n) in did.items())
 
 
 def process_states(pids: Mapping[int, int]) -> dict[int, str]:

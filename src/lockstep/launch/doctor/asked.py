@@ -95,16 +95,13 @@ def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:
     if largest == 1:
         port, source = _own_port(args, environ)
         refuse_meeting(1, None, port)
-        return Asked(
-            (*words, "--standalone"), 1, _count(processes), "", port, source, is_json=args.json, wait_s=args.wait_s
-        )
+        alone = (*words, "--standalone"), 1, _count(processes), "", port, source
+        return Asked(*alone, is_json=args.json, wait_s=args.wait_s)
     words += ["--nnodes", args.nnodes]
     if args.rdzv_backend == "static" and smallest != largest:
         raise ConfigError("--nnodes A:B needs a rendezvous that counts: --rdzv-backend c10d --rdzv-endpoint HOST:PORT")
     if args.rdzv_backend == "static" and args.node_rank is None:
-        raise ConfigError(
-            "--nnodes needs --node-rank on each machine, or --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        )
+        raise ConfigError("--nnodes needs --node-rank on each machine or --rdzv-backend c10d --rdzv-endpoint HOST:PORT")
     if args.rdzv_backend not in ("static", "c10d"):
         raise ConfigError(f"--rdzv-backend {args.rdzv_backend}: the doctor meets by c10d or static")
     host, port, source = _meeting_point(args, environ)

@@ -165,9 +165,8 @@ def check_versions(versions: Mapping[str, str], python: tuple[int, ...]) -> list
         checks.append(Check("FAIL", "versions", f"Python {'.'.join(map(str, python))}: 3.10 is needed"))
     missing = [name for name, version in versions.items() if not version]
     if missing:
-        checks.append(
-            Check("FAIL", "versions", f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}")
-        )
+        text, fix = f"not installed: {', '.join(missing)}", f"pip install {' '.join(missing)}"
+        checks.append(Check("FAIL", "versions", text, fix))
     torch = versions.get("torch", "")
     if torch and _number(torch) < (2, 11):
         checks.append(Check("FAIL", "versions", f"torch {torch}: 2.11 is needed", "pip install --upgrade torch"))

@@ -23,9 +23,7 @@ def check_variables(environ: Mapping[str, str], asked: Asked, cores: int) -> lis
     """Everything that is wrong with the variables, or one check that says that nothing is."""
     found = [*_misspelt(environ), *_place(environ), *_against_flags(environ, asked), *_harmful(environ, asked, cores)]
     shown = [name for name in sorted(environ) if name in KNOWN]
-    return found or [
-        Check("ok", "variables", ", ".join(shown) if shown else "none of torch's, NCCL's or Gloo's is set")
-    ]
+    return found or [Check("ok", "variables", ", ".join(shown) or "none of torch's, NCCL's or Gloo's is set")]
 
 
 def _misspelt(environ: Mapping[str, str]) -> Iterator[Check]:

@@ -37,6 +37,7 @@ _ALIKE = (  # what the page leaves out, or has an example of
     (r"\b\d+\.\d s\b", "2.0 s"),
     (r"\b[0-9a-f]{6}(?:[0-9a-f]{10}\b|\.\.)", "digest"),
     (r"(127\.0\.0\.1:|\bport )\d+", r"\1 29500"),
+    (r"waiting for ranks 1, 2 at", "waiting for rank 2 at"),  # where rank 1 has yet to start
 )
 _ONLY_SAID = ("NOT FINITE", "DATA", "BUFFERS", "SAVE")  # of which no error is made
 _STAND_STILL = ("HANG", "STOPPED")  # nor of these, and the ranks do not end

@@ -45,6 +45,26 @@ dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(4))
 atexit.register(save)
 """
+_IN_THREAD = """
+import threading
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+def train():
+    for step in range(60):
+        if step == 5 and dist.get_rank() == 1:
+            raise ValueError("label 7")  # ends the thread
+        model(torch.ones(5, 3)).sum().backward()
+        optimizer.step()
+
+thread = threading.Thread(target=train)
+thread.start()
+thread.join()
+"""
 
 
 def _output(folder: Path, case: str, program: str = _PROGRAM, code: int = 1) -> str:
@@ -85,3 +105,13 @@ def test_what_a_handler_at_the_exit_raised_is_said_and_not_taken_for_a_broken_ne
     assert len(re.findall(said, text, re.MULTILINE)) == 1, text
     assert re.search(r"^lockstep: rank 0 raised at \S*train\.py:9: PeerFailed: .*rank 1\b", text, re.MULTILINE), text
     assert "CAUGHT" not in text
+
+
+def test_training_that_ends_in_a_thread_is_an_error_of_the_run(tmp_path: Path) -> None:
+    """Python ends by 0 then, on each rank: the job would count as finished."""
+    text = _output(tmp_path, "", _IN_THREAD)
+    line = next(number for number, line in enumerate(_IN_THREAD.splitlines(), 1) if "# ends" in line)
+    assert re.search(rf"rank 1 raised at train\.py:{line}:\s+ValueError: label 7", text), text
+    assert re.search(r"^(lockstep\.errors\.)?PeerFailed: ", text, re.MULTILINE), text  # in the thread of rank 0
+    assert "CAUGHT" not in text  # nobody has
+    assert f" with exit code 0, after it raised at train.py:{line}: ValueError: label 7" in text

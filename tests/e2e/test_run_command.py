@@ -183,7 +183,7 @@ def test_stock_script_survives_kills_of_a_rank_and_of_the_fork_server(
     assert set(run.pids()[2:]) <= set(children(agent))
     (tmp_path / "go1").touch()
     said = run.end(0)
-    assert run.said()[:1] == [f"rank 1 (pid {victim}) was killed by SIGKILL; the other ranks were ended"]
+    assert run.said()[:1] == [f"rank 1 (pid {victim}) was killed by SIGKILL; rank 0 was ended by the launcher"]
     assert said.count("step 11\n") == 1
     assert said.count("step 20\n") == 1
     assert len(set(re.findall(r"rank \d done, weights (\S+)", said))) == 1
@@ -203,7 +203,7 @@ def test_exception_is_told_with_its_line_and_flags_are_honoured(
     assert "[me1]:KeyError: 'lost'\n" in said
     assert said.count("Traceback") == 1
     assert re.fullmatch(
-        r"rank 1 \(pid \d+\) failed at fails.py:6: KeyError: 'lost'; the other ranks were ended", run.said()[0]
+        r"rank 1 \(pid \d+\) failed at fails.py:6: KeyError: 'lost'; rank 0 was ended by the launcher", run.said()[0]
     )
     assert "--max-restarts 0" in run.said()[1]
 

@@ -95,7 +95,8 @@ def test_stopped_killed_and_resumed_run_equals_one_that_nothing_happened_to(
     run.await_text(rf"step {again + 5}/100000 (?s:.*)step {again + 5}/100000 |step {again + 25}/100000 ")
     os.kill(run.pid_of(1), signal.SIGUSR1)  # a batch system that warns one process of each machine
     said = run.end(75)
-    assert run.said()[1] == f"rank 1 (pid {victim}) was killed by SIGKILL; the other ranks were ended"
+    other = "rank 0 (was ended by the launcher|left because of it)"  # whichever is quicker
+    assert re.fullmatch(rf"rank 1 \(pid {victim}\) was killed by SIGKILL; {other}", run.said()[1])
     assert "Traceback" not in said
     saved = steps_in(checkpoints)[-1]
     assert saved > again

@@ -30,7 +30,7 @@ EXPECTED = {
     "asked while the other is killed": (
         REQUEUE,
         r"(rank 1 got SIGUSR1: stopping\n)?"
-        r"rank 0 \(pid \d+\) was killed by SIGKILL; the other ranks were ended\n"
+        r"rank 0 \(pid \d+\) was killed by SIGKILL; rank 1 (was ended by the launcher|left because of it)\n"
         r"finished: step 7; lost: 2 steps since the checkpoint of step 5\n"
         r"no restart: the run was asked to stop\n"
         r"stopped; the newest checkpoint is that of step 5",
@@ -38,7 +38,7 @@ EXPECTED = {
     "asked while the other is killed, no restarts": (
         1,
         r"(rank 1 got SIGUSR1: stopping\n)?"
-        r"rank 0 \(pid \d+\) was killed by SIGKILL; the other ranks were ended\n"
+        r"rank 0 \(pid \d+\) was killed by SIGKILL; rank 1 (was ended by the launcher|left because of it)\n"
         r"finished: step 7; lost: 2 steps since the checkpoint of step 5\n"
         r"no restart: none is allowed \(--max-restarts 0\)",
     ),
@@ -48,7 +48,7 @@ EXPECTED = {
         (
             0,
             r"rank 1 \(pid \d+\) ended with exit code 3, by sys\.exit at \S+launched_runs\.py:\d+; "
-            r"the other ranks were ended\n"
+            r"rank 0 was ended by the launcher\n"
             r"restart 1 of 3 after exit code 3, from the beginning with 2 processes",
         ),
     ),

@@ -12,7 +12,7 @@ import pytest
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from lockstep.errors import ConfigError
-from lockstep.launch.ended import Ended, describe, first_failure, signal_name
+from lockstep.launch.ended import Ended, describe, first_failure, signal_name, with_aborts
 from lockstep.launch.worker import (
     ERROR_FILE,
     INTERRUPTED,
@@ -223,3 +223,57 @@ def test_report_that_was_cut_off_says_nothing(tmp_path: Path) -> None:
     for length in range(len(whole)):
         path.write_text(whole[:length])
         assert read_failure(path) is None
+
+
+@pytest.mark.parametrize(
+    "message", ["x" * 3_000_000, "\n".join(f"line {n}" for n in range(3000))], ids=["wide", "long"]
+)
+def test_of_a_message_that_nobody_reads_to_its_end_the_beginning_is_said(message: str) -> None:
+    """The rank has printed it: it need not stand there twice. What lockstep raises on purpose is said here alone."""
+    said = describe(ended(1, 1, failure(1, message=message)))
+    assert said.startswith(f"failed: ValueError: {message[:20]}")
+    assert said.endswith(" ... (all of it is in that rank's output)")
+    assert len(said) < 2000
+    assert said.count("\n") < 20
+    assert describe(ended(1, 1, failure(1, message=message, is_expected=True))) == f"gave up: {message}"
+    killed = describe(ended(1, -9, last=message.replace("\n", " ")))
+    assert killed.startswith("was killed by SIGKILL; its last words: ")
+    assert len(killed) < 2000
+
+
+_MISMATCH = "MISMATCH in step 4, group WORLD.  Culprits: ranks 0,1\n  first difference: .."
+
+
+@pytest.mark.parametrize("aborted_at_s", [1.0, 9.0])
+def test_an_abort_in_cpp_is_what_became_of_the_mismatch_that_another_rank_tells_of(aborted_at_s: float) -> None:
+    said = failure(0, 5.0, kind="CollectiveMismatch", message=_MISMATCH, where="train.py:31", is_consequence=True)
+    aborted = ended(1, -signal.SIGABRT, at_s=aborted_at_s)
+    processes = with_aborts([ended(0, 1, said), aborted])
+    first = first_failure(processes)
+    assert first is not None
+    head = _MISMATCH.partition("\n")[0]
+    text = f"failed at train.py:31: CollectiveMismatch: {head} (all of it is above)"
+    assert (first.rank, describe(first), processes[1].fate) == (0, text, "was aborted for it")
+    abort = "was killed by SIGABRT, after it raised: C++ error: torch's transport gave up on that mismatch"
+    assert describe(processes[1]) == abort
+
+
+def test_an_abort_in_cpp_is_told_with_the_mismatch_that_its_launcher_has_found() -> None:
+    lost = failure(2, kind="PeerLost", is_consequence=True)
+    processes = [ended(0, -9, was_ended=True), ended(1, -signal.SIGABRT), ended(2, 1, lost)]
+    told = with_aborts(processes, _MISMATCH)
+    assert "on that mismatch" in describe(told[1])
+    assert [told[0], told[2]] == [processes[0], processes[2]]
+
+
+def test_an_abort_is_one_where_nobody_tells_of_a_mismatch() -> None:
+    lost = failure(0, kind="PeerLost", is_consequence=True)
+    processes = [ended(0, 1, lost), ended(1, -signal.SIGABRT)]
+    first = first_failure(with_aborts(processes))
+    assert first is not None
+    assert (first.rank, describe(first)) == (1, "was killed by SIGABRT")
+
+
+def test_who_was_killed_after_it_had_raised_is_quoted() -> None:
+    at_exit = ended(1, -signal.SIGSEGV, words=words())
+    assert describe(at_exit) == "was killed by SIGSEGV, after it raised at train.py:31: ValueError: label 7"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,13 @@ from rank_sights import PaperRank, diagnosed, found_in, rank_1, running, waiting
 from test_board import DictStore
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
-from lockstep.observe.board import Board, flight_path, tell_ends
+from lockstep.observe.board import Board, flight_path, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
-from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
-from lockstep.observe.post_mortem import words_in
+from lockstep.observe.post_mortem import post_mortem, words_in
 from lockstep.observe.settings import GuardSettings
-from lockstep.observe.status import FINISHED, LastWords, Status
+from lockstep.observe.status import FINISHED, LastWords, Progress, Status
 from lockstep.observe.wording import BEFORE
 
 
@@ -398,8 +399,9 @@ def test_last_words(ranks: Ranks, tmp_path: Path, error: BaseException, state: s
 
 def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> None:
     """On its own machine by a file, on others by the store; also of a process that never had a guard."""
-    store = DictStore()
-    tell_ends(tmp_path / "b", {2: "was killed by SIGSEGV", 5: "ended with exit code 1"}, store)
+    store, ends = DictStore(), {2: "was killed by SIGSEGV", 5: "ended with exit code 1"}
+    tell_ends(tmp_path / "b", ends)
+    send_ends(tmp_path / "b", ends, store)
     recorder = FlightRecorder(tmp_path / "b" / "flight-3", 3, 4)
     launched = Board(tmp_path / "b", recorder, [2, 3], has_launcher=True)
     ranks.store.values.update(store.values)
@@ -422,6 +424,18 @@ def test_of_ends_of_one_moment_no_name_is_given_before_all_are_written(
         return write(path, text, **how)
 
     monkeypatch.setattr(Path, "write_text", look)
-    tell_ends(tmp_path, {1: "was killed by SIGKILL", 2: "was killed by SIGKILL"}, None)
+    tell_ends(tmp_path, {1: "was killed by SIGKILL", 2: "was killed by SIGKILL"})
     assert named == [set(), set()]
     assert {one.name for one in tmp_path.iterdir()} == {"ended-1", "ended-2"}
+
+
+@pytest.mark.parametrize("kind", ["CollectiveMismatch", "ValueError"])
+def test_what_a_rank_has_raised_itself_its_launcher_does_not_say_again(tmp_path: Path, kind: str) -> None:
+    with contextlib.ExitStack() as stack:
+        for rank, text in enumerate(("all_reduce float32 [5] sum", "broadcast float32 [5] root=0")):
+            recorder = stack.enter_context(contextlib.closing(FlightRecorder(flight_path(tmp_path, rank), rank, 2)))
+            recorder.enter(0, pack_words("world", text, "train.py:5 <module>"))
+            words = LastWords(kind, "MISMATCH in step 1", "train.py:5") if rank else None
+            groups = {"world": Progress((0, 1), 1, ())}
+            recorder.tell(Status(rank, 2, os.getpid(), "host", groups=groups, words=words).to_json())
+        assert ("they differ in kind" in post_mortem(tmp_path)) is (kind == "ValueError")

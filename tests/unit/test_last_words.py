@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import builtins
 import sys
 import sysconfig
 import threading
+import weakref
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from lockstep.errors import PeerFailed
 from lockstep.launch.worker import ERROR_FILE, describe_failure, report_failure
@@ -27,6 +30,8 @@ class Told:
 
     def __init__(self) -> None:
         self.facts = Facts()
+        self.step = 0
+        self.recorder = SimpleNamespace(started=0)
 
     def end(self, error: BaseException | None = None) -> None:
         self.words = None if error is None else last_words(error)
@@ -35,6 +40,9 @@ class Told:
         """It has no thread."""
 
     def cause_of(self, error: BaseException) -> BaseException:
+        return error
+
+    def as_shown(self, error: BaseException) -> BaseException:
         return error
 
 
@@ -80,7 +88,7 @@ def test_what_the_user_has_said_of_an_error_is_quoted_and_so_is_a_package_of_wha
 
     for program, said in (
         (load, ("ValueError", "no label 7")),
-        (call, ("RuntimeError", "[Stage 0] failed to run forward:")),
+        (call, ("RuntimeError", "[Stage 0] failed to run forward: (from OSError: disk)")),
     ):
         with pytest.raises(Exception) as left:
             program()
@@ -118,6 +126,74 @@ def test_an_error_that_was_raised_from_itself_is_quoted() -> None:
     assert last_words(error).message == "label 7"
 
 
+def with_notes(error: BaseException, notes: Any) -> BaseException:
+    error.__notes__ = notes  # type: ignore[attr-defined]
+    return error
+
+
+def from_(error: BaseException, cause: BaseException) -> BaseException:
+    error.__cause__ = cause
+    return error
+
+
+def raised(error: BaseException) -> BaseException:
+    try:
+        raise error
+    except type(error) as caught:
+        return caught
+
+
+def a_circle() -> BaseException:
+    return from_(ValueError("a"), from_(ValueError("b"), ValueError("a")))
+
+
+class Mute(RuntimeError):
+    def __str__(self) -> str:
+        raise LookupError("no words")
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (with_notes(ValueError("label 7"), ["in shard 17\nof 20", "b" * 200]), f"label 7 (in shard 17; {'b' * 118}..)"),
+        (with_notes(ValueError("label 7"), "none"), "label 7"),
+        (with_notes(ValueError("label 7"), [8]), "label 7 (8)"),
+        (from_(RuntimeError("no config"), ValueError("bad 'x'\nhere")), "no config (from ValueError: bad 'x')"),
+        (from_(RuntimeError("no config: bad 'x'"), ValueError("bad 'x'")), "no config: bad 'x'"),
+        (from_(RuntimeError(), ValueError("bad 'x'")), "RuntimeError (from ValueError: bad 'x')"),
+        (from_(PeerFailed("rank 1 is lost", 1), ValueError("of torch")), "rank 1 is lost"),
+        (a_circle(), "a (from ValueError: b)"),
+        (ValueError("a\0b\x1b[31mc\x9bd\te\rover"), r"a\x00b\x1b[31mc\x9bd" + "\te"),
+        (ValueError("caf\u00e9 \udcff \u202e"), r"café \udcff \u202e"),
+        (Mute(), "<exception str() failed>"),
+        (from_(ValueError("a"), Mute()), "a (from Mute: <exception str() failed>)"),
+    ],
+)
+def test_what_stands_beside_an_error_is_quoted_in_a_few_words_for_a_terminal(error: BaseException, said: str) -> None:
+    words = last_words(error)
+    assert words.message == said
+    failure = describe_failure(error, 0, 1, is_expected=False, is_consequence=False)
+    assert failure.message.split("\n")[0] == said
+
+
+@pytest.mark.skipif(not hasattr(builtins, "ExceptionGroup"), reason="Python has groups of exceptions from 3.11 on")
+def test_a_group_of_errors_is_quoted_with_its_first_members_and_where_they_came_up() -> None:
+    group: Any = getattr(builtins, "ExceptionGroup")  # noqa: B009 (unknown to older Pythons)
+    inner = group("inner", [KeyError("c"), raised(OSError("b"))])
+    line = raised.__code__.co_firstlineno + 2
+    said = last_words(group("two", [ValueError("a"), inner])).message
+    assert said.startswith(
+        "two (2 sub-exceptions) (ValueError: a; ExceptionGroup: inner (2 sub-exceptions) (KeyError: 'c'; "
+    )
+    assert last_words(group("one", [raised(OSError("b"))])).message.endswith(f"test_last_words.py:{line})")
+    many = last_words(group("many", [ValueError(f"label {n}" + "x" * 500) for n in range(50)])).message
+    assert "label 2" in many
+    assert "label 3" not in many
+    assert len(many) == 400
+    few = last_words(group("many", [ValueError(f"label {n}") for n in range(50)])).message
+    assert few.endswith("; ValueError: label 2; and 47 more)")
+
+
 def test_who_leaves_because_of_an_error_is_quoted_with_that() -> None:
     def program() -> None:
         try:
@@ -136,6 +212,38 @@ def test_who_leaves_for_no_error_is_quoted_with_its_code() -> None:
     assert last_words(SystemExit(3)).message == "3"
 
 
+def label(future: Any) -> int:
+    """What a hook of DistributedDataParallel gives to `then`, say."""
+    raise KeyError(f"label {future.value()}\nof two lines")
+
+
+def nothing(future: Any) -> int:
+    raise LookupError
+
+
+@pytest.mark.parametrize(
+    ("callback", "kind", "said"), [(label, "KeyError", "label 7"), (nothing, "LookupError", "(in a")]
+)
+@pytest.mark.parametrize("more", [0, 2])
+def test_an_error_in_a_callback_of_a_future_is_of_the_line_there(
+    callback: Any, kind: str, said: str, more: int
+) -> None:
+    """torch makes a RuntimeError of it, raised where it is waited for; also through callbacks that stand behind it."""
+    first: Any = torch.futures.Future()
+    last = first.then(callback)
+    for _ in range(more):
+        last = last.then(lambda future: future.value())
+    first.set_result(7)
+    with pytest.raises(RuntimeError, match="when running the callback") as caught:
+        last.wait()
+    words = last_words(caught.value)
+    assert (words.kind, words.is_consequence) == (kind, False)
+    assert said in words.message
+    assert words.message.count("Error") == words.message.count("At:") == 0
+    line = callback.__code__.co_firstlineno + (2 if callback is label else 1)
+    assert words.where.endswith(f"test_last_words.py:{line}")
+
+
 def test_an_error_that_another_excepthook_has_shown_is_told_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Told()
     monkeypatch.setattr(process_guard, "_listening", {guard})
@@ -147,10 +255,15 @@ def test_an_error_that_another_excepthook_has_shown_is_told_at_the_end(monkeypat
 def test_a_thread_that_an_error_ends_is_told_of_and_its_trace_is_printed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    held: list[weakref.ref[Any]] = []
+
     def work() -> None:
+        model = Told()
+        held.append(weakref.ref(model))
         raise ValueError("label 7")
 
     guard = Told()
+    monkeypatch.setattr(process_guard, "_died", [])
     monkeypatch.setattr(process_guard, "_listening", {guard})
     monkeypatch.setitem(process_guard._before, process_guard._thread_ended, threading.__excepthook__)
     monkeypatch.setattr(threading, "excepthook", process_guard._thread_ended)
@@ -162,6 +275,37 @@ def test_a_thread_that_an_error_ends_is_told_of_and_its_trace_is_printed(
     assert text.startswith("one of its threads had ended: ValueError: label 7, at ")
     assert "test_last_words.py:" in text
     assert capsys.readouterr().err.count("Traceback") == 1
+    assert held[0]() is None  # the error is kept, not what its frames held
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "is_training"),
+    [
+        ((5, 9), (5, 11), True),
+        ((5, 9), (6, 12), False),
+        ((0, 9), (0, 9), True),
+        ((0, 9), (0, 10), False),
+        ((0, 0), (0, 0), False),
+    ],
+    ids=["steps", "goes on", "operations", "goes on without steps", "nothing"],
+)
+def test_a_thread_after_whose_end_the_rank_does_nothing_was_its_training(
+    before: tuple[int, int], after: tuple[int, int], is_training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What C++ has started may be entered later, so steps count where there are any."""
+    guard, shown = Told(), list[Any]()
+    monkeypatch.setattr(process_guard, "_died", [])
+    monkeypatch.setattr(process_guard, "_listening", {guard})
+    monkeypatch.setitem(process_guard._before, process_guard._thread_ended, shown.append)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    guard.step, guard.recorder.started = before
+    error = ValueError("label 7")
+    process_guard._thread_ended(threading.ExceptHookArgs((ValueError, error, None, None)))
+    guard.step, guard.recorder.started = after
+    process_guard._end()
+    assert [one.exc_value for one in shown] == [error]
+    assert process_guard.thread_error() is (error if is_training else None)
+    assert (guard.words and guard.words.kind) == ("ValueError" if is_training else None)
 
 
 @pytest.mark.parametrize(("of", "has_ended"), [("atexit callback", False), ("atexit callback", True), ("", False)])

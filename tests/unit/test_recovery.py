@@ -124,6 +124,7 @@ def test_ends_are_no_faults(codes: tuple[int, ...]) -> None:
         (ended(0, 1, failure("CheckpointError", "rank 0: out/.generation-1: Permission denied")), 90, True),
         (ended(0, 1, failure("TrainingError", "cannot write out/a: Read-only file system")), 90, True),
         (ended(0, 1, failure("CheckpointError", "rank 0: No space left on device")), 90, False),
+        (ended(0, 1, failure("ReplicaDrift", "REPLICAS\nNo evidence in .lockstep: Permission denied")), 90, False),
         (ended(0, 1), NONE, False),
         (ended(0, -9), NONE, False),
         (ended(0, 2, stuck="no progress for 5 s"), NONE, False),
@@ -350,7 +351,7 @@ def test_report_of_a_kill() -> None:
     beats = [Beat(0, 100, 121, 100, 9), Beat(1, 101, 120, NONE, 9)]
     decision = decide(RestartPolicy(), [fault(processes=2, committed=100)])
     assert report_of(processes, beats, decision, newest=100, host="node-3").splitlines() == [
-        "rank 1 (pid 101, node-3) was killed by SIGKILL; the other ranks were ended",
+        "rank 1 (pid 101, node-3) was killed by SIGKILL; rank 0 left because of it",
         "finished: step 121 (rank 1: 120); lost: 21 steps since the checkpoint of step 100",
         "restart 1 of 3 after SIGKILL, from step 100 with 2 processes",
     ]
@@ -366,10 +367,19 @@ _LOST = failure("PeerLost", is_consequence=True)
         ([ended(0, -9, at_s=-0.995)], "; so was rank 0 (pid 100)"),  # at once, as far as one can see
         (
             [ended(0, -9), ended(2, 1, _LOST)],
-            "; so was rank 0 (pid 100), 1.00 s after rank 1; the other ranks were ended",
+            "; so was rank 0 (pid 100), 1.00 s after rank 1; rank 2 left because of it",
         ),
-        ([ended(0, -9, _LOST, was_ended=True)], "; the other ranks were ended"),  # its launcher has killed it
-        ([ended(0, -9, was_ended=True), ended(2, 0)], "; the other ranks were ended"),
+        ([ended(0, -9, _LOST, was_ended=True)], "; rank 0 was ended by the launcher"),
+        (
+            [ended(0, -9, was_ended=True), ended(2, 0)],
+            "; rank 0 was ended by the launcher; rank 2 ended with exit code 0",
+        ),
+        ([ended(0, -9, was_ended=True), ended(2, -15, was_ended=True)], "; the other ranks were ended by the launcher"),
+        ([ended(rank, 1, _LOST) for rank in (0, 2, 3)], "; the other ranks left because of it"),
+        (
+            [ended(0, 1, failure()), ended(2, 3), ended(3, -9, was_ended=True), ended(4, REQUEUE), ended(5, 1, _LOST)],
+            "; ranks 0,2 failed too; rank 3 was ended by the launcher; rank 4 stopped; rank 5 left because of it",
+        ),
         ([], ""),
     ],
 )
@@ -423,7 +433,7 @@ def test_report_of_a_hang_names_who_was_behind() -> None:
     beats = [Beat(0, 100, 8, 6, 9), Beat(1, 101, 8, 6, 7)]
     said = report_of(processes, beats, Decision(True, 2, "restart 1 of 3 after no progress for 600 s", 1), newest=6)
     assert said.splitlines()[0] == (
-        "rank 1 (pid 101) was ended by its launcher: no progress for 600 s; the other ranks were ended"
+        "rank 1 (pid 101) was ended by its launcher: no progress for 600 s; rank 0 was ended by the launcher"
     )
     assert said.splitlines()[1] == "finished: step 8; lost: 2 steps since the checkpoint of step 6"
 

@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from lockstep.observe.status import Sight, Status
 from lockstep.observe.voice import Voice
+from lockstep.observe.wording import Finding
 
 
 @pytest.fixture
@@ -44,3 +51,36 @@ def test_hooks_are_called_whatever_becomes_of_the_others(voice: Voice, capsys: p
     voice.call([told.append, broken, told.append], 7)
     assert told == [7, 7]
     assert "its test_hooks_are_called_whatever_becomes_of_the_others.<locals>.broken failed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("is_certain", [True, False])
+@pytest.mark.parametrize("why", ["", "Not a directory", "No space left on device"])
+def test_a_finding_names_a_place_for_its_evidence_that_there_is_or_says_why_there_is_none(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    why: str,
+    is_certain: bool,
+) -> None:
+    folder = tmp_path / "runs" / "then"
+    if why == "Not a directory":
+        (tmp_path / "runs").touch()
+    elif why:
+
+        def full(**_: Any) -> Any:
+            raise OSError(errno.ENOSPC, why)
+
+        monkeypatch.setattr(tempfile, "TemporaryFile", full)
+    voice = Voice(0, str(folder), lambda rank: [])
+    text = f"lockstep: HANG in step 4.\n  rank 1 is not there\nEvidence: {folder}"
+    told = Finding("hang", (1,), text, is_certain, "hang:1")
+    heard: list[Finding] = []
+    voice.on_finding.append(heard.append)
+    found = voice.marked(told) if is_certain else told
+    voice.say_with_evidence(found, {1: Sight(Status(1, 2, 7, "host"), 0.0, is_gone=False)})
+    end = f"No evidence could be kept in {folder}: {why}" if why else f"Evidence: {folder}"
+    said = f"lockstep: HANG in step 4.\n  rank 1 is not there\n{end}"
+    assert capsys.readouterr().err == said + "\n"
+    assert [one.text for one in heard] == [said]
+    assert found.text == (said if is_certain else text)
+    assert why or (folder / "finding.txt").exists()

@@ -16,7 +16,7 @@ from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as may
 
 from lockstep.comm.pulse import PULSE, Beat, create_pulses, read_pulses
 from lockstep.launch.course import Course, Seen
-from lockstep.launch.ended import Ended, apart, describe, first_failure
+from lockstep.launch.ended import Ended, apart, describe, first_failure, with_aborts
 from lockstep.launch.fork_server import Start
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
@@ -27,7 +27,7 @@ from lockstep.launch.stop_signals import StopSignals
 from lockstep.launch.watch import Watch, process_states
 from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
-from lockstep.observe.board import tell_ends
+from lockstep.observe.board import send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.post_mortem import post_mortem, words_in
 from lockstep.observe.process_guard import FLIGHT, STORE
@@ -198,14 +198,14 @@ class Attempt:
                 how = BECAUSE_OF_ANOTHER if ended.was_ended or is_asked else describe(ended).partition("\n")[0]
                 ends[ended.rank] = how + apart(ended, first_failure(all_ended))
         try:
-            tell_ends(self._flights, ends, None)
+            tell_ends(self._flights, ends)
         except OSError as error:  # the run goes on
             if not self._lacks_room:
                 say(f"the guards hear less of how ranks end: {error.strerror}; make room in $TMPDIR")
             self._lacks_room = True
             return
-        if self._machines is not None:
-            self._machines.ask(partial(tell_ends, self._flights, ends, self._guards.store), None)
+        if self._machines is not None and self._guards.store is not None:
+            self._machines.ask(partial(send_ends, self._flights, ends, self._guards.store), None)
 
     # ------------------------------------------------------------------ when all have ended
 
@@ -216,7 +216,7 @@ class Attempt:
         found = post_mortem(self._flights)
         if found:
             tell(found + "\n")
-        ended = self._ended()
+        ended = with_aborts(self._ended(), found)
         self._limits.log.ended(self._name, ended, found, self._flights)
         shutil.rmtree(self._flights)
         heard = self._course.hear(self._seen(time.monotonic(), beats))

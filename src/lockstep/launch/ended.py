@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from lockstep.errors import CollectiveMismatch
 from lockstep.launch.worker import ASKING, INTERRUPTED, REQUEUE, Failure
 from lockstep.observe.status import LastWords
 
+_ABORTED = LastWords("C++ error", "torch's transport gave up on that mismatch", "", is_consequence=True)  # as Gloo does
+_LINES, _CHARS = 12, 1600  # of what a rank has raised, that are said once more
 STOPPED = frozenset((REQUEUE, INTERRUPTED, *(-number for number in ASKING)))  # exit codes of who was asked to stop
 
 
@@ -49,14 +52,24 @@ class Ended:
         return self.exit_code != 0 and not self._ended_as_asked
 
     @property
-    def has_raised(self) -> bool:
-        """True where it left by an exception, and not because somebody wanted it to end."""
-        return self.words is not None and self.words.kind not in ("", "KeyboardInterrupt", "SystemExit")
+    def fate(self) -> str:
+        """Of one that was not the first to fail."""
+        if self.was_ended or self.exit_code == 0:
+            return "was ended by the launcher" if self.was_ended else "ended with exit code 0"
+        how = "was aborted for it" if self.words is _ABORTED else "left because of it" if self.is_consequence else ""
+        return how or ("failed too" if self.failed else "stopped")
 
     @property
     def _ended_as_asked(self) -> bool:
         answers = self.told > 0 and (self.exit_code == -self.told or (self.exit_code > 0 and self.failure is None))
         return self.exit_code in STOPPED or answers
+
+
+def with_aborts(ended: Sequence[Ended], found: str = "") -> list[Ended]:
+    """`ended`, where those that C++ has aborted say so, if a rank tells of a mismatch, or what was `found` does."""
+    is_known = found or CollectiveMismatch.__name__ in {(e.failure or e.words or _ABORTED).kind for e in ended}
+    aborted = [one for one in ended if is_known and one.exit_code == -signal.SIGABRT and one.words is None]
+    return [replace(one, words=_ABORTED) if one in aborted else one for one in ended]
 
 
 def first_failure(ended: Sequence[Ended]) -> Ended | None:
@@ -69,12 +82,13 @@ def first_failure(ended: Sequence[Ended]) -> Ended | None:
     failed = [e for e in ended if e.failed]
     culprits = [e for e in failed if not e.is_consequence]
     if failed and not culprits:  # the cause may have been slow to leave, and was ended too
-        culprits = [e for e in ended if e.has_raised and not e.is_consequence] or failed
+        own = [e for e in ended if e.words and e.words.kind not in ("", "KeyboardInterrupt", "SystemExit")]
+        culprits = [e for e in own if not e.is_consequence] or failed
 
     def order(e: Ended) -> tuple[bool, bool, bool, float, int]:
         said = e.failure
         if said is None:
-            return (not e.stuck, False, False, e.at_s, e.rank)
+            return (not e.stuck, e.is_consequence, e.is_consequence, e.at_s, e.rank)
         return (not e.stuck, True, said.is_expected, 0.0 if said.is_expected else said.time_s, e.rank)
 
     return min(culprits, key=order, default=None)
@@ -109,18 +123,20 @@ def describe(ended: Ended) -> str:
             is_quote = said.kind == "PeerFailed" and body[0].endswith(":")  # where whom it lost raised, and what
             head += ": " * is_quote + " ".join(line.strip() for line in body[: 2 * is_quote])
             message = f"{head} (all of it is above)"
-        return f"gave up: {message}" if said.is_expected else f"failed{at}: {said.kind}: {message}"
-    if ended.was_ended and ended.words is not None and ended.words.kind:
-        return f"was ended by its launcher, {_left(ended.words)}"
+        return f"gave up: {message}" if said.is_expected else f"failed{at}: {said.kind}: {_beginning(message)}"
     if ended.out_of_memory:
         return "was killed by the kernel: out of memory"
-    if ended.exit_code < 0:
-        text = f"was killed by {signal_name(-ended.exit_code)}"
-    else:
-        text = f"ended with exit code {ended.exit_code}"
-        if ended.words is not None and ended.words.kind:
-            return f"{text}, {_left(ended.words)}"
-    return f"{text}; its last words: {ended.last_line}" if ended.last_line else text
+    code = ended.exit_code
+    text = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    if ended.words is not None and ended.words.kind:
+        return f"{'was ended by its launcher' if ended.was_ended else text}, {_left(ended.words)}"
+    return f"{text}; its last words: {_beginning(ended.last_line)}" if ended.last_line else text
+
+
+def _beginning(text: str) -> str:
+    """Of what a rank has printed itself, as much as one reads."""
+    shown = "\n".join(text[:_CHARS].split("\n")[:_LINES])
+    return text if shown == text else f"{shown} ... (all of it is in that rank's output)"
 
 
 def _left(words: LastWords) -> str:

@@ -167,9 +167,8 @@ def _meeting(job: Launch, parameters: RendezvousParameters) -> Meeting | None:
         pid=os.getpid(),
     )
     limit_s = float(parameters.get_as_int("timeout" if is_static else "join_timeout", 600) or 600)
-    channel = find_channel(
-        host, port, mine, number == 0 if is_static else parameters.get_as_bool("is_host"), limit_s, say
-    )
+    is_host = number == 0 if is_static else parameters.get_as_bool("is_host")
+    channel = find_channel(host, port, mine, is_host, limit_s, say)
     return Meeting(channel, mine, least, most, limit_s, say)
 
 

@@ -24,7 +24,7 @@ import lockstep
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
 from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, sees_another
-from lockstep.observe.process_guard import STORE, begin
+from lockstep.observe.process_guard import STORE, begin, thread_error
 from lockstep.observe.profile.session import follow_program
 from lockstep.observe.torch_start import Worlds, meet_machines
 from lockstep.observe.torch_training import attach_training
@@ -116,7 +116,12 @@ def run_program(program: Program) -> None:
     try:
         left = _run(program, here)
         if guard is not None and (left is None or left.code in (None, 0)):
-            guard.finish()
+            error = thread_error()
+            if error is None or not sees_another(error):
+                guard.finish()
+            else:  # its training ended by another rank, in a thread that no exit code tells of
+                left = SystemExit(1)
+                left.__context__ = error
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001 (printed and reported, as the interpreter would print it)
@@ -174,13 +179,8 @@ def _say(error: BaseException, guard: Guard | None, environ: Mapping[str, str]) 
         end_in_users_code(error)
         trace = error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
-    _leave_for_launcher(error, environ)
-    sys.excepthook(type(error), error, trace)
-
-
-def _leave_for_launcher(error: BaseException, environ: Mapping[str, str]) -> None:
     path = environ.get(ERROR_FILE)
-    if not path or os.path.exists(path):  # torch's @record has written it
-        return
-    rank = int(environ.get("RANK", "0"))
-    report_failure(describe_failure(error, rank, 1, False, sees_another(error)), environ)
+    if path and not os.path.exists(path):  # else torch's @record has written it
+        rank = int(environ.get("RANK", "0"))
+        report_failure(describe_failure(error, rank, 1, False, sees_another(error)), environ)
+    sys.excepthook(type(error), error, trace)

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from lockstep.comm.pulse import NONE, Beat
 from lockstep.launch.ended import Ended, apart, describe, first_failure, signal_name
 from lockstep.launch.worker import INTERRUPTED, REQUEUE
+from lockstep.observe.replica_diff import alike
+from lockstep.observe.wording import names
 
 USER_ERROR = 2  # exit code of a run that was asked for the impossible
 OUT_OF_MEMORY = "out of memory"
@@ -141,9 +143,8 @@ def decide(policy: RestartPolicy, history: Sequence[Fault], fits: Callable[[int]
     if used_up:
         why = f"no restart: {policy.max_restarts} of {policy.max_restarts} restarts after {fault.cause} are used up"
         return Decision(False, fault.processes, f"{why}, and no new checkpoint came of them")
-    return Decision(
-        True, fault.processes, f"restart {len(here)} of {policy.max_restarts} after {fault.cause}", len(here)
-    )
+    why = f"restart {len(here)} of {policy.max_restarts} after {fault.cause}"
+    return Decision(True, fault.processes, why, len(here))
 
 
 def _in_vain(faults: Sequence[Fault]) -> list[Fault]:
@@ -178,7 +179,7 @@ def _hopeless(ended: Ended, step: int) -> str:
         return ""
     if said.kind in _CANNOT_BE_LOADED and step == NONE:
         return "the program cannot be loaded"
-    if _NO_RIGHT.search(said.message):
+    if _NO_RIGHT.search(said.message.partition("\n")[0]):  # of the rest, a finding says why it has no evidence
         return "it has no right to write there, which has to change first"
     return _HOPELESS.get(said.kind, "")
 
@@ -223,7 +224,10 @@ def report_of(
     killed = [one for one in ended if one.exit_code == -signal.SIGKILL and not (one.was_ended or one.stuck)]
     also = [one for one in killed if first in killed and one is not first]
     others = "".join(f"; so was rank {one.rank} (pid {one.pid}){apart(one, first)}" for one in also)
-    others += "; the other ranks were ended" if len(ended) > 1 + len(also) else ""
+    rest = {one.rank: one.fate for one in ended if one is not first and one not in also}
+    for fate, ranks in alike(rest).items():
+        who = "the other ranks" if 1 < len(ranks) == len(rest) else names(ranks)
+        others += f"; {who} {fate.replace('was ', 'were ') if len(ranks) > 1 else fate}"
     name = f"rank {first.rank} (pid {first.pid}{', ' + host if host else ''})"
     lines = [f"{name} {describe(first)}{others}", *_lost(steps, newest)]
     if decision.restart:

@@ -221,15 +221,17 @@ class Board:
         self._peers.clear()
 
 
-def tell_ends(folder: Path, ends: Mapping[int, str], store: Store | None) -> None:
-    """A launcher says how processes ended, by rank: to the guards of this machine, and through `store` to all."""
+def tell_ends(folder: Path, ends: Mapping[int, str]) -> None:
+    """A launcher says how processes ended, by rank, to the guards of this machine."""
     partials = [folder / f"{_ENDED.format(rank)}.partial" for rank in ends]
     for partial, how in zip(partials, ends.values(), strict=True):
         partial.write_text(how, errors="backslashreplace")
     for partial in partials:  # one right after the other: a guard that sees one end sees those of the same moment
         partial.replace(partial.with_suffix(""))
-    if store is None:
-        return
+
+
+def send_ends(folder: Path, ends: Mapping[int, str], store: Store) -> None:
+    """A launcher says how processes of this machine ended, by rank, to the guards of the others."""
     for rank, how in ends.items():
         with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
             record = FlightRecord(flight_path(folder, rank))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import re
 import traceback
+from collections.abc import Sequence
 
 from lockstep.errors import CommError, LockstepError, PeerFailed, PeerLost, ReplicaError
 from lockstep.observe.call_site import is_users
 from lockstep.observe.status import LastWords
 
 DEBUG = "LOCKSTEP_DEBUG"  # set to anything: whole traces, and failed imports of the fork server, are told
-_CHARS = 400
+_CHARS, _FEW, _SHORT = 400, 3, 120  # of an error; notes, and members of a group, that stand beside; of each of these
+_UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _ON_THIS_RANK = ". On this rank, "  # after it stands what the quoting rank saw itself, which is not for others
 # what torch raises where another rank has gone
 _PEER_IS_GONE = re.compile(
@@ -19,6 +21,8 @@ _PEER_IS_GONE = re.compile(
     r"|caused pair closure|^Operation timed out!"
 )
 _BROUGHT = re.compile(r"(?:Caught \w+ in|--) (.+?)(?:\.\nOriginal | terminated with .*\n)Traceback")  # by torch
+# what a function that was given to `then` of a future has raised, as C++ tells it; the first, where others met that
+_CALLED = re.compile(r".*when running the callback: (\w+):? ?(.*?)\n\nAt:\n(.+?)(?:\n\n|$)", re.DOTALL)
 _TORCH_NETWORK = ("DistNetworkError", "DistBackendError", "DistStoreError", "QueueEmptyError")
 
 
@@ -45,16 +49,40 @@ def _of_users_code(error: BaseException) -> BaseException:
 def quoted(error: BaseException) -> tuple[str, str, str]:
     """The class of `error` or of the user's that it hides, what that says, and `users_line`, of where it came up."""
     error = _of_users_code(error)
-    kind = type(error).__name__
-    try:
-        text = str(error).strip() or kind
-    except Exception:  # noqa: BLE001 - as Python prints it
-        text = "<exception str() failed>"
+    kind, text = type(error).__name__, _text_of(error)
+    if called := _CALLED.match(text):
+        frames = re.findall(r"^  (.+)\((\d+)\): ", called[3], re.MULTILINE)
+        where = innermost([(file, int(line)) for file, line in frames[::-1]])  # they come from within
+        return called[1], f"{called[2]} (in a callback)".lstrip(), where or users_line(error)
     brought = _BROUGHT.match(text)
     if brought is None:
-        return kind, text, users_line(error)
+        head, newline, rest = text.partition("\n")
+        return kind, head + _beside(error, text) + newline + rest, users_line(error)
     last = text.splitlines()[-1].removeprefix(f"{kind}: ")
     return kind, f"{last} (in {brought[1]})", innermost(places_in(text)) or users_line(error)
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        text = str(error).strip() or type(error).__name__
+    except Exception:  # noqa: BLE001 - as Python prints it
+        return "<exception str() failed>"
+    return _UNPRINTABLE.sub(lambda at: at[0].encode("unicode_escape").decode(), "\n".join(text.splitlines()))
+
+
+def _beside(error: BaseException, text: str) -> str:
+    """What `error` tells beside its `text`: notes, the members of a group, what it was raised from."""
+    is_own = not (isinstance(error, LockstepError) or sees_another(error))
+    notes, cause = getattr(error, "__notes__", None), error.__cause__ if is_own else None
+    more = [_text_of(Exception(note)) for note in notes[:_FEW]] if isinstance(notes, list) else []
+    if "BaseExceptionGroup" in {kind.__name__ for kind in type(error).__mro__}:  # Python has it from 3.11 on
+        inner: Sequence[BaseException] = getattr(error, "exceptions", ())
+        more += [f"{kind}: {said}" + f" at {at}" * bool(at) for kind, said, at in map(quoted, inner[:_FEW])]
+        more += [f"and {len(inner) - _FEW} more"] * (len(inner) > _FEW)
+    if cause is not None and _text_of(cause) not in text:
+        more.append(f"from {type(cause).__name__}: {_text_of(cause)}")
+    shown = [one if len(one) <= _SHORT else one[: _SHORT - 2] + ".." for one in (m.partition("\n")[0] for m in more)]
+    return f" ({'; '.join(shown)})" if shown else ""
 
 
 def places_in(trace: str) -> list[tuple[str, int]]:
@@ -72,7 +100,7 @@ def sees_another(error: BaseException) -> bool:
     if isinstance(error, CommError | PeerFailed):
         return True
     names = {kind.__name__ for kind in type(error).__mro__}
-    is_network = isinstance(error, RuntimeError) and _PEER_IS_GONE.search(str(error)) is not None
+    is_network = isinstance(error, RuntimeError) and _PEER_IS_GONE.search(_text_of(error)) is not None
     return is_network or not names.isdisjoint(_TORCH_NETWORK)
 
 
@@ -104,10 +132,7 @@ def end_in_users_code(error: BaseException) -> None:
 
 
 def users_line(error: BaseException) -> str:
-    """Where in the user's own code `error` came up, "train.py:31": not in an installed package, Python's or lockstep's.
-
-    "" where no frame is the user's.
-    """
+    """Where in the user's own code `error` came up, "train.py:31"; "" where that was never: see `is_users`."""
     places = [(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.filename:
         places.append((error.filename, error.lineno or 0))

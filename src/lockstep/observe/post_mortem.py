@@ -6,10 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from lockstep.errors import ConfigError
+from lockstep.errors import CollectiveMismatch, ConfigError
 from lockstep.observe.board import FLIGHTS, from_record, status_of
 from lockstep.observe.divergence import find_mismatch
-from lockstep.observe.flight import FlightRecord, Record
+from lockstep.observe.flight import FlightRecord
 from lockstep.observe.scene import Limits, Scene
 from lockstep.observe.status import LastWords, Sight
 
@@ -27,15 +27,13 @@ def post_mortem(folder: Path) -> str:
     A rank may be ended by what another one sends (Gloo aborts the process where sizes differ), before its guard looks.
     """
     with _records_in(folder) as records:
-        if any(record.notice() for record in records.values()):
-            return ""
         told = {rank: from_record(record, status_of(record.status())) for rank, record in records.items()}
+        raised = {one.words.kind for one in told.values() if one.words is not None}
+        if CollectiveMismatch.__name__ in raised or any(record.notice() for record in records.values()):
+            return ""
         sights = {rank: Sight(status, 0.0, is_gone=False) for rank, status in told.items()}
-
-        def records_of(rank: int) -> list[Record]:
-            return records[rank].records() if rank in records else []
-
-        scenes = (Scene(me, sights, records_of, Limits(grace_s=0.0)) for me in sorted(records))
+        done = {rank: record.records() for rank, record in records.items()}
+        scenes = (Scene(me, sights, lambda rank: done.get(rank, []), Limits(grace_s=0.0)) for me in sorted(records))
         return next((found.text for found in map(find_mismatch, scenes) if found and found.is_certain), "")
 
 

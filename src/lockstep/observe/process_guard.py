@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
@@ -28,6 +29,7 @@ _REST_S = 5.0  # as long as a look may wait for what the ranks of other machines
 _guards: list[Guard] = []  # of this process: at most one
 _listening: weakref.WeakSet[Guard] = weakref.WeakSet()  # are told how this process ends
 _before: dict[object, Callable[..., object]] = {}  # by a hook of ours: the one that was there, which we call
+_died: list[tuple[BaseException, int]] = []  # what ended a thread, the last one; the steps until then
 
 
 def begin(environ: Mapping[str, str]) -> Guard | None:
@@ -109,12 +111,29 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
 
 def _thread_ended(args: threading.ExceptHookArgs) -> None:
     """By an error, which ends no rank: whatever waits for that thread waits for good."""
-    if args.exc_value is not None and args.exc_type is not SystemExit:
-        kind, message, where, *_ = last_words(args.exc_value)
+    error = args.exc_value
+    if error is not None and args.exc_type is not SystemExit:
         for guard in tuple(_listening):
+            error = guard.cause_of(error)
+            kind, message, where, *_ = last_words(error)
             said = f"one of its threads had ended: {kind}: {message}{where and ', at '}{where}"
             guard.facts.tell(BEFORE, "thread", said)
+            _died[:] = [(error, guard.step or guard.recorder.started)]
+            error = guard.as_shown(error)
+        if says_all(error) and DEBUG not in os.environ:
+            end_in_users_code(error)
+        args = threading.ExceptHookArgs((type(error), error, error.__traceback__, args.thread))
     _before[_thread_ended](args)
+    traceback.clear_frames(args.exc_traceback)  # what they hold ends with the thread, as without us
+
+
+def thread_error() -> BaseException | None:
+    """What ended a thread of this rank, which has not got on since: its training, as far as one knows.
+
+    Python ends by 0 then. So does the rank, whose program may have meant that; the others that miss it do not.
+    """
+    error, done = _died[0] if _died else (None, 0)  # operations where it counts no steps: C++'s may be entered later
+    return error if done and any((guard.step or guard.recorder.started) == done for guard in _listening) else None
 
 
 def _ignored(args: sys.UnraisableHookArgs) -> None:
@@ -133,5 +152,5 @@ def _ignored(args: sys.UnraisableHookArgs) -> None:
 @atexit.register
 def _end() -> None:
     for guard in tuple(_listening):
-        guard.end(getattr(sys, "last_value", None))  # the program may have an excepthook of its own
+        guard.end(getattr(sys, "last_value", None) or thread_error())  # the program may have an excepthook of its own
         guard.rest(_REST_S)

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import os
+import re
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -76,7 +78,18 @@ class Voice:
 
     def marked(self, found: Finding) -> Finding:
         """`found`, to be said here."""
-        return replace(found, said_to=f"{place_of(sys.stderr)} {self._rank}")
+        return replace(self._with_place(found), said_to=f"{place_of(sys.stderr)} {self._rank}")
+
+    def _with_place(self, found: Finding) -> Finding:
+        """`found`, which names no folder of evidence where none can be written, but why."""
+        place = next(path for path in Path(self._evidence, "it").parents if os.path.exists(path))
+        try:
+            with tempfile.TemporaryFile(dir=place) as file:
+                file.write(bytes(1 << 14))
+        except OSError as error:
+            why = f"No evidence could be kept in {self._evidence}: {error.strerror}"
+            return replace(found, text=re.sub("^Evidence: .*", lambda _: why, found.text, flags=re.MULTILINE))
+        return found
 
     def say(self, found: Finding, text: str = "") -> None:
         """Whatever becomes of one way, the others are gone."""
@@ -91,7 +104,7 @@ class Voice:
 
     def say_with_evidence(self, found: Finding, sights: Mapping[int, Sight]) -> None:
         """Also what may pass; as the end of what was said before, where it is that."""
-        here = place_of(sys.stderr)
+        here, found = place_of(sys.stderr), self._with_place(found)
         self.say(found, sequel(found, self.stalled, sights, here))
         if found.kind in ("stopped", "hang"):
             self.stalled = stalled_by(found, sights, here)
@@ -168,10 +181,7 @@ def place_of(stream: TextIO | None) -> str:
 
 
 def keep_evidence(folder: str, finding: Finding, sights: Mapping[int, Sight], records_of: Records) -> None:
-    """Write finding.txt, a file for each rank that is seen, and the stacks of all threads of this process.
-
-    Nothing where that cannot be written (a full or read-only disk): the finding itself is said and raised.
-    """
+    """Write finding.txt, a file for each rank that is seen, and this process's stacks, as far as there is room."""
     place = Path(folder)
     with contextlib.suppress(OSError):
         place.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from lockstep.observe import board, call_site, flight, guard, lookout, recording
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
+from lockstep.observe.profile import step_clock
 from lockstep.observe.recording import GuardLayer
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.wording import Finding
@@ -204,7 +205,7 @@ class Job:
         with pytest.MonkeyPatch.context() as patch:
             for module in (guard, lookout, board):
                 patch.setattr(module, "time", time)
-            for module in (flight, recording):
+            for module in (flight, recording, step_clock):
                 patch.setattr(module, "monotonic_ns", self.monotonic_ns)
             # all ranks are this one process, which does much else
             patch.setattr(stacks, "transferred_bytes", lambda: 0)

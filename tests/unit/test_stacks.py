@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 import types
 import weakref
 from collections.abc import Callable
@@ -22,6 +23,7 @@ import torch
 from lockstep.observe import account, stacks
 from lockstep.observe.account import Account
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.stacks import Loop, Motion, activity_of, is_traced, stack_of, transferred_bytes
 
 TASK = str(threading.get_native_id())
@@ -397,6 +399,23 @@ def test_a_debugger_is_looked_for_also_while_the_thread_works(tmp_path: Path, mo
     monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", 0.0))
     said = [mine.status(100 + look / 4).activity for look in range(12)]
     assert said == [*["debugger"] * 8, *[""] * 4]
+    mine.close()
+    recorder.close()
+
+
+def test_a_thread_that_is_seen_at_one_place_each_time_has_moved_with_its_phase(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = FlightRecorder(tmp_path / "flight", 0, 2)
+    mine, stood_s = Account(recorder), 1000.0
+    monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", stood_s))
+    recorder.clock.switch(DATA)
+    now_s = time.monotonic()
+    assert mine.status(now_s).unmoved_s < 500
+    stood_s = 0.0
+    assert mine.status(now_s + 1).unmoved_s == 0.0
+    stood_s, recorder.clock.marks[:] = 1000.0, [(DATA, time.monotonic_ns() - 2000 * 10**9)]
+    assert mine.status(now_s + 2).unmoved_s == 1000.0
     mine.close()
     recorder.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import threading
@@ -62,7 +63,7 @@ class Account:
             if number >= self._read:
                 if number > self._read:  # some were overwritten before
                     self._channels = None
-                self._read = number + 1
+                self._read, self.motion.has_begun = number + 1, True  # also in a group that others are not in
                 if record.is_message:
                     self._count(record)
                 elif record.group in folds:
@@ -114,10 +115,12 @@ class Account:
         return Status(**who, **how, step=recorder.step if step is None else step, **more)
 
     def status(self, now_s: float, **said: Any) -> Status:
-        """All of it, at `now_s` of a clock that never goes back. said: see `Voice.shown`."""
+        """All of it, at `now_s` by time.monotonic(). said: see `Voice.shown`."""
         step, stand = self._recorder.step, self.motion.look(now_s)
         steps = sorted([(after - before) / 1e9 for before, after in pairwise([*self.ended_ns])])
         newest = self._record.records(self._read - 1)
+        phases = tuple(self._recorder.clock.so_far(_PHASES))
+        phase_s = now_s - phases[-1][1] / 1e9 if phases else math.inf  # it has moved since that began
         if now_s - self._traced_s >= _TRACED_S:
             self._traced_s, self._is_traced = now_s, is_traced()
         return self.brief(
@@ -127,9 +130,9 @@ class Account:
             messages=dict(self._channels or {}),
             waiting=waits_of(list(self._under_way.values())),
             last=newest[-1] if newest else None,
-            phases=tuple(self._recorder.clock.so_far(_PHASES)),
+            phases=phases,
             stack=stand.stack,
-            unmoved_s=stand.unmoved_s,
+            unmoved_s=min(stand.unmoved_s, phase_s),
             looping_s=stand.looping_s,
             activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if self._is_traced else ""),
             facts=self.facts.said(),

@@ -204,8 +204,8 @@ class Guard:
         return self._lookout.finding
 
     def raise_if_found(self) -> None:
-        """Raise what was found, where it is certain.  Raises: CommError or ReplicaError."""
-        if self.finding is not None and self.finding.is_certain:
+        """Raise what was found: what is certain, once, before its end.  Raises: CommError or ReplicaError."""
+        if self.finding is not None and self.finding.is_certain and self._account.state == RUNNING:
             raise self._given(self.finding.error(), self.finding)
 
     def as_shown(self, error: BaseException) -> BaseException:

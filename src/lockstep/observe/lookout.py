@@ -29,7 +29,7 @@ WORDS_S = 2.0  # how long a rank that lost another one waits for what is known o
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a look, and what it takes
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
-_YOUNG = 240  # looks: the first minute of a run, in which most that is wrong shows
+_YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
 
 

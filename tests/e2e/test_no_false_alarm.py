@@ -105,6 +105,14 @@ for step in range(60):
         time.sleep(0.05)
 dist.barrier()
 """,
+    "two ranks of three that go on by themselves, at one line": """
+pair = dist.new_group([0, 1])
+talk = [lambda: dist.all_reduce(torch.ones(4), group=pair)]
+talk.append(lambda: dist.send(torch.ones(3), 0) if rank else dist.recv(torch.ones(3), 1))
+for step in range(25 if rank < 2 else 0):
+    (talk[step % 2](), time.sleep(0.2))
+dist.barrier()
+""",
     "GradScaler that meets infinity": """
 ddp = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -235,7 +243,7 @@ print(f"rank {rank} is done")
 if dist.is_initialized():
     dist.destroy_process_group()
 """
-_RANKS = {"groups of few ranks": 3}
+_RANKS = {name: 3 for name in _SCRIPTS if "groups of few ranks" in name or "of three" in name}
 
 
 def _run(folder: Path, name: str, body: str, *, warm: bool = True) -> str:

@@ -26,16 +26,26 @@ Case = Callable[[int, Path], Any]
 
 
 def guarded(
-    rank: int, world_size: int, folder: str, case: Case, is_watched: bool = True, mode: Mode = "on", every: int = 2
+    rank: int,
+    world_size: int,
+    folder: str,
+    case: Case,
+    is_watched: bool = True,
+    mode: Mode = "on",
+    every: int = 2,
+    patience_s: float = 300.0,
 ) -> tuple[str, Any]:
-    """(what this rank's guard said and what was raised, the result) of `case`. every: steps between two comparisons."""
+    """(what this rank's guard said and what was raised, the result) of `case`.
+
+    every: steps between two comparisons. patience_s: for the ends of the others; longer than a test may take.
+    """
     torch.manual_seed(0)
     place = Path(folder)
     said, result = io.StringIO(), None
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stderr(said):
         patch.setenv(REPLICA_EVERY, str(every))
         for limit in ("_MEET_S", "_DISPUTE_S"):
-            patch.setattr(torch_training, limit, 20.0)  # nobody is left behind because the machine is busy
+            patch.setattr(torch_training, limit, patience_s)  # nobody is left behind because the machine is busy
         recorder = FlightRecorder(flight_path(folder, rank), rank, world_size)
         guard = Guard(
             recorder, Board(folder, recorder, range(world_size)), GuardSettings(mode, evidence="", look_s=0.05)

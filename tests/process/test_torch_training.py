@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lockstep.observe.board import Board, flight_path
-from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.flight import FlightRecord, FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
 from lockstep.observe.torch_training import TrainingWatch, attach_training
@@ -256,6 +257,22 @@ def test_strict_names_the_same(case: Case, tmp_path: Path) -> None:
     assert all("raised " in text for text, _ in results), said
 
 
+def calls_seldom(rank: int, folder: Path) -> None:
+    """Each call is over before a guard looks, which has found by then what was wrong before."""
+    other_reduction_last(rank, folder)
+    assert wait_until(FlightRecord(flight_path(folder, 0)).notice, 20)
+    for _ in range(10):
+        threading.Event().wait(0.5)
+        dist.barrier()
+    (folder / "went on").touch()
+
+
+def test_strict_raises_in_the_next_call(tmp_path: Path) -> None:
+    results = run_processes(2, guarded, 2, str(tmp_path), calls_seldom, True, "strict", connect=False)
+    assert all("raised CollectiveMismatch" in text for text, _ in results), results
+    assert not (tmp_path / "went on").exists()
+
+
 # ------------------------------------------------------------------ what is right
 
 
@@ -429,7 +446,7 @@ def fail_with_an_operation_under_way(rank: int, folder: Path) -> None:
 
 
 def leave_first(rank: int, folder: str) -> str:
-    said, _ = guarded(rank, 2, folder, fail_with_an_operation_under_way)
+    said, _ = guarded(rank, 2, folder, fail_with_an_operation_under_way, patience_s=0.0)  # rank 1 never says its end
     (Path(folder) / "left").touch()
     return said
 

@@ -44,6 +44,15 @@ def test_everything_has_a_name() -> None:
     assert not any("params" in what or "foreach" in what or "fused" in what for what in named)
 
 
+def test_of_several_optimizers_each_is_named_by_what_it_trains() -> None:
+    net, _ = trained()
+    ends = [torch.optim.SGD([torch.nn.Parameter(torch.ones(2)), *net.get_submodule(at).parameters()]) for at in "02"]
+    named = values(replica_entries(net, ends))
+    rates = [what for what in named if what.startswith("lr of ")]
+    assert rates == [f"lr of parameter group 0 of the optimizer of '{at}.weight'" for at in "02"]
+    assert values(replica_entries(net, ends[:1])).keys() >= {"lr of parameter group 0"}
+
+
 def test_wrappers_add_nothing_to_names() -> None:
     def wrapped(inside: nn.Module, name: str) -> nn.Module:
         wrapper = nn.Module()
@@ -100,6 +109,29 @@ def test_what_is_each_ranks_own_is_left_out() -> None:
     assert list(values(replica_entries(holder))) == ["parameter 'whole.weight'", "parameter 'whole.bias'"]
 
 
+def test_the_loss_that_lbfgs_keeps_is_each_ranks_own() -> None:
+    """Its closure returns the loss of this rank's batch; gradients, and so all else of it, are equal."""
+
+    def trained(loss_more: float, rate: float = 0.1) -> dict[str, str]:
+        torch.manual_seed(3)
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.LBFGS(net.parameters(), lr=rate, max_iter=5)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(torch.arange(15.0).view(5, 3)).square().mean() + loss_more  # equal gradients
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+        assert float(optimizer.state[net.weight]["prev_loss"]) > loss_more
+        return values(replica_entries(net, optimizer))
+
+    assert trained(0.0) == trained(7.0)
+    assert trained(0.0)["al.0 of 'weight'"] != trained(0.0, 0.2)["al.0 of 'weight'"]
+    assert "n_iter of 'weight'" in trained(0.0)
+
+
 def test_tied_parameters_and_nested_state() -> None:
     net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
     net[1].weight = net[0].weight  # type: ignore[assignment]
@@ -154,6 +186,13 @@ def test_folds_agree_as_the_entries_do() -> None:
     assert not agree([fold(many), fold([many[0]._replace(value="x"), *many[1:]])])
     assert not agree([fold([*many, Entry("b", "1", (), True)]), fold([*many, Entry("b", "2", (), True)])], moving=True)
     assert all(-(2**63) <= number < 2**63 for number in fold(many))
+
+
+def test_options_of_optimizers_are_compared_with_the_rest_or_left_out() -> None:
+    rates = [fold([*entries(), Entry("lr of parameter group 0", rate)]) for rate in ("0.1", "0.2")]
+    assert not agree(rates)
+    assert agree(rates, options=False)
+    assert not agree([rates[0], fold([*entries(a="1"), Entry("lr of parameter group 0", "0.1")])], options=False)
 
 
 def test_moving_buffers_are_their_own_matter() -> None:

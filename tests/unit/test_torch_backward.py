@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch.utils.hooks import warn_if_has_hooks
 
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 
 
@@ -37,6 +39,29 @@ def test_a_parameter_that_is_followed_goes_to_another_process_without_a_warning(
         warn_if_has_hooks(cast(Any, one))  # as torch does where it sends a tensor on
     detach()
     assert not one._backward_hooks
+
+
+def test_since_when_a_backward_waits_is_not_noted_of_steps_that_are_only_counted(detach: Callable[[], None]) -> None:
+    BACKWARDS.phases = cast(Any, SimpleNamespace(clock=StepClock(), owner=-1))
+    one, users = param(), []
+    BACKWARDS.follow([one], is_sent_by_cpp=True)
+    one.register_hook(lambda grad: users.append(grad))
+
+    def noted() -> tuple[int, int, int]:
+        BACKWARDS._tails_ns.clear()
+        one.sum().backward()
+        return len(BACKWARDS._tails_ns), len(BACKWARDS.own), len(users)
+
+    assert noted() == (1, 1, 1)
+    BACKWARDS.turned(is_brief=True)
+    BACKWARDS.turned(is_brief=True)
+    assert noted() == (0, 2, 2)  # gradients are: the next step that is looked at asks for them
+    BACKWARDS.turned(is_brief=False)
+    assert noted() == (1, 3, 3)
+    BACKWARDS.turned(is_brief=True)
+    detach()
+    BACKWARDS.turned(is_brief=False)
+    assert len(cast(Any, one._backward_hooks)) == 1  # the user's
 
 
 def test_the_last_who_leaves_puts_torch_back() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import itertools
+import tempfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -102,3 +105,18 @@ def test_of_two_loaders_that_each_step_asks_the_last_one_counts(watched: Watched
         (7 if is_paired else 4, True),
     ]
     assert len(watched.marks) == is_paired
+
+
+def test_a_file_that_is_saved_to_is_told_also_where_the_program_has_opened_it(watched: Watched, tmp_path: Path) -> None:
+    """What is in memory or has no name in a folder is not, whatever it is called."""
+    watched.watch.watch_saves()
+    with (tmp_path / "open").open("wb") as file, (tmp_path / "raw").open("wb", buffering=0) as raw:
+        torch.save([1], file)
+        torch.save([1], raw)
+    torch.save([1], tmp_path / "named")
+    called = io.BytesIO()
+    called.name = str(tmp_path / "called")  # type: ignore[misc]
+    torch.save([1], called)
+    with tempfile.TemporaryFile() as nameless:
+        torch.save([1], nameless)
+    assert watched.saved == [str((tmp_path / name).resolve()) for name in ("open", "raw", "named")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import SimpleNamespace
@@ -24,7 +25,7 @@ class Watched:
         self.world_size = 2
         self.before_look: list[Callable[[], None]] = []
         self.facts = self
-        self._told: dict[tuple[str, int], Any] = {}
+        self._told: dict[tuple[str, Any], Any] = {}
         self.notes: list[dict[str, Any]] = []
         self.may_share = False
         self.watch = DataWatch(cast(Any, self), lambda: ("team/2", False, self.may_share))
@@ -32,8 +33,11 @@ class Watched:
         request.addfinalizer(self.watch.close)
         request.addfinalizer(take_notes(self))
 
-    def tell(self, topic: str, key: int, value: Any) -> None:
+    def tell(self, topic: str, key: int | str, value: Any) -> None:
         self._told[topic, key] = value
+
+    def activity(self, _: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
         assert later is not None
@@ -60,6 +64,11 @@ class Watched:
     def marks(self) -> list[dict[str, Any]]:
         """What is known of the samples of each loop."""
         return [value for (topic, _), value in self._told.items() if topic.startswith("samples ")]
+
+    @property
+    def saved(self) -> list[str]:
+        """Files that were written, the first one first."""
+        return [path for topic, path in self._told if topic == "save"]
 
     @property
     def epochs(self) -> list[tuple[int, int, bool]]:

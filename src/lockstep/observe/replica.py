@@ -33,6 +33,7 @@ _ENTRIES_AT_ONCE = 4000  # of one message
 _WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_orig_mod")
 _WITH_OWN_SHARE = ("ShardedOptimizer", "ZeroRedundancyOptimizer")  # their state is another one on each rank
 _NOT_COMPARED = ("params", "param_names", "foreach", "fused", "capturable", "differentiable")  # how, and not what
+_OWN_LOSS = "prev_loss"  # of LBFGS: what this rank's closure has returned, of its own batch
 
 
 class ReplicaWarning(UserWarning):
@@ -43,8 +44,10 @@ class ReplicaWarning(UserWarning):
 
 
 @torch.no_grad()
-def replica_entries(model: Module, optimizer: Optimizer | None = None, ignore: Collection[str] = ()) -> list[Entry]:
-    """What of `model` and `optimizer` should be equal on all ranks that train it as replicas.
+def replica_entries(
+    model: Module, optimizer: Optimizer | Sequence[Optimizer] | None = None, ignore: Collection[str] = ()
+) -> list[Entry]:
+    """What of `model` and `optimizer`, or of several that have a part of it each, should be equal on all its replicas.
 
     Left out: pieces without a copy elsewhere, what DDP was told to ignore, and what is named in `ignore`, each with its
     state in the optimizer. Not collective. Memory: see `digests`.
@@ -55,8 +58,11 @@ def replica_entries(model: Module, optimizer: Optimizer | None = None, ignore: C
     named = [(f"parameter {params[id(p)]!r}", p) for p in module.parameters() if params[id(p)]]
     named += [(f"{BUFFER}{plain_name(name)!r}", b) for name, b in module.named_buffers() if name not in own]
     numbers: list[Entry] = []
-    if optimizer is not None:
-        for what, value in _optimizer_values(optimizer, params):
+    optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer] if optimizer is not None else []
+    for one in optimizers:
+        trained = (params.get(id(param), "") for group in one.param_groups for param in group["params"])
+        which = f" of the optimizer of {next(filter(None, trained), '')!r}" if len(optimizers) > 1 else ""
+        for what, value in _optimizer_values(one, params, which):
             if isinstance(value, Tensor) and (value.numel() != 1 or is_dtensor(value)):  # whose piece may be empty
                 named.append((what, value))
             else:
@@ -110,16 +116,17 @@ def has_own_share(optimizer: Optimizer) -> bool:
     return any(kind.__name__ in _WITH_OWN_SHARE for kind in type(optimizer).__mro__)
 
 
-def _optimizer_values(optimizer: Optimizer, names: Mapping[int, str]) -> Iterator[tuple[str, Any]]:
+def _optimizer_values(optimizer: Optimizer, names: Mapping[int, str], which: str) -> Iterator[tuple[str, Any]]:
     """State and options; those of a parameter that `names` lacks, or whose name is "", are left out."""
     is_shared = has_own_share(optimizer)
     for number, group in enumerate(optimizer.param_groups):
         for param in group["params"]:
             name = names.get(id(param))
             if name and not is_shared and param in optimizer.state:
-                yield from _leaves(f" of {name!r}", optimizer.state[param])
+                state = {key: value for key, value in optimizer.state[param].items() if key != _OWN_LOSS}
+                yield from _leaves(f" of {name!r}", state)
         options = {key: value for key, value in group.items() if key not in _NOT_COMPARED}
-        yield from _leaves(f"{OF_GROUP}{number}", options)
+        yield from _leaves(f"{OF_GROUP}{number}{which}", options)
 
 
 def _leaves(of: str, values: Any, path: str = "") -> Iterator[tuple[str, Any]]:

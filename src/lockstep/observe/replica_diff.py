@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 MISSING = "nothing"
 OF_GROUP = " of parameter group "
 SIGNS = "signs"  # of parameters: what explains why they differ, and is not compared
-_SLOTS = 6  # kinds of copies that travel by themselves: whole tensors, moving buffers, pieces of so many meshes
+_SLOTS = 6  # kinds that travel by themselves: whole tensors, moving buffers, options, pieces of so many meshes
 
 
 class Entry(NamedTuple):
@@ -40,8 +40,8 @@ def fold(entries: Iterable[Entry]) -> list[int]:
     """
     kinds: dict[str, Any] = {}
     for entry in entries:
-        kind = "moving" if entry.is_moving else repr(entry.holders)
-        if len(kinds) >= _SLOTS - 2 and kind not in (*kinds, "moving"):
+        kind = "moving" if entry.is_moving else "options" if OF_GROUP in entry.what else repr(entry.holders)
+        if len(kinds) >= _SLOTS - 3 and kind not in (*kinds, "moving", "options"):
             kind = "others"  # is not compared
         hashed = kinds.setdefault(kind, hashlib.blake2b(digest_size=8))
         hashed.update(f"{entry.what}={entry.value}{entry.holders}\n".encode())
@@ -56,16 +56,20 @@ def _word(text: bytes) -> int:
 
 _MOVING = _word(b"moving")
 _OTHERS = _word(b"others")
+_OPTIONS = _word(b"options")
 
 
-def agree(folds: Iterable[Sequence[int]], *, moving: bool = False) -> bool:
-    """Whether ranks that have the same things have the same values. `moving`: of the moving buffers, or of the rest."""
+def agree(folds: Iterable[Sequence[int]], *, moving: bool = False, options: bool = True) -> bool:
+    """Whether ranks that have the same things have the same values. `moving`: of the moving buffers, or of the rest,
+
+    with the `options` of optimizers or without.
+    """
     seen: dict[int, int] = {}
     pairs = ((row[i], row[i + 1]) for row in folds for i in range(0, len(row), 2))
     return all(
         seen.setdefault(kind, digest) == digest
         for kind, digest in pairs
-        if kind and kind != _OTHERS and (kind == _MOVING) == moving
+        if kind and kind != _OTHERS and (kind == _MOVING) == moving and (options or kind != _OPTIONS)
     )
 
 

@@ -103,6 +103,8 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     options = [one for one in found if OF_GROUP in one.what]
     causes = [*options, *(one for one in found if one not in options)]
     lines = [*map(difference_in_words, causes[:3]), *([f"and {len(found) - 3} more"] if len(found) > 3 else [])]
+    later = "" if len(options) < len(found) else _apart_after(topic, step)
+    lines += [f"after step {later} parameters or optimizer state differ too"] if later else []
     is_cut = all(value[1] == "cut" for value in topic.told[step].values())
     is_wrapped = any(value[1] in ("ddp", "hook") for value in topic.told[step].values())
     since = f"equal after step {good}" if good is not None else _SINCE[is_wrapped]
@@ -115,7 +117,7 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     yield compose(
         scene,
         "replica",
-        topic.name,
+        f"{topic.name} later" if later else topic.name,
         f"REPLICAS differ{': built from different seeds' if is_cut else f' after step {step}, {since}'}.",
         odd,
         [*lines, cause],
@@ -125,9 +127,16 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
         fix=""
         if good is None
         else f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank.",
-        is_certain=len(options) < len(found) and not is_cut,
+        is_certain=(len(options) < len(found) or bool(later)) and not is_cut,
         done=int(step) - 1,
     )
+
+
+def _apart_after(topic: Topic, step: str) -> str:
+    """The first step at which more than options of optimizers differ, as these alone did after `step`."""
+    folds = {key: [value[0] for value in topic.told[key].values()] for key in topic.steps if int(key) >= int(step)}
+    apart = [key for key, rows in folds.items() if not agree(rows, options=False)]
+    return apart[0] if apart and apart[0] != step and are_meant_equal(topic.told[apart[0]]) else ""
 
 
 def _differences(rows: Mapping[int, list[Any]]) -> list[Difference]:

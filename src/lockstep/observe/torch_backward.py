@@ -50,6 +50,7 @@ class Backwards(SharedPatches):
         self._plain: Any = None  # torch.Tensor
         self._queue: Any = None
         self._tails_ns: deque[int] = deque(maxlen=1)  # since when the backward that runs waits
+        self._tails: list[tuple[Any, Callable[[Any], Any]]] = []  # torch's handles, and what is called to note that
         self.failed: Callable[[BaseException], object] = lambda error: None  # called with what a backward raises
         self._ours: Any = None  # what stands in the place of torch.autograd.backward
 
@@ -68,12 +69,24 @@ class Backwards(SharedPatches):
         first = next((param for param in trained if param.numel() <= _SMALL), None)
         if first is not None and not any(known() is first for known in self.probes):
             self.probes.append(weakref.ref(first))
-            hooks: list[Callable[[Any], Any]] = [partial(self.own.append)]  # C's, also below: no frame of Python's runs
+            # C's, also below: no frame of Python's runs. Torch warns of others who sends the parameter on.
+            self._patches.add(first.register_hook(unserializable_hook(partial(self.own.append))).remove)
             if is_sent_by_cpp and self.phases is not None:
                 waits = map(self._tails_ns.append, iter(monotonic_ns, None)).__next__
-                hooks.append(partial(next, map(self._queue, repeat(waits))))  # called back before DDP, which asks later
-            for hook in map(unserializable_hook, hooks):  # else torch warns who sends the parameter on
-                self._patches.add(first.register_hook(hook).remove)
+                queue = unserializable_hook(partial(next, map(self._queue, repeat(waits))))
+                handle = first.register_hook(queue)  # called back before DDP, which asks later
+                self._tails = [tail for tail in self._tails if tail[0].hooks_dict_ref() is not None]
+                self._tails.append((handle, queue))
+                self._patches.add(handle.remove)
+
+    def turned(self, is_brief: bool) -> None:
+        """Of steps that are only counted it is not noted since when backward waits, from here on; or it is again."""
+        for handle, queue in self._tails:
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and is_brief:
+                hooks.pop(handle.id, None)  # torch calls what was there when it began
+            elif hooks is not None:
+                hooks[handle.id] = queue
 
     def _watch(self) -> None:
         from torch import Tensor, autograd

@@ -7,6 +7,7 @@ samples. Nothing is told of other passes.
 from __future__ import annotations
 
 import functools
+import io
 import math
 import os
 import weakref
@@ -270,6 +271,8 @@ class DataWatch:
         @functools.wraps(old)
         def save(*args: Any, **kwargs: Any) -> Any:
             target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            if isinstance(target, io.FileIO | io.BufferedWriter | io.BufferedRandom):  # no other has a path for certain
+                target = getattr(target, "name", None)  # a number where a descriptor was opened
             if isinstance(target, str | os.PathLike):
                 path = os.path.realpath(target)
                 if not path.startswith("/dev/"):

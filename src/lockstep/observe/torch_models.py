@@ -1,7 +1,7 @@
 """What DistributedDataParallel wraps and how its forward is called, told as facts: see `torch_training`.
 
 Its parameters before torch looks at them; then, of each step, what was averaged, what is frozen, and what had no part
-in the loss.
+in the loss. And, where it is made, how a mesh lays out its ranks.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 import sys
 import time
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
@@ -31,7 +32,7 @@ _FEW = 10  # steps: all looked at, and then every tenth
 _EXPLAIN_S = 1.0
 _UNUSED = re.compile(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)")
 _MANY = 4  # synchronised forwards of one step: that many are told before it ends, for it may not end
-_NAMED = 20  # parameters that a fact names
+_NAMED = 20  # parameters, or ranks of a mesh, that a fact names
 
 
 @final
@@ -41,6 +42,7 @@ class ModelFacts:
     def __init__(self, guard: Guard, models: dict[int, Model], patches: Patches) -> None:
         self._guard, self._models, self._patches = guard, models, patches
         self._wrapped = 0
+        self._meshes = Counter[str]()  # made, by their ranks in any order
 
     def watch_models(self) -> None:
         """DistributedDataParallel is there."""
@@ -49,6 +51,7 @@ class ModelFacts:
 
         self._patches.replace(DistributedDataParallel, "__init__", partial(self._wrapping, is_sent_by_cpp=True))
         self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
+        self._patches.replace_in("torch.distributed.device_mesh", "DeviceMesh", "__init__", self._laying_out)
 
     def watch_our_models(self) -> None:
         """Our own DistributedDataParallel is there, whose forwards do not go through torch's Reducer."""
@@ -119,6 +122,26 @@ class ModelFacts:
                 return
             time.sleep(0.02)
         raise found.error() from error
+
+    def _laying_out(self, old: Callable[..., None]) -> Callable[..., None]:
+        """DeviceMesh.__init__, which all ranks call in one order, as it makes groups. Not so of one dimension."""
+
+        @functools.wraps(old)
+        def init(mesh: Any, *args: Any, **kwargs: Any) -> None:
+            old(mesh, *args, **kwargs)
+            is_cut = not kwargs.get("_init_backend", True) or kwargs.get("_root_mesh") is not None  # from another
+            if is_cut or mesh.ndim < 2 or mesh.get_coordinate() is None or not is_the_job(self._guard):
+                return
+            ranks = mesh.mesh.flatten().tolist()
+            team, digest = (f"{zlib.crc32(repr(them).encode()):08x}" for them in (sorted(ranks), ranks))
+            order = ranks if len(ranks) <= _NAMED else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]} (their order: {digest})"
+            names = mesh.mesh_dim_names or map("dim {}".format, range(mesh.ndim))
+            dims = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.mesh.shape, strict=True))
+            value = [f"({dims}) of ranks {order}", call_site()]
+            self._guard.facts.tell(f"mesh {team}/{len(ranks)}", self._meshes[team], value)
+            self._meshes[team] += 1
+
+        return init
 
     # ------------------------------------------------------------------ when they are called
 

@@ -55,6 +55,7 @@ class Optimizers(SharedPatches):
 
         def turned(is_brief: bool) -> None:
             self._is_unseen |= is_brief
+            BACKWARDS.turned(is_brief)
             for handle, seeing in (before, _nothing if is_brief else self._begins), (after, self._passing(is_brief)):
                 hooks = handle.hooks_dict_ref()
                 if hooks is not None and handle.id in hooks:

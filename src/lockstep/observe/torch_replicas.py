@@ -161,13 +161,26 @@ class ReplicaFacts:
         self._led_from = self._made.get(optimizer, "")
 
     def trainer(self, model: Model) -> Any:
-        """The optimizer that has all of it; None where several have a part each: each rank may have another one."""
-        module = model.module()
+        """The optimizer that has all of it; None where several have a part each."""
+        found = self.trainers(model)
+        return found[0] if len(found) == 1 else None
+
+    def trainers(self, model: Model) -> list[Any]:
+        """The optimizer that has all of it, or the newest of those that have it together; none where some is missing:
+
+        then each rank may have another part.
+        """
+        module, made = model.module(), [*self._made]
         wanted = set() if module is None else {id(param) for param in module.parameters() if param.requires_grad}
-        for optimizer in (self.leader(), *reversed([*self._made])) if wanted else ():
-            if optimizer is not None and wanted <= {id(p) for group in optimizer.param_groups for p in group["params"]}:
-                return optimizer
-        return None
+        within, found = {id(getattr(one, "optim", None)) for one in made}, []
+        for optimizer in (self.leader(), *reversed(made)) if wanted else ():
+            if optimizer is not None and wanted <= _trained_by(optimizer):
+                return [optimizer]
+        for optimizer in reversed(made):
+            if id(optimizer) not in within and wanted & (trained := _trained_by(optimizer)):
+                found.append(optimizer)
+                wanted -= trained
+        return [] if wanted else found
 
     def is_trained_by_leader(self, model: Model) -> bool:
         """Whether the leading optimizer has all of it, or is the part of another that has."""
@@ -216,7 +229,7 @@ class ReplicaFacts:
 
     def _parts(self, model: Model) -> set[Any]:
         module = model.module()
-        return set() if module is None else {self.leader(), *module.modules()}
+        return set() if module is None else {self.leader(), *self.trainers(model), *module.modules()}
 
     def _tell_lines(self, model: Model) -> None:
         parts = self._parts(model)
@@ -228,16 +241,17 @@ class ReplicaFacts:
             "past": model.past,
             "step": self._stepped_at and f"optimizer.step() at {self._stepped_at}",
         }
-        if (trainer := self.trainer(model)) is not None:
-            lines["made"] = (site := self._made.get(trainer, "")) and f"optimizer made at {site}"
-            lines["step"] = lines["step"] if self.is_trained_by_leader(model) else ""
+        if trainers := self.trainers(model):
+            sites = dict.fromkeys(filter(None, map(self._made.get, reversed(trainers))))
+            lines["made"] = f"optimizer made at {' and '.join(sites)}" if sites else ""
+            lines["step"] = lines["step"] if self.is_trained_by_leader(model) or len(trainers) > 1 else ""
         self._guard.facts.tell(f"lines {_place(model)}", "now", {key: text for key, text in lines.items() if text})
 
     def _tell(self, model: Model, step: int) -> None:
         from lockstep.observe.replica import BUFFER, replica_entries
 
         module: Any = model.module()
-        entries = replica_entries(module, self.trainer(model))
+        entries = replica_entries(module, self.trainers(model))
         keeps_own = model.kind == "ddp" and not getattr(module, "broadcast_buffers", True)
         if not keeps_own:  # DDP takes rank 0's in the next forward
             entries = [entry for entry in entries if not entry.what.startswith(BUFFER)]
@@ -300,6 +314,10 @@ def _cut_over(params: Sequence[Any], everybody: Sequence[int]) -> Sequence[int]:
         return ()
     first, *others = {tuple(sorted(param.device_mesh.mesh.flatten().tolist())) for param in cut} or {tuple(everybody)}
     return () if others else first
+
+
+def _trained_by(optimizer: Any) -> set[int]:
+    return {id(param) for group in optimizer.param_groups for param in group["params"]}
 
 
 def _starts(optimizer: Any) -> dict[int, int]:

@@ -33,7 +33,7 @@ from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_replicas import Model, ReplicaFacts
 from lockstep.observe.wording import BEFORE, step_after
 
-_MEET_S, _DISPUTE_S = 0.5, 2.0
+_MEET_S, _DISPUTE_S, _MET = 0.5, 2.0, "met"  # the last is told once a rank has seen all others at their end
 
 
 def attach_training(guard: Guard) -> Callable[[], None]:
@@ -247,9 +247,12 @@ class TrainingWatch:
         deadline = time.monotonic() + _MEET_S
         latest = time.monotonic() + _DISPUTE_S
         while (found := self._guard.look_now()) is None or not found.is_certain:
-            others = [sight.status for sight in facts.sights.values() if sight.status.state == RUNNING]
-            have_met = len(facts.sights) == self._guard.world_size and all(END in one.facts for one in others)
-            if (have_met and not facts.is_disputed) or time.monotonic() > (latest if facts.is_disputed else deadline):
+            ends = [one.status.facts.get(END, {}) for one in facts.sights.values() if one.status.state == RUNNING]
+            have_met = len(facts.sights) == self._guard.world_size and all(ends)
+            if have_met:  # what differs is shown with that, by each rank its own
+                facts.tell(END, _MET, self._step)
+            is_done = have_met and (not facts.is_disputed or all(_MET in one for one in ends))
+            if is_done or time.monotonic() > (latest if facts.is_disputed else deadline):
                 return
             time.sleep(0.01)
 

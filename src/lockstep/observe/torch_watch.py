@@ -297,7 +297,7 @@ class TorchWatch:
         for group, watched in self._groups.all():
             is_open = watched.pending or watched.inside or any(call[1] is watched for call in list(self._open.values()))
             is_open = is_open or group._get_sequence_number_for_group() != watched.seen  # C++ may be at it
-            if is_open and watched.name not in self._aborted:
+            if (is_open or self._guard.settings.mode == "strict") and watched.name not in self._aborted:
                 self._aborted.add(watched.name)
                 self._break(group, watched)
 

@@ -13,7 +13,7 @@ from lockstep.observe.data_facts import different_lengths, different_rules, equa
 from lockstep.observe.divergence import END, SYNC_ALIKE
 from lockstep.observe.facts import Topic, shown, told_by_kind, topics_of
 from lockstep.observe.model_match import first_difference
-from lockstep.observe.replica_diff import agree, odd_ranks
+from lockstep.observe.replica_diff import agree, alike, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.torch_groups import FROM_CPP
@@ -29,6 +29,7 @@ class Training:
     """Of the same ranks, look after look: what they tell is read again once one of them tells something else."""
 
     def __init__(self) -> None:
+        self._sights: object = None  # of the last look: it asks for both, what is certain and what is not
         self._about: object = None
         self._found: dict[str, list[Finding]] = {}  # in that, by kind
 
@@ -41,6 +42,12 @@ class Training:
         return [finding for finding in self._findings(scene) if not finding.is_certain]
 
     def _findings(self, scene: Scene) -> list[Finding]:
+        if scene.sights is not self._sights:
+            self._look(scene)
+            self._sights = scene.sights
+        return [finding for kind in _CASES for finding in self._found[kind]]
+
+    def _look(self, scene: Scene) -> None:
         told = told_by_kind(scene.sights)
         states = {rank: (one.status.state, one.is_gone) for rank, one in scene.sights.items()}
         about = states, {kind: rows for kind, rows in told.items() if kind not in _OF_STEPS}
@@ -48,7 +55,6 @@ class Training:
         for kind in kinds:
             topics = topics_of(told.get(kind, ()))
             self._found[kind] = [finding for topic in topics for finding in _CASES[kind](scene, topic)]
-        return [finding for kind in _CASES for finding in self._found[kind]]
 
 
 # ------------------------------------------------------------------ models
@@ -74,6 +80,21 @@ def _model(scene: Scene, topic: Topic) -> Iterator[Finding]:
         why = "gradients pair by the order of the parameters: others would be averaged, or the job hangs."
         fix = "build one model on every rank, in one order; freeze the same parameters before, and wrap it alike."
         yield compose(scene, "model", topic.name, head, odd or tuple(told), lines, why=why, fix=fix)
+
+
+def _mesh(scene: Scene, topic: Topic) -> Iterator[Finding]:
+    """Meshes of the same ranks, of which each made as many before, that are laid out or named in other ways."""
+    for key, told in topic.told.items():
+        texts = {rank: value[0] for rank, value in told.items()}
+        if len(set(texts.values())) < 2 or not have_all_told(scene, topic, told):
+            continue
+        odd = odd_ranks(texts) if len(told) == topic.size else ()
+        by_text = alike({rank: " at ".join(value) for rank, value in told.items()})
+        lines = [f"{names(ranks)}: {text}" for text, ranks in by_text.items()]
+        why = "ranks take other groups for those of a dimension: they mix values that do not belong together."
+        fix = "give DeviceMesh or init_device_mesh one shape, and its dimensions one order, on every rank."
+        head = "MESHES differ in their dimensions, or in the order of their ranks."
+        yield compose(scene, "mismatch", f"{topic.name} {key}", head, odd or tuple(told), lines, why=why, fix=fix)
 
 
 def _frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
@@ -274,6 +295,7 @@ def _saved(scene: Scene, topic: Topic) -> Iterator[Finding]:
 
 
 _CASES = {
+    "mesh": _mesh,
     "model": _model,
     "trained": _frozen,
     "unused": _unused,

@@ -57,3 +57,22 @@ def test_what_depends_on_how_far_the_ranks_are_is_read_every_time() -> None:
     told[0].tell("gradient", 3, ["the loss is not finite", ["'w' (1 NaN of 2 elements)"], "t.py:1"])
     assert training.notes(scene_of(told, 4)) == []
     assert [note.kind for note in training.notes(scene_of(told, 5))] == ["gradient"]
+
+
+def test_one_look_that_asks_for_what_is_certain_and_what_is_not_reads_once() -> None:
+    """What depends on how far the ranks are too, which is read at every look."""
+    told, training, read = [Facts(), Facts()], Training(), list[int]()
+    told[0].tell("gradient", 3, ["the loss is not finite", ["'w' (1 NaN of 2 elements)"], "t.py:1"])
+
+    def counted(scene: Scene, topic: Topic) -> Iterator[Finding]:
+        read.append(scene.status(0).step)
+        yield from _gradient(scene, topic)
+
+    _gradient = training_findings._CASES["gradient"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(training_findings._CASES, "gradient", counted)
+        for step in (5, 6):
+            seen = scene_of(told, step)
+            assert [note.kind for note in training.notes(seen)] == ["gradient"]
+            assert training.find_training(seen) is None
+    assert read == [5, 6]

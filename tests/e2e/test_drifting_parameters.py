@@ -44,6 +44,13 @@ def average():
             dist.all_reduce(param.grad)
 steps(lambda step: model, torch.optim.SGD(model.parameters(), 1e-4), average=average)
 """
+_GATHERED = _BY_HAND.replace(
+    "            dist.all_reduce(param.grad)\n",
+    """            every = [torch.empty_like(param.grad) for _ in range(2)]
+            dist.all_gather(every, param.grad)
+            param.grad.copy_(sum(every) / 2)
+""",
+)
 _HOOK = """
 def hook(state, bucket):
     future = torch.futures.Future()
@@ -68,6 +75,11 @@ _SAID = {  # name -> ranks, program, what is said
         2,
         _BY_HAND,
         r"UNAVERAGED gradients of 1 parameter, seen after step 1\.\n  parameter '1\.bias' began alike on all ranks",
+    ),
+    "left out where others are gathered": (
+        2,
+        _GATHERED,
+        r"UNAVERAGED gradients of 1 parameter, (?s:.*)'1\.bias' began",
     ),
     "a hook that sends nothing": (2, _HOOK, r"UNAVERAGED gradients of 2 parameters, (?s:.*)the comm hook gave each"),
     "past DDP on one rank": (

@@ -42,6 +42,7 @@ NOT_AVERAGED = {
     "beside what DDP wraps": (apart("loose"), []),
     "of a model that the program averages": (apart("hand"), OF_BODY),
     "of one that it averages as a whole": (apart("hand"), OF_BOTH),
+    "of one that it gathers to average": (apart("hand"), ["all_gather float32 [4, 2]"]),
     "by a comm hook that sends nothing": (apart("hook", shared=ALONE), []),
 }
 
@@ -65,6 +66,7 @@ MEANT = {
     "all are averaged, and of one rank that is not so": (apart("hand", own=(1, 1, 2), head="aab"), []),
     "nobody has averaged anything": (apart("hand", shared=ALONE), []),
     "the same gradient is of work that is done together": (apart("hand"), ["all_reduce float32 [6, 2] sum"]),
+    "features are gathered": (apart("hand"), ["all_gather float32 [6, 2]"]),
     "experts, to which tokens are sent": (apart("loose"), ["all_to_all float32 [6, 2]"]),
     "a hook that averages some": (apart("hook"), []),
     "a hook that averaged at first": (apart("hook", shared=ALONE, steps=(8, 16)), []),

@@ -179,7 +179,7 @@ def _unaveraged(scene: Scene, topic: Topic, step: str, rows: Mapping[int, list[A
 
 
 def _are_reduced(shapes: Sequence[Sequence[int]], texts: set[str]) -> bool:
-    """Whether a tensor of one of these shapes, or of all of them as one, was all-reduced, or gathered to be averaged."""
+    """Whether a tensor of one of these shapes, or of all of them as one, was all-reduced, or gathered for it."""
     numels = [math.prod(shape) for shape in shapes]
     wanted = [f"{shape}" for shape, numel in zip(shapes, numels, strict=True) if numel > 1] + [f"[{sum(numels)}]"]
     return any(text.startswith(("all_reduce", "all_gather")) and shape in text for text in texts for shape in wanted)

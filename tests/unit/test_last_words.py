@@ -19,6 +19,7 @@ from lockstep.launch.worker import ERROR_FILE, describe_failure, report_failure
 from lockstep.observe import process_guard
 from lockstep.observe.facts import Facts
 from lockstep.observe.last_words import last_words
+from lockstep.observe.status import in_words
 from lockstep.observe.wording import BEFORE
 
 
@@ -118,6 +119,20 @@ def test_an_error_is_not_hidden_by_a_launcher_that_cannot_be_told(
     said, *rest = capsys.readouterr().err.splitlines()
     assert said == "lockstep: rank 2: its launcher cannot be told of that: No such file or directory"
     assert rest[-1] == "lockstep: rank 2: label 7"
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [
+        ("", "AssertionError"),
+        ("AssertionError", "AssertionError"),  # as `last_words` has it
+        ("AssertionError (of batch 3)", "AssertionError (of batch 3)"),
+        ("AssertionError of batch 3", "AssertionError: AssertionError of batch 3"),
+        ("of batch 3", "AssertionError: of batch 3"),
+    ],
+)
+def test_an_error_that_says_no_more_than_its_class_is_named_once(message: str, said: str) -> None:
+    assert in_words("AssertionError", message) == said
 
 
 def test_an_error_that_was_raised_from_itself_is_quoted() -> None:

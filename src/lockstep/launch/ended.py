@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from lockstep.errors import CollectiveMismatch
 from lockstep.launch.worker import ASKING, INTERRUPTED, REQUEUE, Failure
-from lockstep.observe.status import LastWords
+from lockstep.observe.status import LastWords, in_words
 
 _ABORTED = LastWords("C++ error", "torch's transport gave up on that mismatch", "", is_consequence=True)  # as Gloo does
 _LINES, _CHARS = 12, 1600  # of what a rank has raised, that are said once more
@@ -123,7 +123,7 @@ def describe(ended: Ended) -> str:
             is_quote = said.kind == "PeerFailed" and body[0].endswith(":")  # where whom it lost raised, and what
             head += ": " * is_quote + " ".join(line.strip() for line in body[: 2 * is_quote])
             message = f"{head} (all of it is above)"
-        return f"gave up: {message}" if said.is_expected else f"failed{at}: {said.kind}: {_beginning(message)}"
+        return f"gave up: {message}" if said.is_expected else f"failed{at}: {in_words(said.kind, _beginning(message))}"
     if ended.out_of_memory:
         return "was killed by the kernel: out of memory"
     code = ended.exit_code
@@ -142,4 +142,4 @@ def _beginning(text: str) -> str:
 def _left(words: LastWords) -> str:
     at = f" at {words.where}" if words.where else ""
     is_exit = words.kind == "SystemExit" and words.message.isdecimal()  # the exit code, which has been said
-    return f"by sys.exit{at}" if is_exit else f"after it raised{at}: {words.kind}: {words.message}"
+    return f"by sys.exit{at}" if is_exit else f"after it raised{at}: {in_words(words.kind, words.message)}"

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, final
 from lockstep.comm.pulse import open_pulse
 from lockstep.errors import ConfigError
 from lockstep.observe.last_words import innermost, places_in, quoted
+from lockstep.observe.status import in_words
 
 if TYPE_CHECKING:
     from lockstep.comm.communicator import Communicator
@@ -209,7 +210,7 @@ def report_failure(failure: Failure, environ: Mapping[str, str]) -> None:
     """Leave `failure` where the launcher looks, and on standard error unless our agent will print it."""
     path = environ.get(ERROR_FILE)
     if path:
-        summary = f"{failure.kind}: {failure.message}"
+        summary = in_words(failure.kind, failure.message)
         shown = summary if failure.is_expected else failure.trace  # by torchrun, under the word "traceback"
         extra = {"py_callstack": shown, "timestamp": str(int(failure.time_s)), **asdict(failure)}
         text = json.dumps({"message": {"message": summary, "extraInfo": extra}})

@@ -11,7 +11,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages, tally
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
-from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status
+from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status, in_words
 from lockstep.observe.wording import Finding, Kind, names, ordinal, step_after, times
 
 CAUGHT = "caught"  # topic and key of what a rank tells of an error of the ranks that its program was given
@@ -73,8 +73,8 @@ def how_it_ended(sight: Sight, group: str = "") -> str:
     status, words = sight.status, sight.status.words
     who, at = f"rank {status.rank}", f" at {words.where}" if words is not None and words.where else ""
     if status.state == RAISED:
-        said = "it left no words" if words is None else f"{words.kind}: {words.message}"
-        return f"{who} raised{at}: {said.removesuffix(': KeyboardInterrupt')}"
+        said = "it left no words" if words is None else in_words(words.kind, words.message)
+        return f"{who} raised{at}: {said}"
     if status.state == FINISHED:
         counts = [one.count for name, one in status.groups.items() if group in ("", name)]
         return f"{who} finished normally{at} after {times(max(counts, default=0))}"

@@ -30,7 +30,7 @@ from lockstep.observe.last_words import last_words, peer_failed, sees_another, u
 from lockstep.observe.lookout import Lookout
 from lockstep.observe.profile.step_clock import Ended
 from lockstep.observe.settings import GuardSettings
-from lockstep.observe.status import RUNNING
+from lockstep.observe.status import RUNNING, in_words
 from lockstep.observe.voice import Voice
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ class Guard:
         if found is not None:
             self.has_failed, self._raised = True, found.key
         text = _TORCHS_SOURCE.sub("", last_words(error).message)
-        self.facts.tell(CAUGHT, CAUGHT, [self.step, call_site(), f"{type(error).__name__}: {text}"])
+        self.facts.tell(CAUGHT, CAUGHT, [self.step, call_site(), in_words(type(error).__name__, text)])
         return error
 
     def _why(self, error: CommError) -> CommError:

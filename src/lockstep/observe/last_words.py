@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lockstep.errors import CommError, LockstepError, PeerFailed, PeerLost, ReplicaError
 from lockstep.observe.call_site import is_users
-from lockstep.observe.status import LastWords
+from lockstep.observe.status import LastWords, in_words
 
 DEBUG = "LOCKSTEP_DEBUG"  # set to anything: whole traces, and failed imports of the fork server, are told
 _CHARS, _FEW, _SHORT = 400, 3, 120  # of an error; notes, and members of a group, that stand beside; of each of these
@@ -77,10 +77,10 @@ def _beside(error: BaseException, text: str) -> str:
     more = [_text_of(Exception(note)) for note in notes[:_FEW]] if isinstance(notes, list) else []
     if "BaseExceptionGroup" in {kind.__name__ for kind in type(error).__mro__}:  # Python has it from 3.11 on
         inner: Sequence[BaseException] = getattr(error, "exceptions", ())
-        more += [f"{kind}: {said}" + f" at {at}" * bool(at) for kind, said, at in map(quoted, inner[:_FEW])]
+        more += [in_words(kind, said) + f" at {at}" * bool(at) for kind, said, at in map(quoted, inner[:_FEW])]
         more += [f"and {len(inner) - _FEW} more"] * (len(inner) > _FEW)
     if cause is not None and _text_of(cause) not in text:
-        more.append(f"from {type(cause).__name__}: {_text_of(cause)}")
+        more.append(f"from {in_words(type(cause).__name__, _text_of(cause))}")
     shown = [one if len(one) <= _SHORT else one[: _SHORT - 2] + ".." for one in (m.partition("\n")[0] for m in more)]
     return f" ({'; '.join(shown)})" if shown else ""
 

@@ -19,6 +19,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, last_words, says_all, users_line
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.status import in_words
 from lockstep.observe.wording import BEFORE
 
 FLIGHT = "LOCKSTEP_FLIGHT"  # folder of the flight records of one start of a run on one machine; set by the launcher
@@ -116,7 +117,7 @@ def _thread_ended(args: threading.ExceptHookArgs) -> None:
         for guard in tuple(_listening):
             error = guard.cause_of(error)
             kind, message, where, *_ = last_words(error)
-            said = f"one of its threads had ended: {kind}: {message}{where and ', at '}{where}"
+            said = f"one of its threads had ended: {in_words(kind, message)}{where and ', at '}{where}"
             guard.facts.tell(BEFORE, "thread", said)
             _died[:] = [(error, guard.step or guard.recorder.started)]
             error = guard.as_shown(error)
@@ -144,7 +145,7 @@ def _ignored(args: sys.UnraisableHookArgs) -> None:
         for guard in tuple(_listening):
             error = guard.cause_of(error)
             kind, message, where, *_ = last_words(error)
-            text = f"raised at {where or 'its exit'}: {kind}: {message}; no exit code tells of it"
+            text = f"raised at {where or 'its exit'}: {in_words(kind, message)}; no exit code tells of it"
             sys.stderr.write(f"lockstep: rank {guard.rank} {text}\n")
         sys.last_value = error
 

@@ -38,6 +38,12 @@ class LastWords(NamedTuple):
     of: int | None = None  # that rank, where it knows which
 
 
+def in_words(kind: str, message: str) -> str:
+    """What was raised: "KeyError: 'x'", and the class alone where it has said no more, as after `assert x`."""
+    is_named = message == kind or message.startswith((f"{kind} (", f"{kind}\n"))  # with what stands beside it
+    return message or kind if is_named or not message else f"{kind}: {message}"
+
+
 class Stalled(NamedTuple):
     """What a rank has said of others that may pass: their end, or that they go on, is a line that belongs to it."""
 

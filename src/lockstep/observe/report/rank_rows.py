@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple, final
 from lockstep.observe.profile.run_record import Steps, steps_of
 from lockstep.observe.profile.step_clock import EXPOSED
 from lockstep.observe.scene import STILL_S, Scene, Wait
-from lockstep.observe.status import FINISHED, RAISED, Status
+from lockstep.observe.status import FINISHED, RAISED, Status, in_words
 from lockstep.observe.wording import names, seconds
 
 _WAITS_S = 1.0  # an operation that is open for less is under way
@@ -89,8 +89,7 @@ def _raised(status: Status) -> Stand:
         return Stand("error", "raised")
     message = words.message.partition("\n")[0]
     where = f"raised at {words.where}" if words.where else "raised"
-    what = words.kind if message in ("", words.kind) else f"{words.kind}: {message}"
-    return Stand("idle" if words.is_consequence else "error", where, what)
+    return Stand("idle" if words.is_consequence else "error", where, in_words(words.kind, message))
 
 
 def _waiting(wait: Wait, doing: str) -> Stand:

@@ -1,6 +1,6 @@
 """One rank of `unchanged_script.py` that steps when it is told to, with what lockstep puts into torch and without.
 
-    lockstep run --nproc-per-node 2 benchmarks/unchanged_turns.py FOLDER
+    lockstep run --nproc-per-node 2 benchmarks/unchanged_turns.py FOLDER KIND
 
 It reads two bytes from the pipe FOLDER/go-RANK, does so many steps, with all of it if the second byte is 1 and without
 if it is 0, and writes to FOLDER/done-RANK what each took: seconds on the clock, of its main thread's processor, and of
@@ -74,9 +74,9 @@ class Exchange:
                 setattr(owner, name, ours if in_ else before)
 
 
-def main(folder: Path, rank: str) -> None:
+def main(folder: Path, kind: str, rank: str) -> None:
     """Be that rank."""
-    model, step = begin()
+    model, step = begin(kind)
     for _ in range(_FIRST):
         step()
     exchange = Exchange(model)
@@ -98,4 +98,4 @@ def main(folder: Path, rank: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), os.environ["RANK"])
+    main(Path(sys.argv[1]), sys.argv[2], os.environ["RANK"])

@@ -205,3 +205,32 @@ def test_a_script_in_another_folder(tmp_path: Path) -> None:
         [sys.executable, str(script)], capture_output=True, text=True, timeout=30, cwd=tmp_path, check=True
     )
     assert started.stdout == "jobs/train.py:4 main\n"
+
+
+SEES = """
+    from lockstep.observe.call_site import call_site
+
+    def through(ignored):
+        return call_site()
+    """
+
+
+def test_the_way_up_from_a_line_of_torchs_is_remembered_and_no_other_line_is_taken_for_it() -> None:
+    """The same lines of torch's, reached from lines of the user's over as many frames."""
+    a, b, c, d, e = (through(TORCH / f"{name}.py", CALLS_BACK) for name in "abcde")
+    sees = functools.partial(through(LOCKSTEP / "observe" / "seeing.py", SEES), None)
+    inner = functools.partial(c, functools.partial(d, functools.partial(e, sees)))
+
+    def users(call: Callable[[], str]) -> str:
+        return call()
+
+    def one_of(first: Callable[..., str], second: Callable[..., str]) -> str:
+        return first(functools.partial(second, inner))
+
+    for _ in range(3):
+        here = f"tests/unit/test_call_site.py:{line_of(one_of)} one_of"
+        assert one_of(a, b) == here
+        assert one_of(users, b).endswith(" users")  # as deep, from the same line
+        assert one_of(a, users).endswith(" users")
+        assert [one_of(a, b) for _ in range(6)] == [here] * 6
+    assert len(module._ways) < module._REMEMBERED

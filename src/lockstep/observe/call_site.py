@@ -7,7 +7,9 @@ import site
 import sys
 import sysconfig
 from pathlib import Path
+from sys import _getframe
 from types import CodeType, FrameType
+from typing import NamedTuple
 
 _SITE_MAX = 58  # characters; of longer ones the path loses its first folders
 _REMEMBERED = 4096  # files and lines; a program with more of them, which makes code as it runs, is looked at anew
@@ -18,9 +20,13 @@ _LOOPS = _PACKAGE + "train" + os.sep  # ours, but what they do they do for the u
 _TYPED = ("<string>", "<stdin>", "<ipython-input")  # `python -c`, the prompt, a notebook
 _OURS, _OTHER, _LOOP, _USER = range(4)
 
+_WAYS = 4  # that are remembered from one line, as from torch's in forward and in backward
+_DEEP = 3  # frames that tell one way from another
+
 _kinds: dict[str, int] = {}  # file -> whose it is
-SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}
-# (id of code, instruction) -> the code, which keeps the id; the line in words; whether no other would be better
+# both by (id of code, instruction), and with the code, which keeps the id
+_ways: dict[tuple[int, int], tuple[CodeType, list[Way]]] = {}  # newest first
+SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}  # the line in words; whether no other would be better
 
 
 def call_site(depth: int = 1) -> str:
@@ -28,21 +34,65 @@ def call_site(depth: int = 1) -> str:
 
     Not lockstep's, torch's, another installed package's or the standard library's; where there is no other (a thread
     that autograd has made) the innermost that is not lockstep's. Costs a microsecond: files and lines are looked at
-    once. depth: how many frames away it begins to look.
+    once, and so is the way from a line of torch's up to the user's. depth: how many frames away it begins to look.
     """
     try:
-        return site_from(sys._getframe(depth))
+        frame = _getframe(depth)
     except ValueError:  # the stack is not so deep
-        return site_from(sys._getframe(1))
+        return site_from(_getframe(1))
+    line = id(frame.f_code), frame.f_lasti
+    known = SITES.get(line)
+    if known is not None and known[2]:
+        return known[1]
+    _, ways = _ways.get(line, (None, ()))
+    for way in ways:
+        if way.leads(depth + 1):
+            return way.site
+    site, steps, found = _up_from(frame)
+    if steps > _DEEP and is_users(found.f_code.co_filename):
+        if len(_ways) >= _REMEMBERED:
+            _ways.clear()
+        below = [_getframe(depth + steps - at).f_code for at in range(1, _DEEP + 1)]
+        new = Way(steps, found.f_code, found.f_lasti, below, site)
+        _ways[line] = frame.f_code, [new, *ways[: _WAYS - 1]]
+    return site
+
+
+class Way(NamedTuple):
+    """From a line of torch's up to one of the user's: a walk over all frames between would make an object of each.
+
+    It is known by its length and by what the user's line has called. Torch takes two frames to call a module, and the
+    third is its forward: one of torch's own, as of a Sequential, or another one of the user's.
+    """
+
+    steps: int
+    code: CodeType
+    instruction: int
+    below: list[CodeType]
+    site: str
+
+    def leads(self, depth: int) -> bool:
+        """Whether this thread has come that way, `depth` frames away from here."""
+        steps, code, instruction, (first, second, third), _ = self
+        depth += steps
+        try:
+            frame = _getframe(depth)
+            is_line = frame.f_code is code and frame.f_lasti == instruction and _getframe(depth - 1).f_code is first
+            return is_line and _getframe(depth - 2).f_code is second and _getframe(depth - 3).f_code is third
+        except ValueError:  # the stack is not so deep
+            return False
 
 
 def site_from(frame: FrameType) -> str:
     """`call_site` as seen from `frame`."""
     known = SITES.get((id(frame.f_code), frame.f_lasti))
-    if known is not None and known[2]:
-        return known[1]
-    found = frame
-    best = -1
+    return known[1] if known is not None and known[2] else _up_from(frame)[0]
+
+
+def _up_from(frame: FrameType) -> tuple[str, int, FrameType]:
+    """The best line from `frame` on, how many frames away it is, and that frame."""
+    found, best = frame, -1
+    at = steps = 0
     kinds = _kinds
     while True:
         file = frame.f_code.co_filename
@@ -50,14 +100,21 @@ def site_from(frame: FrameType) -> str:
         if kind is None:
             kind = _remember_kind(file)
         if kind > best:
-            best, found = kind, frame
+            best, found, steps = kind, frame, at
             if kind >= _LOOP:
                 break
         before = frame.f_back
         if before is None:
             break
         frame = before
-    return _site_of(found)
+        at += 1
+    return _site_of(found), steps, found
+
+
+def is_users_line(code: CodeType, instruction: int) -> bool:
+    """Whether this line of `code`, which `call_site` has named, is the user's own or stands for it."""
+    known = SITES.get((id(code), instruction))
+    return known is not None and known[2]
 
 
 def users_stack(frame: FrameType | None) -> tuple[str, ...]:

@@ -9,8 +9,10 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any, final
 
+from lockstep.observe.call_site import call_site, is_users_line
 from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words, pack_words
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
@@ -24,6 +26,7 @@ _NAME_CHARS = 20  # of the 24 that a record has: a name may come again, and is n
 _KEPT = 4096  # words; more than a program has lines that communicate
 
 
+Line = tuple[int, int, tuple[Any, ...]]  # id of code, instruction; the fields of the Operation
 Pending = tuple[int, int]  # torch's number of a collective whose end its Flight Recorder tells, and that of the record
 
 
@@ -52,10 +55,26 @@ class WatchedGroup:
         self.collectives = itertools.count()  # the number that the next one has
         self.messages = MessageNumbers()
         self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
+        self.of_lines: dict[Line, Words] = {}  # of calls from a line of the user's
+        self._codes: list[CodeType] = []  # of these lines, which keep the numbers that they go by
         self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 
-    def learn(self, operation: tuple[Any, ...], site: str) -> Words:
-        """What is recorded of a call from Python, which `words` has from now on. operation: the fields of one."""
+    def learn(self, line: Line, code: CodeType, depth: int) -> Words:
+        """What is recorded of a call from Python; where its line is the user's own, `of_lines` has that from now on.
+
+        code: of that line, so many frames away.
+        """
+        site, operation = call_site(depth + 1), line[2]
+        words = self.words.get((site, operation)) or self._said(operation, site)
+        if is_users_line(code, line[1]):
+            if len(self._codes) >= _KEPT:
+                self.of_lines.clear()
+                self._codes.clear()
+            self._codes.append(code)
+            self.of_lines[line] = words
+        return words
+
+    def _said(self, operation: tuple[Any, ...], site: str) -> Words:
         return self._keep((site, operation), text_of(Operation(*operation), self.ranks), site)
 
     def catch_up(
@@ -107,7 +126,7 @@ class WatchedGroup:
         step = self._recorder.its_step()
         self._recorder.take_up()
         with self._lock:
-            words = self.words.get((site, operation)) or self.learn(operation, site)
+            words = self.words.get((site, operation)) or self._said(operation, site)
             (number,) = self._recorder.enter_all(self.collectives, words, 1, step)
             self.pending.append((torch_number, number))
             self.seen = torch_number

@@ -31,7 +31,7 @@ from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
 from lockstep.observe.torch_import import when_imported
-from lockstep.observe.torch_operations import CALLS, Operation, read, text_of
+from lockstep.observe.torch_operations import CALLS, Operation, reader_of, text_of
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_start import Meetings
 from lockstep.observe.torch_steps import TorchSteps
@@ -146,24 +146,27 @@ class TorchWatch:
     def _noting(self, name: str, doors: set[int], old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
         groups, followed, is_message = self._groups, self._groups.followed, CALLS[name].is_message
-        recorder, opened = self._recorder, self._open
+        recorder, opened, read = self._recorder, self._open, reader_of(name, sys.modules["torch"].Tensor)
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             watched = followed.get(id(group)) or groups.known(group)
             if watched is None:
                 return old(group, *args, **kwargs)
-            caller = sys._getframe(1)
-            is_door = id(caller.f_code) in doors
-            is_ours = not is_door and caller.f_code.co_filename.endswith(_SEAM)
-            site = "" if is_ours else site_from(sys._getframe(3) if is_door else caller)
+            frame, depth = sys._getframe(1), 1
+            is_ours = False
+            if id(frame.f_code) in doors:
+                frame, depth = sys._getframe(3), 3
+            else:
+                is_ours = frame.f_code.co_filename.endswith(_SEAM)
             watched.inside += 1
             number, operation, tensor = -1, (), None
             try:
                 if watched.inside == 1 and (before := group._get_sequence_number_for_group()) != watched.seen:
-                    watched.catch_up(before, site or call_site())
+                    watched.catch_up(before, call_site() if is_ours else site_from(frame))
                 if not is_ours:
-                    operation, tensor = read(name, args, kwargs)
-                    words = watched.words.get((site, operation)) or watched.learn(operation, site)
+                    operation, tensor = read(args, kwargs)
+                    line = id(frame.f_code), frame.f_lasti, operation
+                    words = watched.of_lines.get(line) or watched.learn(line, frame.f_code, depth + 1)
                     seq = next(watched.messages[(name, *operation[5:])] if is_message else watched.collectives)
                     number = recorder.enter(seq, words, is_message)
                 work = old(group, *args, **kwargs)
@@ -182,7 +185,7 @@ class TorchWatch:
                 else:
                     opened[id(work)] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
                 if self._is_checking:
-                    self._check(watched, work, operation, tensor, site, is_message)
+                    self._check(watched, work, operation, tensor, site_from(frame), is_message)
             return work
 
         return call

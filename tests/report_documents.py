@@ -230,12 +230,12 @@ def _step(step: int, why: str, ranks: int, slow: int | None, dice: random.Random
         spans = [["data", starts[r], starts[r] + data[r]], ["forward", starts[r] + data[r], ready[r]]]
         spans += [["backward", ready[r], done[r]], ["exposed", done[r], on[r]], ["optimizer", on[r], logged[r]]]
         spans += [["exposed", logged[r], met], ["other", met, met + 400]]
-        ops = [[n, n, entered[n][r], ended[n], -1, 0] for n in range(3)]
+        ops = [[n, n, entered[n][r], ended[n], -1, 0, 0] for n in range(3)]
         for n in range(3):
             if ended[n] > done[r]:
                 from_us = max(done[r], ended[n - 1] if n else 0)
-                ops[n][4:] = [from_us, ended[n] - from_us]
-        ops.append([3, 3, logged[r], met, logged[r], met - logged[r]])
+                ops[n][4:6] = [from_us, ended[n] - from_us]
+        ops.append([3, 3, logged[r], met, logged[r], met - logged[r], 0])
         rows.append({"rank": r, "began_us": starts[r], "ended_us": met + 400, "spans": spans, "ops": ops})
     joins = [_join(rows, key, [entered[0], entered[1], entered[2], logged][key]) for key in range(4)]
     return {"step": step, "why": why, "began_us": step * 26_300, "ended_us": step * 26_300 + met + 400} | {
@@ -248,7 +248,9 @@ def _join(rows: Sequence[dict[str, Any]], key: int, arrived: Sequence[int]) -> l
     """The rank that was in it for the shortest time came last, and its time is what the communication takes."""
     ops = [row["ops"][key] for row in rows]
     real = max(1, min(op[3] - op[2] for op in ops))
-    waited = sum(max(0, op[5] - real) for op in ops if op[4] >= 0)
+    for op in ops:
+        op[6] = max(0, op[5] - real)
+    waited = sum(op[6] for op in ops)
     size = (*(each for each, _ in _BUCKETS), _LOG[0])[key]
     return [key, max(range(len(rows)), key=lambda r: arrived[r]), real, waited, size * 10**6 // real]
 
@@ -261,10 +263,11 @@ def open_step(document: dict[str, Any], culprit: int) -> dict[str, Any]:
         rank, ended = row["rank"], row["began_us"] + 9_000_000
         is_late = rank == culprit
         row = {"rank": rank, "began_us": row["began_us"], "ended_us": ended, "culprit": is_late}
+        row["step"] = last["step"] + 1
         row["says"] = "does not move: at train.py:41 load" if is_late else f"waits for rank {culprit}: all_reduce"
         began = 20_000 + 50 * rank
-        row["ops"] = [[0, 0, began - 900, began, -1, 0]]
-        row["ops"] += [] if is_late else [[1, 1, began, ended, began, ended - began]]
+        row["ops"] = [[0, 0, began - 900, began, -1, 0, 0]]
+        row["ops"] += [] if is_late else [[1, 1, began, ended, began, ended - began, ended - began]]
         phases = [("forward", row["began_us"]), ("backward", began - 900), ("exposed", began)]
         ends = [*(at for _, at in phases[1:]), ended]
         spans = [[name, at, end] for (name, at), end in zip(phases, ends, strict=True) if end > at]

@@ -102,6 +102,41 @@ def test_step_that_was_not_ended_comes_first_with_who_is_to_blame(show: Show) ->
     assert tab.picture(of=LANES) != whole
 
 
+def test_a_rank_that_is_a_step_behind_is_shown_in_the_step_that_it_never_ended(show: Show) -> None:
+    document = run_document(2, 60)
+    step = open_step(document, culprit=1)
+    step["ranks"][1]["step"] -= 1  # its part in the collectives of that was done
+    document["lanes"]["steps"].append(step)
+    document["run"]["status"] = "failed"
+    document["cards"][0] |= {"step": step["step"] - 1, "ranks": [1]}
+    tab = show(document)
+    assert tab.text("#lanes-step option:checked") == "step 59–60 · never ended"
+    assert tab.text("#lanes .lead").startswith("Step 59–60 was never ended.")
+    assert tab.texts("#lanes .says li") == [
+        "rank 1, in step 59: does not move: at train.py:41 load",
+        "rank 0, in step 60: waits for rank 1: all_reduce",
+    ]
+    tab.click("#lanes-previous")
+    assert tab.text("#lanes .lead").startswith("Step 59 took"), "the others have ended it"
+    tab.click("#card-0-jump")
+    assert tab.text("#lanes .lead").startswith("Step 59–60 was never ended.")
+
+
+def test_what_a_rank_waits_ends_where_the_last_one_comes(show: Show) -> None:
+    """Though it was let go before the last one was: the time of that is not taken from its end."""
+    document = run_document(2, 60)
+    for step in document["lanes"]["steps"]:
+        early, late = (row["ops"][3] for row in step["ranks"])
+        early[2:] = [late[2] - 400, late[2] + 50, late[2] - 400, 450, 400]
+        late[2:] = [late[2], late[2] + 70, late[2], 70, 0]
+        step["joins"][3][1:4] = [1, 70, 400]
+    tab = show(document)
+    step = _shown_step(document, tab)
+    tab.click(LANES, _at_us(tab, step, step["ranks"][0]["ops"][3][2] + 200), _track(tab, 2, 0))
+    rows = tab.texts("#operation tbody tr")
+    assert [row.split("\t")[1:4] for row in rows] == [["+0 µs", "400 µs", "50 µs"], ["+400 µs", "0 µs", "70 µs"]]
+
+
 def test_zoom_and_pan_by_keys_wheel_drag_and_buttons(show: Show) -> None:
     document = run_document(2, 60)
     tab = show(document)

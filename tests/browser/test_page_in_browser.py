@@ -389,6 +389,14 @@ def test_narrow_windows_need_no_sideways_scrolling(show: Show, width: int) -> No
     assert tab.run(f"document.querySelector('{LANES}').getBoundingClientRect().width") <= width
 
 
+def test_facts_are_whole_on_a_narrow_screen_though_names_are_long(show: Show) -> None:
+    document = run_document(2, 60)
+    document["run"]["facts"].append(["environment", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", "environment"])
+    tab = show(document, width=400)
+    beyond = "((of) => of.scrollWidth - of.clientWidth)(document.querySelector('.fact-table'))"
+    assert tab.run(beyond) == 0
+
+
 def test_paper_has_whole_tables_in_their_whole_width(show: Show) -> None:
     tab = show(run_document(2, 10_000))
     tab.run("document.querySelectorAll('details').forEach((each) => { each.open = true; })")

@@ -164,12 +164,20 @@ def test_open_step_is_drawn_to_its_end_with_who_is_to_blame(tmp_path: Path) -> N
     assert waiting["spans"] == [["open", waiting["began_us"], waiting["ended_us"]]]
     assert lane["ended_us"] - lane["began_us"] == waiting["ended_us"]
     assert waiting["ended_us"] == pytest.approx(late["ended_us"] + 100_000, abs=10_000), "whose clock began otherwise"
-    _, key, entered, left, began, waited = waiting["ops"][1]
-    assert (left, began, waited) == (waiting["ended_us"], entered, left - entered), "it never came about"
-    assert waiting["ops"][0][4:] == [-1, 0], "nobody knows whether the thread stood in it"
+    _, key, entered, left, began, *waited = waiting["ops"][1]
+    assert (left, began, waited) == (waiting["ended_us"], entered, [left - entered] * 2), "it never came about"
+    assert waiting["ops"][0][4:] == [-1, 0, 0], "nobody knows whether the thread stood in it"
     shared, missed = lane["joins"]
     assert shared[:2] == [waiting["ops"][0][1], 1]
     assert missed == [key, 1, 0, 0, None]
+
+
+def test_rank_that_is_a_step_behind_is_said_to_be(tmp_path: Path) -> None:
+    """Its part in the last collective was done, so that the others ended that step without it."""
+    run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
+    ahead, behind = moments_of(run, ended=6)
+    lane = lanes_of(run, 0.0, moments=[ahead, behind._replace(steps=5)], culprits=[1])["steps"][-1]
+    assert (lane["step"], [row["step"] for row in lane["ranks"]]) == (7, [7, 6])
 
 
 @pytest.mark.parametrize(
@@ -238,7 +246,7 @@ def test_what_torch_starts_late_by_its_word_is_drawn_from_where_the_thread_stood
     row = lanes_of(run, 0.0, moments=[first, second])["steps"][-1]["ranks"][0]
     ended, missed = row["ops"]
     assert missed[2] - ended[2] == 1000 * (entered_ms - 10)
-    assert missed[4:] == [missed[2], row["ended_us"] - missed[2]]
+    assert missed[4:] == [missed[2], *[row["ended_us"] - missed[2]] * 2]
 
 
 def test_step_of_a_killed_rank_begins_with_what_it_did_where_its_last_lines_are_missing(tmp_path: Path) -> None:

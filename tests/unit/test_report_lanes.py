@@ -14,6 +14,7 @@ from profiled_worlds import World
 
 from lockstep.observe.profile.notes import Note
 from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
+from lockstep.observe.profile.waits import compare
 from lockstep.observe.report.lanes import choose, join_of, lanes_of, spans_of
 
 
@@ -76,13 +77,29 @@ def made(ahead: list[int], work: list[int]) -> Run:
 
 
 def test_join_names_the_last_and_counts_what_the_others_waited() -> None:
-    late = join_of(4, {0: op(1, 0, 1100, 0, 1100), 1: op(1, 600, 1100, 600, 500), 2: op(1, 300, 1100, 300, 800)}, {})
-    assert late == [4, 1, 500, 600 + 300, 2_000_000]
-    hidden = join_of(0, {0: op(1, 0, 700), 1: op(1, 400, 700)}, {})
+    ops = {0: op(1, 0, 1100, 0, 1100), 1: op(1, 600, 1100, 600, 500), 2: op(1, 300, 1100, 300, 800)}
+    assert join_of(4, ops, compare(ops), {}) == [4, 1, 500, 600 + 300, 2_000_000]
+    hidden = join_of(0, {0: op(1, 0, 700), 1: op(1, 400, 700)}, None, {})
     assert hidden == [0, 1, 300, 0, round(1e9 / 300)]
-    assert join_of(0, {0: op(1, 0, 700)}, {}) is None
+    assert join_of(0, {0: op(1, 0, 700)}, None, {}) is None
     barrier = op(1, 5, 5)._replace(bytes=0)
-    assert join_of(0, {0: barrier, 1: barrier}, {}) == [0, 0, 0, 0, None]
+    assert join_of(0, {0: barrier, 1: barrier}, None, {}) == [0, 0, 0, 0, None]
+
+
+def test_each_rank_waits_until_the_last_has_come_though_a_ring_lets_them_go_at_different_times(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000 + 300 * rank, collectives=1, steps=9).run(tmp_path)
+
+    def let_go_later(line: Steps) -> Steps:
+        ops = tuple(one._replace(left_us=one.left_us + 50, waited_us=one.waited_us + 50) for one in line.ops or ())
+        return replace(line, ops=ops, wall_us=line.wall_us + 50)
+
+    lines = tuple(map(let_go_later, run.ranks[0].lines))
+    run = replace(run, ranks={**run.ranks, 0: replace(run.ranks[0], lines=lines)})
+    for lane in lanes_of(run, began_us(run))["steps"]:
+        (one,), (other,) = (row["ops"] for row in lane["ranks"])
+        came_us = other[2]
+        assert (one[4] + one[6], other[6]) == (came_us, 0)
+        assert lane["joins"][0][3] == one[6] == 300
 
 
 @pytest.mark.parametrize("is_told", [True, False])

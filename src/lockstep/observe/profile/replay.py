@@ -294,9 +294,10 @@ def what_ifs(plays: Sequence[Play], *, are_least: bool = False) -> list[WhatIf]:
         f"rank {slowest} as fast as the others": ([evened(play, slowest) for play in plays], never),
         (faster := "network twice as fast"): (plays, Change(network=0.5)),
         (nothing := "communication for nothing"): (plays, Change(network=0.0)),
-        "data always there": (plays, Change(data=0.0)),
+        (fed := "data always there"): (plays, Change(data=0.0)),
     }
-    took = {name: replay_us(ones, how) / 1e3 for name, (ones, how) in changes.items()}
+    named = changes if len(work) > 1 else (recorded, fed)  # of one rank, which has no others
+    took = {name: replay_us(*changes[name]) / 1e3 for name in named}
     tails = [move for play in plays for key, m in play.moves.items() if key[1] == TAIL_GROUP for move in m.values()]
     least = {faster} if are_least or any(move.hidden_us == 0 == move.last_part for move in tails) else set[str]()
     least |= {nothing} if are_least else set()

@@ -20,7 +20,7 @@ _COMMUNICATION, _IDLE, _DATA, _OTHER = 0.30, 0.10, 0.15, 0.30  # shares of the s
 _IMBALANCE = 1.10  # slowest rank's work over the mean
 _SMALL_BYTES, _MANY = 256 << 10, 8  # a collective that is mostly latency; of how many in a step
 _ONE_CAUSES = 0.6  # of all waiting: then it has a name
-_OWN_FAULT = 0.1  # of that: what it does longer than the others, in one phase
+_OWN_FAULT = 0.25  # of what the others lose: what it does longer than they
 _SEND_LESS = (  # of a model that is replicated; of one that is sharded
     "accumulate gradients over more microbatches with no_sync(), send bf16 (bf16_compress_hook)",
     "keep parameters after forward (reshard_after_forward=False), send bf16 (MixedPrecisionPolicy), shard larger units",
@@ -193,23 +193,22 @@ def _silent(run: Run) -> Sequence[int]:
 
 def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
     """The rank that the others wait for, and what it does meanwhile."""
-    work = {share.rank: share.work_ms for share in shares}
     caused = waits.caused_s
-    late = max(caused, key=lambda rank: caused[rank]) if any(caused.values()) else max(work, key=lambda r: work[r])
-    all_caused = sum(caused.values())
-    is_named = all_caused > 0 and caused[late] > _ONE_CAUSES * all_caused
+    late = max(caused, key=lambda rank: caused[rank])
+    is_named = caused[late] > _ONE_CAUSES * sum(caused.values())
     mine = next((share for share in shares if share.rank == late), None)
     others = [share for share in shares if share.rank != late]
     if mine is None or not others:
         return None
     lost_ms = statistics.fmean(share.waited_ms for share in others)
-    is_slow = mine.work_ms > _IMBALANCE * statistics.fmean(work.values())
+    is_slow = mine.work_ms > _IMBALANCE * statistics.fmean(share.work_ms for share in shares)
     if not (is_named and (is_slow or lost_ms > _IDLE * mine.step_ms)):
         return None
     usual = {name: statistics.median(share.phases_ms[name] for share in others) for name in PHASES if name != "exposed"}
-    phase = max(usual, key=lambda name: mine.phases_ms[name] - usual[name])
-    if mine.phases_ms[phase] - usual[phase] < _OWN_FAULT * lost_ms:
-        return None  # the middle of a pipeline: all wait for it, and it does no more than they
+    longer = {name: mine.phases_ms[name] - ms for name, ms in usual.items()}
+    phase = max(longer, key=lambda name: longer[name])
+    if sum(ms for ms in longer.values() if ms > 0) < _OWN_FAULT * lost_ms:
+        return None  # the middle of a pipeline, or a core that is taken from each in turn: it does no more than they
     text = (
         f"rank {late} is late: the others wait {lost_ms:.1f} ms of a step of {mine.step_ms:.1f} ms for it, "
         f"{caused[late]:.2f} s in all; it spends {mine.phases_ms[phase]:.1f} ms in {phase}, the others "

@@ -13,7 +13,7 @@ from lockstep.observe.profile.chrome_trace import align, moments_of, placed_line
 from lockstep.observe.profile.replay import buckets_of
 from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
 from lockstep.observe.profile.step_clock import PHASES
-from lockstep.observe.profile.waits import Kind, compare, kind_of, unseen
+from lockstep.observe.profile.waits import Kind, Wait, compare, kind_of, unseen
 from lockstep.observe.report.open_step import Moment, line_of
 
 _STEPS_MAX = 12
@@ -140,15 +140,21 @@ def _step(
         for op in line.ops or ():
             ops[op.key][rank] = with_buckets(op, sent.get(rank)) if op.group == TAIL_GROUP else op
     keys = {key: number for number, key in enumerate(ops)}
+    clock = chosen.zeros if chosen.is_one_clock else None
+    known = {key: seen for key, seen in ops.items() if not any(kind_of(op) in kinds for op in seen.values())}
+    waits = {key: wait for key, seen in known.items() if (wait := compare(seen, clock)) is not None}
     joins = (
         [keys[key], absent[key], 0, 0, None]
         if key in absent
-        else join_of(
-            keys[key], seen, sent if key[1] == TAIL_GROUP else {}, chosen.zeros if chosen.is_one_clock else None
-        )
+        else join_of(keys[key], seen, waits.get(key), sent if key[1] == TAIL_GROUP else {})
         for key, seen in ops.items()
-        if key in absent or not any(kind_of(op) in kinds for op in seen.values())
+        if key in absent or key in known
     )
+
+    def row_of(rank: int, op: Op) -> Row:
+        late = waits[op.key].waited_us.get(rank, 0) if op.key in waits else 0
+        return _row(ops[op.key][rank], keys[op.key], lags[rank], words, op.waited_us if op.key in absent else late)
+
     return {
         "step": choice.step,
         "why": choice.why,
@@ -161,7 +167,7 @@ def _step(
                 "ended_us": lags[rank] + line.wall_us,
                 "unlisted": line.unlisted,
                 "spans": [[name, lags[rank] + begin, lags[rank] + end] for name, begin, end in spans_of(line)],
-                "ops": [_row(ops[op.key][rank], keys[op.key], lags[rank], words) for op in line.ops or ()],
+                "ops": [row_of(rank, op) for op in line.ops or ()],
             }
             for rank, line in chosen.lines.items()
         ],
@@ -199,8 +205,9 @@ def _open_step(
     choice = Choice(max(line.step for line in lines.values()), "open")
     lane = _step(choice, Chosen(lines, zeros, run.is_of_one_host), began_us, words, {}, absent=absent)
     for row in lane["ranks"]:
-        row |= {"says": by_rank[row["rank"]].says, "culprit": row["rank"] in culprits}
-        known = row["spans"] if lines[row["rank"]].spans else []
+        rank, line = row["rank"], lines[row["rank"]]
+        row |= {"step": line.step, "says": by_rank[rank].says, "culprit": rank in culprits}
+        known = row["spans"] if line.spans else []
         unknown = ["open", row["began_us"], known[0][1] if known else row["ended_us"]]
         is_seen = 1000 * (unknown[2] - unknown[1]) > lane["ended_us"] - lane["began_us"]
         row["spans"] = [unknown] * is_seen + known
@@ -209,10 +216,11 @@ def _open_step(
     yield lane | {"estimated": False, "counted": is_counted and not work & seen}
 
 
-def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int]) -> Row:
+def _row(op: Op, key: int, lag_us: int, words: dict[tuple[Any, ...], int], late_us: int) -> Row:
+    """late_us: of what the thread stood, for the last rank to come."""
     word = words.setdefault((op.group, op.text, op.site, op.label, op.bytes), len(words))
     began = -1 if op.began_us < 0 else lag_us + op.began_us
-    return [word, key, lag_us + op.entered_us, lag_us + op.left_us, began, op.waited_us]
+    return [word, key, lag_us + op.entered_us, lag_us + op.left_us, began, op.waited_us, late_us]
 
 
 def with_buckets(op: Op, sent: Sent | None) -> Op:
@@ -222,18 +230,15 @@ def with_buckets(op: Op, sent: Sent | None) -> Op:
     return op._replace(group="that of DistributedDataParallel", label=label, bytes=size)
 
 
-def join_of(
-    key: int, ops: Mapping[int, Op], sent: Mapping[int, Sent], began_us: Mapping[int, float] | None = None
-) -> Row | None:
+def join_of(key: int, ops: Mapping[int, Op], waited: Wait | None, sent: Mapping[int, Sent]) -> Row | None:
     """[key, rank that came last, real microseconds, microseconds waited in all, bytes per second]; None of one rank.
 
-    As `compare` has it; where that knows nothing, the rank that was in it for the shortest time came last. sent: by
-    each rank as buckets, a part of which was under way before.
+    waited: as `compare` has it; where that knows nothing, the rank that was in it for the shortest time came last.
+    sent: by each rank as buckets, a part of which was under way before.
     """
     if len(ops) < 2:
         return None
     inside = {rank: op.left_us - op.entered_us for rank, op in ops.items()}
-    waited = compare(ops, began_us)
     last = min(inside, key=lambda rank: (inside[rank], rank)) if waited is None else waited.last
     real_us = max(0, min(inside.values()), 0 if waited is None else waited.real_us)
     moved_us = real_us + (sent[last]["hidden_us"] if last in sent else 0)

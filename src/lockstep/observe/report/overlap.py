@@ -32,9 +32,8 @@ def overlap_of(verdict: Verdict) -> dict[str, Any]:
             for share in verdict.shares
         ],
         "what_if": [
-            {"name": one.name, "step_us": round(1e3 * one.step_ms), "gain": round(one.speed_up, 3)}
-            | {"is_least": one.is_least}
-            for one in verdict.what_ifs
+            {"name": name, "step_us": round(1e3 * ms), "gain": round(gain, 3), "is_least": is_least}
+            for name, ms, gain, is_least in verdict.what_ifs
         ],
         "waiting": [
             {"site": pair.site, "text": pair.text, "label": pair.label, "rank": pair.rank, "last_rank": pair.last}

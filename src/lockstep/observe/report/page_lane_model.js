@@ -8,6 +8,7 @@ function laneModel(step, words) {
     began: each.began_us,
     ended: each.ended_us,
     says: each.says, // of a step that was not ended: what it was in
+    step: each.step, // and which it was: one rank may be a step behind
     isCulprit: each.culprit,
     spans: each.spans.map(([phase, from, to]) => ({ phase, from, to })),
     operations: placed(each.ops.map((values) => operation(values, words, each.rank, row))),
@@ -16,7 +17,8 @@ function laneModel(step, words) {
   return { step, length, ranks, joins: joinsOf(ranks, step.joins) };
 }
 
-function operation([word, key, entered, left, waitFrom, waited], words, rank, row) {
+// late: of what its thread stood, for the last to arrive.
+function operation([word, key, entered, left, waitFrom, waited, late], words, rank, row) {
   const about = words[word] || { text: "operation", site: "", label: "", group: "", bytes: 0 };
   const stood = waitFrom >= 0 && waited > 0;
   const to = Math.max(left, entered, stood ? waitFrom + waited : 0);
@@ -31,6 +33,8 @@ function operation([word, key, entered, left, waitFrom, waited], words, rank, ro
     stood,
     waitFrom: stood ? waitFrom : to,
     waited: stood ? waited : 0,
+    waiting: stood ? late : 0,
+    moving: stood ? waited - late : 0, // its data
     track: 0,
   };
 }
@@ -68,8 +72,7 @@ function joinsOf(ranks, given) {
     const isMissed = last !== null && !join.members.some((each) => each.rank === last); // it never came
     Object.assign(join, { last, real, waited, bandwidth, isMissed });
   }
-  for (const join of joins.values())
-    join.waited = join.members.reduce((sum, each) => sum + parts(each, join).waiting, 0);
+  for (const join of joins.values()) join.waited = join.members.reduce((sum, each) => sum + each.waiting, 0);
   return joins;
 }
 
@@ -77,16 +80,9 @@ function joinsOf(ranks, given) {
 const arrivedAt = (operation, join) =>
   join.members.every((each) => each.stood) ? operation.waitFrom : operation.entered;
 
-// Of what a rank stood, the end was communication and all before it waiting for the last to arrive.
-function parts(operation, join) {
-  const real = Math.min(operation.waited, join?.real ?? operation.waited);
-  return { waiting: operation.waited - real, real };
-}
-
 // What is said of an operation, by pointer and by keyboard alike; the first line is the title.
 function operationLines(operation, join) {
-  const { about } = operation;
-  const { waiting, real } = parts(operation, join);
+  const { about, waiting, moving } = operation;
   const lines = [about.text];
   const place = [about.site && `at ${about.site}`, about.label].filter(Boolean).join(" \u00b7 ");
   if (place) lines.push(place);
@@ -94,7 +90,7 @@ function operationLines(operation, join) {
     `rank ${operation.rank}: started at ${time(operation.entered)}, open for ${time(operation.to - operation.entered)}`,
   );
   if (operation.stood)
-    lines.push(`stood ${time(operation.waited)}: ${time(waiting)} waiting, ${time(real)} communication`);
+    lines.push(`stood ${time(operation.waited)}: ${time(waiting)} waiting, ${time(moving)} communication`);
   else if (about.unseen) lines.push("who stands in it, and until when, is not known");
   else if (!isOpen(laneNow.step)) lines.push("did not stand still for it: hidden behind its own work");
   if (about.bytes) lines.push(size(about.bytes) + (join?.bandwidth ? ` at ${size(join.bandwidth)}/s` : ""));

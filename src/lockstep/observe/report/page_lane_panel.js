@@ -21,18 +21,18 @@ function operationPanel() {
   const longest = Math.max(1, ...join.members.map((each) => each.waited));
   const first = Math.min(...join.members.map((each) => arrivedAt(each, join)));
   const row = (each) => {
-    const { waiting, real } = parts(each, join);
+    const { waiting, moving } = each;
     const bar = element(
       "span",
       { class: "bar", "aria-hidden": "true" },
       element("i", { class: "waiting", style: { width: `${(100 * waiting) / longest}%` } }),
-      element("i", { class: "phase-exposed", style: { width: `${(100 * real) / longest}%` } }),
+      element("i", { class: "phase-exposed", style: { width: `${(100 * moving) / longest}%` } }),
     );
     return [
       `${each.rank}${each.rank === join.last ? " (last)" : ""}`,
       `+${time(arrivedAt(each, join) - first)}`,
       each.stood ? time(waiting) : hidden,
-      each.stood ? time(real) : hidden,
+      each.stood ? time(moving) : hidden,
       bar,
     ];
   };

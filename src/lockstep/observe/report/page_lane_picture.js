@@ -122,7 +122,7 @@ function paintRank(context, g, rank, model) {
   }
   const seen = rank.operations.filter((each) => g.x(each.entered) <= g.width && g.x(each.to) >= g.gutter);
   for (const each of seen) paintUnderWay(context, g, each);
-  for (const each of seen) if (each.stood) paintStood(context, g, each, model.joins.get(each.key)); // above the others
+  for (const each of seen) if (each.stood) paintStood(context, g, each); // above the others
   if (rank.isCulprit) paintCulprit(context, g, rank, y);
 }
 
@@ -146,7 +146,7 @@ function paintCulprit(context, g, rank, y) {
 // Of what a rank stood in communication, the part that it waited for the last to arrive, with its name. Returns where
 // that ends.
 function paintWaiting(context, g, each, join, y) {
-  const [x, w] = [g.x(each.waitFrom), parts(each, join).waiting * g.scale];
+  const [x, w] = [g.x(each.waitFrom), each.waiting * g.scale];
   if (w < 3 || x > g.width || x + w < g.gutter) return x + w;
   context.fillStyle = colour("waiting");
   context.fillRect(x, y, w - 1, g.phases);
@@ -182,22 +182,21 @@ function paintUnderWay(context, g, each) {
   context.lineWidth = 1;
 }
 
-function paintStood(context, g, each, join) {
-  const { waiting, real } = parts(each, join);
-  const [x, y, w] = [g.x(each.waitFrom), g.trackTop(each.row, each.track), waiting * g.scale];
+function paintStood(context, g, each) {
+  const [x, y, w] = [g.x(each.waitFrom), g.trackTop(each.row, each.track), each.waiting * g.scale];
   context.fillStyle = colour("waiting");
   context.fillRect(x, y, w, g.track);
   context.strokeStyle = colour("hatch");
   if (w > 4) hatch(context, x, y, w, g.track, 4);
   context.fillStyle = colour("phase-exposed");
-  context.fillRect(x + w, y, Math.max(1, real * g.scale), g.track);
+  context.fillRect(x + w, y, Math.max(1, each.moving * g.scale), g.track);
 }
 
 // From the rank that came last to where each of the others could go on.
 function paintJoin(context, g, join, isChosen) {
   const last = join.members.find((each) => each.rank === join.last);
   if (!last || join.members.length < 2) return;
-  const longest = Math.max(...join.members.map((each) => parts(each, join).waiting)) * g.scale;
+  const longest = Math.max(...join.members.map((each) => each.waiting)) * g.scale;
   context.strokeStyle = context.fillStyle = colour(isChosen ? "text" : "arrow");
   context.globalAlpha = isChosen ? (join.members.length > 16 ? 0.5 : 1) : longest >= 4 ? 0.75 : 0.3;
   context.lineWidth = isChosen ? 1.5 : 1;

@@ -86,11 +86,18 @@ function mostWaited(model) {
 
 const isOpen = (step) => step.why === "open";
 
+// The one that was not ended; two where a rank had come further than another one.
+function openSteps({ step, ranks }) {
+  const first = Math.min(step, ...ranks.map((each) => each.step));
+  return first < step ? `${count(first)}\u2013${count(step)}` : count(step);
+}
+
 // Of a step that was not ended: who was in what, the culprit first.
-function whereRanksWere({ ranks }) {
+function whereRanksWere({ step, ranks }) {
+  const isApart = openSteps(step).includes("\u2013");
   const together = new Map();
   for (const each of [...ranks].sort((a, b) => b.isCulprit - a.isCulprit)) {
-    const key = `${each.isCulprit} ${each.says}`;
+    const key = `${each.isCulprit} ${each.step} ${each.says}`;
     together.set(key, [...(together.get(key) || []), each]);
   }
   const line = (group) =>
@@ -99,16 +106,17 @@ function whereRanksWere({ ranks }) {
       { class: group[0].isCulprit ? "culprit" : null },
       group[0].isCulprit ? icon("error") : null,
       element("b", null, rankNames(group.map((each) => each.rank))),
-      `: ${group[0].says}`,
+      `${isApart ? `, in step ${count(group[0].step)}` : ""}: ${group[0].says}`,
     );
   return element("ul", { class: "says" }, [...together.values()].map(line));
 }
 
 function laneLead({ step, joins }) {
   const stands = page.document.run?.status === "running" ? "stands still" : "was never ended";
+  const named = isOpen(step) ? openSteps(step) : "";
   const untimed = " Of it only waits for data and for operations were timed: \u201cother\u201d is all else.";
   if (isOpen(step))
-    return `Step ${count(step.step)} ${stands}. This is how far each rank has come.${step.counted ? untimed : ""}`;
+    return `Step ${named} ${stands}. This is how far each rank has come.${step.counted ? untimed : ""}`;
   const totals = new Map();
   for (const { last, waited } of joins.values()) if (last !== null) totals.set(last, (totals.get(last) || 0) + waited);
   const all = [...totals.values()].reduce((a, b) => a + b, 0);
@@ -129,7 +137,7 @@ function laneTools(steps, step) {
     element(
       "option",
       { value: each.step, selected: each === step },
-      `step ${count(each.step)} \u00b7 ${WHY[each.why] || each.why}`,
+      `step ${isOpen(each) ? openSteps(each) : count(each.step)} \u00b7 ${WHY[each.why] || each.why}`,
     );
   const chooser = element(
     "select",
@@ -185,7 +193,7 @@ function laneRows(model) {
       `${each.rank}`,
       time(each.entered),
       time(each.waited),
-      time(parts(each, join).waiting),
+      time(each.waiting),
       join.last ?? "\u2013",
     ]),
   );

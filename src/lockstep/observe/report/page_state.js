@@ -49,7 +49,8 @@ function recordedSteps() {
   return [...steps, held].sort((a, b) => a.step - b.step);
 }
 
-// Shows a step, or the nearest one whose operations were recorded, and a rank in it.
+// Shows a step, or the nearest one whose operations were recorded, and a rank in it: of the step that it never ended
+// how far it came.
 function jump(step, rank) {
   const steps = recordedSteps();
   if (!steps.length) return;
@@ -57,7 +58,8 @@ function jump(step, rank) {
   const nearest = steps.reduce((best, each) =>
     Math.abs(each.step - wanted) < Math.abs(best.step - wanted) ? each : best,
   );
-  [page.step, page.view, page.operation, page.isHeld] = [nearest.step, null, undefined, true];
+  const own = steps.find((each) => isOpen(each) && each.ranks.some((row) => row.rank === rank && row.step === wanted));
+  [page.step, page.view, page.operation, page.isHeld] = [(own || nearest).step, null, undefined, true];
   if (rank !== null && rank !== undefined) page.rank = rank;
   redraw("lanes");
   const place = document.getElementById("lanes");

@@ -389,6 +389,20 @@ def test_narrow_windows_need_no_sideways_scrolling(show: Show, width: int) -> No
     assert tab.run(f"document.querySelector('{LANES}').getBoundingClientRect().width") <= width
 
 
+@pytest.mark.parametrize("steps", [101, 1_000_001])
+def test_words_of_a_curve_are_whole(show: Show, steps: int) -> None:
+    document = run_document(2, 101)
+    for curve in document["curves"]:
+        curve["steps"][-1] = steps - 1
+    tab = show(document)
+    beyond = tab.run(
+        "[...document.querySelectorAll('.curve svg')].flatMap((of) => [...of.querySelectorAll('text')].filter((each) =>"
+        "each.getBoundingClientRect().right > of.getBoundingClientRect().right).map((each) => each.textContent))"
+    )
+    assert beyond == []
+    assert f"{steps - 1:,}" in tab.run("document.querySelector('.curve svg').textContent")
+
+
 def test_facts_are_whole_on_a_narrow_screen_though_names_are_long(show: Show) -> None:
     document = run_document(2, 60)
     document["run"]["facts"].append(["environment", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", "environment"])

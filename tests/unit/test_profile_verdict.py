@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from profiled_worlds import Pipeline, World
 
+from lockstep.cli.profile import measured_peak
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.notes import Note
 from lockstep.observe.profile.replay import Change, Move, evened, play_of, plays_of, replay_us, what_ifs
@@ -419,6 +422,22 @@ def test_rates_and_mfu() -> None:
     assert judge(run_of(world)).mfu is None
     assert verdict.imbalance == pytest.approx(1.0)
     assert verdict.overlap == 0.0
+
+
+def test_peak_is_that_of_a_core_though_others_take_it_for_half_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+
+    def multiply(matrix: torch.Tensor, _: torch.Tensor) -> None:
+        nonlocal now_s
+        left_s = 2 * matrix.shape[0] ** 3 / 100e9
+        while left_s > 0:  # 4 ms for us, 4 ms for another process
+            own_s = max(1e-6, min(left_s, 0.004 - now_s % 0.008))
+            now_s, left_s = now_s + own_s, left_s - own_s
+            now_s += 0.004 if left_s > 0 else 0.0
+
+    monkeypatch.setattr(torch, "mm", multiply)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    assert measured_peak(1) == pytest.approx(100e9, rel=0.02)
 
 
 def test_rank_that_works_hardly_longer_than_the_others_is_no_straggler() -> None:

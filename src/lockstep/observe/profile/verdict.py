@@ -20,7 +20,7 @@ _COMMUNICATION, _IDLE, _DATA, _OTHER = 0.30, 0.10, 0.15, 0.30  # shares of the s
 _IMBALANCE = 1.10  # slowest rank's work over the mean
 _SMALL_BYTES, _MANY = 256 << 10, 8  # a collective that is mostly latency; of how many in a step
 _ONE_CAUSES = 0.6  # of all waiting: then it has a name
-_OWN_FAULT = 0.25  # of what the others lose: what it does longer than they
+_OWN_FAULT = 0.5  # of what the others lose: what it does longer than they
 _SEND_LESS = (  # of a model that is replicated; of one that is sharded
     "accumulate gradients over more microbatches with no_sync(), send bf16 (bf16_compress_hook)",
     "keep parameters after forward (reshard_after_forward=False), send bf16 (MixedPrecisionPolicy), shard larger units",
@@ -174,7 +174,7 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
         lever = f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank"
         found.append(Advice("communication", moving, text, lever))
     if late is None and still > _IDLE:
-        text = f"ranks stand still {still:.0%} of the step for others, and no rank has more work than the rest"
+        text = f"ranks stand still {still:.0%} of the step for others, and no rank works as much longer as that"
         found.append(Advice("bubbles", still, text, _LEVERS["bubbles"]))
     rest = [share for share in shares if late is None or share.rank != late.rank]
     for name, least, words in (

@@ -145,13 +145,11 @@ function plot(id, about, width, isLogarithmic, starts, value) {
       svg("line", { class: "grid", x1: left, x2: width - right, y1: y(each), y2: y(each) }),
       svg("text", { x: left - 6, y: y(each) + 3.5, "text-anchor": "end" }, brief(each, least)),
     ]),
-    steps.map((each) =>
-      svg(
-        "text",
-        { x: Math.min(width - right - 8, Math.max(left + 4, x(each))), y: height - 5, "text-anchor": "middle" },
-        count(each),
-      ),
-    ),
+    steps.map((each) => {
+      const text = count(each);
+      const at = Math.min(width - 3.5 * text.length, Math.max(left + 4, x(each))); // so that the last one is whole
+      return svg("text", { x: at, y: height - 5, "text-anchor": "middle" }, text);
+    }),
     starts
       .filter((each) => each > first && each <= last)
       .map((each) =>

@@ -104,7 +104,8 @@ function paintRank(context, g, rank, model) {
     context.fillRect(x, y, Math.max(0.75, w - (w > 3 ? 1 : 0)), g.phases);
   }
   const last = rank.spans.at(-1); // of a step that was not ended: what the rank says is said of it
-  const waits = rank.operations.map((each) => paintWaiting(context, g, each, model.joins.get(each.key), y));
+  const late = rank.operations.filter((each) => each.waiting > 0);
+  const waits = late.map((each) => paintWaiting(context, g, each, model.joins.get(each.key), y));
   const begins = rank.operations.filter((each) => each.stood).map((each) => g.x(each.waitFrom));
   for (const span of g.phases >= 11 ? rank.spans : []) {
     const says = span === last && rank.says;

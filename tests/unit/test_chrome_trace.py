@@ -177,7 +177,7 @@ def test_window_that_is_none_is_refused(text: str) -> None:
 def test_window_is_written_with_what_torch_saw(tmp_path: Path) -> None:
     import torch
 
-    window = Window.of({"LOCKSTEP_PROFILE": "steps=2:3"}, tmp_path, 1)
+    window = Window(read_window("steps=2:3"), tmp_path, 1)
     changes = []
     for step in range(1, 6):
         torch.ones(3, 3).mm(torch.ones(3, 3))

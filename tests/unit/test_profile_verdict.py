@@ -412,6 +412,19 @@ def test_verdict(kind: str) -> None:
         assert advice.lever
 
 
+@pytest.mark.parametrize(("parts", "is_small"), [(32_000, True), (33_000, False)])
+def test_what_torch_gathers_is_as_small_as_all_parts_are(parts: int, *, is_small: bool) -> None:
+    run = run_of(World(work_us=lambda rank, step: 20, moves_us=100, collectives=20, elements=parts))
+
+    def gathered(line: Steps) -> Steps:
+        ops = tuple(one._replace(text=f"all_gather float32 [{parts}]") for one in line.ops or ())
+        return replace(line, ops=ops)
+
+    ranks = {r: replace(record, lines=tuple(map(gathered, record.lines))) for r, record in run.ranks.items()}
+    said = [advice.text for advice in judge(replace(run, ranks=ranks)).advice if advice.kind == "small buckets"]
+    assert said == ["20 collectives of 250 KiB in each step pay their latency one by one"] * is_small
+
+
 def test_rates_and_mfu() -> None:
     world = World(work_us=lambda rank, step: 3000, moves_us=1000, collectives=1, tokens=400)
     verdict = judge(run_of(world), peak_flops=1e9, flops_per_token=5000)

@@ -108,7 +108,7 @@ def test_buckets_of_torch_have_the_bytes_and_the_bandwidth_that_it_says(tmp_path
     note = Note("buckets", 0, "a/0", {"step": 4, "count": 3, "bytes": 6000, "last_bytes": 1000, "hidden_us": 1500})
     for rank, record in run.ranks.items():
         lines = tuple(
-            replace(line, ops=tuple(one._replace(group=TAIL_GROUP, bytes=0) for one in line.ops or ()))
+            replace(line, ops=tuple(one._replace(group=TAIL_GROUP, text="all", bytes=0) for one in line.ops or ()))
             for line in record.lines
         )
         run = replace(run, ranks={**run.ranks, rank: replace(record, lines=lines, notes=(note,) * is_told)})
@@ -155,6 +155,20 @@ def test_words_are_said_once_and_rows_point_at_them(tmp_path: Path) -> None:
         assert rank["spans"][0][1] == rank["began_us"]
         assert rank["spans"][-1][2] == rank["ended_us"]
     assert [row[:4] for row in lane["joins"]] == [[key, 1, 500, 300] for key in range(3)]
+
+
+def test_what_torch_gathers_has_the_bytes_of_all_parts(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000, collectives=1, moves_us=500, elements=250).run(tmp_path)
+
+    def gathered(line: Steps) -> Steps:
+        ops = tuple(one._replace(text="all_gather float32 [250]", bytes=1000) for one in line.ops or ())
+        return replace(line, ops=ops)
+
+    lines = {rank: tuple(map(gathered, record.lines)) for rank, record in run.ranks.items()}
+    run = replace(run, ranks={rank: replace(record, lines=lines[rank]) for rank, record in run.ranks.items()})
+    lanes = lanes_of(run, began_us(run))
+    assert [word["bytes"] for word in lanes["words"]] == [2000]
+    assert {join[4] for lane in lanes["steps"] for join in lane["joins"]} == {2000 * 2000}
 
 
 def test_of_what_nobody_sees_it_is_not_said_who_came_last(tmp_path: Path) -> None:

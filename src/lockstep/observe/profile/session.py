@@ -23,7 +23,7 @@ from lockstep.observe.profile.run_record import listed_after
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
-from lockstep.observe.profile.window import LAUNCH, RUN, Window
+from lockstep.observe.profile.window import LAUNCH, PROFILE, RUN, Window, read_window
 from lockstep.observe.profile.writer import RunWriter, attempt_of
 from lockstep.observe.wording import Finding
 
@@ -149,7 +149,7 @@ def open_profile(
     that the program goes on from. about: `device` and `flops_per_token` of `RunWriter`.
     Raises: ConfigError where LOCKSTEP_PROFILE is no window.
     """
-    window = Window.of(environ, folder, rank)
+    window = Window(read_window(environ.get(PROFILE, "")), folder, rank)
     writer = RunWriter(
         folder,
         StepClock() if guard is None else guard.recorder.clock,

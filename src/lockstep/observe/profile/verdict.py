@@ -6,12 +6,13 @@ import itertools
 import re
 import statistics
 from bisect import bisect
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
-from lockstep.observe.profile.run_record import RankRecord, Run
+from lockstep.observe.profile.run_record import RankRecord, Run, bytes_of
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Waits, unseen, waits_of, weighted
 from lockstep.observe.wording import names
@@ -225,8 +226,10 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
     """Many small collectives: each pays the latency anew."""
     record = run.ranks[min(run.ranks)]
     listed = [line for line, _ in weighted(record.lines) if line.ops][-_MANY:]
-    ops = [[op for op in line.ops or () if 0 < op.bytes < _SMALL_BYTES and op.began_us >= 0] for line in listed]
-    small = [[op.bytes for op in each if not op.is_message] for each in ops]
+    members = Counter(op.key for one in run.ranks.values() for line in one.lines for op in line.ops or ())
+    stood = [[op for op in line.ops or () if not op.is_message and op.began_us >= 0] for line in listed]
+    sizes = [[bytes_of(op.text, members[op.key]) or op.bytes for op in each] for each in stood]
+    small = [[size for size in each if 0 < size < _SMALL_BYTES] for each in sizes]
     count = statistics.fmean(map(len, small)) if small and min(map(len, small)) >= _MANY else 0.0
     size = statistics.fmean(itertools.chain(*small)) if count else 0.0
     sent = buckets_of(record)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -40,11 +39,6 @@ class Window:
         self._path = trace_of(folder, rank)
         self._rank = rank
         self._profiler: Any = None
-
-    @classmethod
-    def of(cls, environ: Mapping[str, str], folder: Path, rank: int) -> Window:
-        """As the environment says.  Raises: ConfigError."""
-        return cls(read_window(environ.get(PROFILE, "")), folder, rank)
 
     def step_done(self, step: int) -> bool:
         """A step has ended; whether that began or ended the window. To be called by the thread that trains."""

@@ -240,10 +240,9 @@ class _Launches:
 def _with(launch: Launch | None, values: Mapping[str, Any]) -> Launch:
     """`launch`, with one line more."""
     if "launch" in values:
-        begun = launch.began_ns if launch else values["time_ns"]
-        about = tuple(values.get("command", ())), values.get("pid", 0), values.get("host", "")
-        before = launch or Launch(begun, 0, "")
-        return replace(before, command=about[0], pid=about[1], host=about[2], code=None, over_ns=0)
+        about = {"pid": values.get("pid", 0), "host": values.get("host", ""), "code": None, "over_ns": 0}
+        before = launch or Launch(values["time_ns"], 0, "")
+        return replace(before, command=tuple(values.get("command", ())), **about)
     if launch is None:
         raise ValueError("there is no launch before it")
     if "over" in values:

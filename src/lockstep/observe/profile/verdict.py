@@ -175,7 +175,7 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
         lever = f"{_SEND_LESS[_is_sharded(run)]}, or use larger batches per rank"
         found.append(Advice("communication", moving, text, lever))
     if late is None and still > _IDLE:
-        text = f"ranks stand still {still:.0%} of the step for others, and no rank works as much longer as that"
+        text = f"ranks stand still {still:.0%} of the step for others, and no rank does that much more than the rest"
         found.append(Advice("bubbles", still, text, _LEVERS["bubbles"]))
     rest = [share for share in shares if late is None or share.rank != late.rank]
     for name, least, words in (

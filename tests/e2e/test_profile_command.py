@@ -11,6 +11,7 @@ import pytest
 
 from command_runs import Run
 from lockstep.observe.profile.verdict import judge
+from lockstep.observe.profile.waits import matched
 from whole_records import read_run
 
 pytestmark = pytest.mark.limit_s(120)
@@ -54,6 +55,25 @@ sys.exit(main('''train --data.path text --train.steps {steps} --train.batch 4 --
 """
 
 
+_PAIRS = """
+import time, torch, torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+dist.init_process_group("gloo")
+rank = dist.get_rank()
+pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+model = DDP(torch.nn.Linear(8, 8), process_group=pairs[rank // 2])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(12):
+    if rank == 3:
+        time.sleep(0.02)
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+dist.destroy_process_group()
+"""
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     runs: list[Run] = []
@@ -85,6 +105,19 @@ def check_late_rank(folder: Path, phase: str) -> None:
     assert answers["data always there"].step_ms < answers["as recorded"].step_ms - 10
     assert answers["rank 1 as fast as the others"].step_ms < answers["as recorded"].step_ms - 10
     assert not any(answer.is_least for answer in verdict.what_ifs)
+
+
+def test_ranks_that_average_among_themselves_wait_for_nobody_else(start: Callable[..., Run], tmp_path: Path) -> None:
+    (tmp_path / "pairs.py").write_text(_PAIRS)
+    said = start("run", "--nproc-per-node", "4", "pairs.py").end(0)
+    folder = re.search(r"lockstep: report: (\S+)/report.html", said)
+    assert folder is not None, said
+    run = read_run(tmp_path / folder[1])
+    waited_s = {(pair.rank, pair.last): pair.waited_s for pair in judge(run).waits.pairs}
+    assert waited_s.keys() <= {(0, 1), (1, 0), (2, 3), (3, 2)}
+    assert waited_s[2, 3] > 0.1
+    ends = {len(ops) for ops, _, _ in matched(run) if next(iter(ops.values())).site == "pairs.py:13 <module>"}
+    assert ends == {2}
 
 
 def test_stock_ddp(start: Callable[..., Run], tmp_path: Path) -> None:

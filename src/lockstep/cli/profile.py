@@ -49,7 +49,7 @@ def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: flo
     peak, how = _peak(peak_tflops, run) if per_token else (0.0, "")
     verdict = judge(run, peak_flops=peak, flops_per_token=per_token)
     if not verdict.shares:
-        why = "; ".join(problems) or "step() of an optimizer of torch ends one"
+        why = "; ".join(problems) or "step() of an optimizer of torch ends one, outside of join()"
         raise ConfigError(f"{shown(run.folder)} has no step that has ended: {why}")
     yield from (f"damaged  {problem}; what can be read is counted" for problem in problems)
     yield from _summary(run, verdict, how)
@@ -60,8 +60,7 @@ def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: flo
         yield "(what is beyond twice that is in `other`)"
     yield from _waiting(verdict)
     yield from _what_if(verdict)
-    trace = run.folder / "trace.json"
-    if trace.is_file():
+    if (trace := run.folder / "trace.json").is_file():
         yield f"\ntrace    {shown(trace)}: open it in chrome://tracing or ui.perfetto.dev"
 
 

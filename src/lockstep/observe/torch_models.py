@@ -82,6 +82,7 @@ class ModelFacts:
             ignored = set(ddp.parameters_to_ignore)
             named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
             self._models[id(ddp.reducer)] = Model(ddp, team, "ddp", call_site(), named)
+            self._guard.recorder.clock.tail_team = team.rpartition("/")[0] * (f"/{self._guard.world_size}/" not in team)
             BACKWARDS.follow(ddp.module.parameters(), is_sent_by_cpp=is_sent_by_cpp)
 
         return init

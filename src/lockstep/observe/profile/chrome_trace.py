@@ -105,7 +105,7 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
         if trace is not None:
             seen[rank] = _moved(trace, rank, bases_us[rank] - zero_us)
             events += seen[rank]
-    if any(op.op.group == TAIL_GROUP for ops in moments for op in ops.values()) and seen.keys() == hosts.keys():
+    if any(TAIL_GROUP in op.op.group for ops in moments for op in ops.values()) and seen.keys() == hosts.keys():
         events += _bucket_arrows(seen, arrows)
     for ops in moments:
         placed = {rank: m._replace(zero_us=m.zero_us - clocks.ahead_us[rank] - zero_us) for rank, m in ops.items()}

@@ -138,7 +138,7 @@ def play_of(
     behind = {key for key in before if any(moves[key][r].exposed_us < us for r, us in found[key].moved_us.items())}
     shared = behind | {before[key] for key in behind}
     places = {key: (key[1], at, found[key].op.text) for at, key in enumerate(collectives)}
-    alone = {key: place for key, place in places.items() if key not in shared and key[1] != TAIL_GROUP}
+    alone = {key: place for key, place in places.items() if key not in shared and TAIL_GROUP not in key[1]}
     return Play({rank: track_of(line, left) for rank, line in lines.items()}, moves, before, alone)
 
 
@@ -151,7 +151,7 @@ def _was_left(ends: Mapping[int, Op], began_us: Mapping[int, float]) -> bool:
 
 def _moves_of(wait: Wait, before: Wait | None, buckets: Mapping[int, Mapping[str, Any]]) -> dict[int, Move]:
     """Of each rank. before: the collective whose data was under way first."""
-    said = buckets.get(wait.last) if wait.op.group == TAIL_GROUP else None
+    said = buckets.get(wait.last) if TAIL_GROUP in wait.op.group else None
     if said is not None:
         part = said.get("last_bytes", 0) / max(1, said["bytes"])
         return {rank: Move(said["hidden_us"], float(us), part) for rank, us in wait.moved_us.items()}
@@ -298,7 +298,7 @@ def what_ifs(plays: Sequence[Play], *, are_least: bool = False) -> list[WhatIf]:
     }
     named = changes if len(work) > 1 else (recorded, fed)  # of one rank, which has no others
     took = {name: replay_us(*changes[name]) / 1e3 for name in named}
-    tails = [move for play in plays for key, m in play.moves.items() if key[1] == TAIL_GROUP for move in m.values()]
+    tails = [move for play in plays for key, m in play.moves.items() if TAIL_GROUP in key[1] for move in m.values()]
     least = {faster} if are_least or any(move.hidden_us == 0 == move.last_part for move in tails) else set[str]()
     least |= {nothing} if are_least else set()
     return [WhatIf(name, ms, took[recorded] / max(1e-6, ms), name in least) for name, ms in took.items()]

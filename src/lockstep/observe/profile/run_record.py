@@ -31,7 +31,7 @@ from lockstep.observe.profile.step_clock import PHASES
 
 VERSION = 1
 OPERATIONS_MAX, SPANS_MAX = 64, 128  # of one step that are listed
-TAIL_GROUP = "backward"  # of all that DistributedDataParallel waits for at its end
+TAIL_GROUP = "backward"  # of all that DistributedDataParallel waits for at its end; begins with that, of a few ranks
 _WARM_UP = 2  # first lines of a run
 _WORD = ("group", "text", "site", "label", "bytes")
 _ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8

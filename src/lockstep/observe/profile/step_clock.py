@@ -70,6 +70,7 @@ class StepClock:
         self.after_from = 0  # the first step after which that is called
         self.rest = OTHER  # what the thread does where nothing else is known
         self.tail_site = ""  # the line whose backward waited last for all that it had started
+        self.tail_team = ""  # a name of the ranks that it is averaged over, where these are not all
         self.owner = get_ident()
         self.step = 0  # the last that has ended
         self.samples = 0  # of this step so far

@@ -238,7 +238,7 @@ class RunWriter:
         listed += [one for one in carried if one.seq % every == 0]  # again, as they were waited for
         listed += messages_in(records, self._about.rank, step.step)
         rows: list[list[int]] = []
-        for word, seq, *times_ns, waited_ns in (*_rows(listed, step), *_tails(step, self.clock.tail_site)):
+        for word, seq, *times_ns, waited_ns in (*_rows(listed, step), *_tails(step, self.clock)):
             if word not in self._words:
                 self._words[word] = len(self._words)
                 yield word_line(self._words[word], *word)
@@ -326,8 +326,8 @@ def _rows(records: Iterable[Record], step: Step) -> Iterator[Row]:
         yield word, one.seq, one.entered_ns, one.left_ns or step.ended_ns, *waits.get(one.number, (-1, 0))
 
 
-def _tails(step: Step, site: str) -> Iterator[Row]:
-    word = TAIL_GROUP, "all that DistributedDataParallel waits for", site, ""
+def _tails(step: Step, clock: StepClock) -> Iterator[Row]:
+    word = TAIL_GROUP + clock.tail_team, "all that DistributedDataParallel waits for", clock.tail_site, ""
     tails = [(began_ns, ended_ns) for number, began_ns, ended_ns in step.waits if number == TAIL]
     kept = tails[-_TAILS_MAX:]  # the last ones: where gradients are accumulated, those before wait for nobody
     for number, (began_ns, ended_ns) in enumerate(kept, (step.step + 1) * _TAILS_MAX - len(kept)):

@@ -190,7 +190,7 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
     if ranks and not source.problems and not any(record.lines for record in ranks.values()):
         when = "has ended yet" if status == "running" else "was ended"
-        lever = "steps are told apart by optimizer.step() of torch's optimizers"
+        lever = "steps are told apart by step() of torch's optimizers; those within join(), where ranks differ, are not"
         yield _card("note", f"No step {when}", "Times are known from the first step on.", lever=lever)
 
 
@@ -224,8 +224,7 @@ def _covered(coverage: Section | None) -> Iterator[Card]:
     epochs = coverage["epochs"] if coverage else []
     sealed = [epoch for epoch in epochs if epoch["sealed"]]
     for epoch in epochs:
-        is_off = epoch["twice"] or (epoch["missing"] and not epoch["running"])
-        if is_off:
+        if epoch["twice"] or (epoch["missing"] and not epoch["running"]):
             counts = f"{epoch['twice']} uses too many, {epoch['missing']} samples missing, of {epoch['length']}"
             lever = "set_epoch, drop_last and the sampler's world size decide; lockstep.DistributedSampler proves it"
             title = f"Epoch {epoch['epoch']} did not use each sample once"

@@ -138,7 +138,7 @@ def _step(
     ops: dict[Key, dict[int, Op]] = defaultdict(dict)
     for rank, line in chosen.lines.items():
         for op in line.ops or ():
-            ops[op.key][rank] = with_buckets(op, sent.get(rank)) if op.group == TAIL_GROUP else op
+            ops[op.key][rank] = with_buckets(op, sent.get(rank)) if TAIL_GROUP in op.group else op
     for seen in ops.values():
         seen |= {rank: op._replace(bytes=bytes_of(op.text, len(seen)) or op.bytes) for rank, op in seen.items()}
     keys = {key: number for number, key in enumerate(ops)}
@@ -148,7 +148,7 @@ def _step(
     joins = (
         [keys[key], absent[key], 0, 0, None]
         if key in absent
-        else join_of(keys[key], seen, waits.get(key), sent if key[1] == TAIL_GROUP else {})
+        else join_of(keys[key], seen, waits.get(key), sent if TAIL_GROUP in key[1] else {})
         for key, seen in ops.items()
         if key in absent or key in known
     )

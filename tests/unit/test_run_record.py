@@ -23,7 +23,7 @@ from lockstep.observe.profile.run_record import (
     listed_after,
     steps_per_line,
 )
-from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, Step, StepClock
+from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter, covered_ns
 from lockstep.observe.report.heat import heat_of
 from lockstep.observe.torch_groups import FROM_CPP
@@ -213,6 +213,25 @@ SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda en
 def test_covered_time_is_that_of_every_moment(spans: list[tuple[int, int]], began: int, ended: int) -> None:
     moments = {moment for first, last in spans for moment in range(first, last)}
     assert covered_ns(spans, began, ended) == len(moments & set(range(began, ended)))
+
+
+def test_backwards_that_wait_for_nobody_are_not_listed(tmp_path: Path) -> None:
+    """Gradients are accumulated: nothing was sent. The last one has its number on ranks that listed another one too."""
+    clock = StepClock()
+    waits = [(TAIL, at_ns, at_ns + took_ns) for at_ns, took_ns in ((1, 8_000), (50_000, 8_000), (90_000, 3_000_000))]
+    clock.steps.append(Step(1, 0, 4_000_000, 0, 0, (0, 0), waits, ((BACKWARD, 0),)))
+    with_another = StepClock()
+    waits = [(TAIL, at_ns, at_ns + 100_000) for at_ns in (1, 200_000, 400_000)]
+    with_another.steps.append(Step(1, 0, 4_000_000, 0, 0, (0, 0), waits, ((BACKWARD, 0),)))
+    for rank, each in enumerate((clock, with_another)):
+        writer = RunWriter(tmp_path, each, rank=rank, world_size=2, attempt="a/0")
+        writer.look()
+        writer.close()
+    one, other = (
+        [op.seq for line in record.lines for op in line.ops or ()] for record in read_run(tmp_path).ranks.values()
+    )
+    assert one == other[-1:]
+    assert len(other) == 3
 
 
 def test_many_operations_are_thinned_alike_and_messages_left_out(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from lockstep.observe.torch_groups import FROM_CPP
 _PERIOD_S = 0.25  # without a guard
 _WEIGH_S = 1.0  # between two looks at the memory that the process has
 _NOTES = 4096  # that nobody has written yet
-_TAILS_MAX = 64  # backward passes of one step that are told apart
+_TAILS_MAX, _BRIEF_NS = 64, 50_000  # backward passes of one step that are told apart; of one that waits for nobody
 _MESSAGES_MAX = 64  # from one rank to another in one step that are listed: if they are more, none is
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
 
@@ -328,10 +328,10 @@ def _rows(records: Iterable[Record], step: Step) -> Iterator[Row]:
 
 def _tails(step: Step, clock: StepClock) -> Iterator[Row]:
     word = TAIL_GROUP + clock.tail_team, "all that DistributedDataParallel waits for", clock.tail_site, ""
-    tails = [(began_ns, ended_ns) for number, began_ns, ended_ns in step.waits if number == TAIL]
-    kept = tails[-_TAILS_MAX:]  # the last ones: where gradients are accumulated, those before wait for nobody
+    kept = [wait[1:] for wait in step.waits if wait[0] == TAIL][-_TAILS_MAX:]
     for number, (began_ns, ended_ns) in enumerate(kept, (step.step + 1) * _TAILS_MAX - len(kept)):
-        yield word, number, began_ns, ended_ns, began_ns, ended_ns - began_ns
+        if ended_ns - began_ns >= _BRIEF_NS or (began_ns, ended_ns) == kept[-1]:  # else gradients are accumulated
+            yield word, number, began_ns, ended_ns, began_ns, ended_ns - began_ns
 
 
 def covered_ns(spans: Iterable[tuple[int, int]], began: int, ended: int) -> int:

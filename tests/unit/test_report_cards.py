@@ -46,6 +46,9 @@ def test_even_run_has_nothing_to_say(tmp_path: Path) -> None:
     only = cards(tmp_path)
     assert [(card["severity"], card["title"]) for card in only] == [("good", "Nothing stands out")]
     assert only[0]["text"].startswith("15.3 ms per step")
+    add_notes(tmp_path, 0, ("replicas", 10_000, {"step": 8, "equal": True, "digest": "ab", "what": "parameters"}))
+    titles = [card["title"] for card in cards(tmp_path)]
+    assert titles == ["Nothing stands out", "The ranks held one model through step 8"]
 
 
 def test_nothing_is_said_of_a_run_of_which_too_little_is_known(tmp_path: Path) -> None:

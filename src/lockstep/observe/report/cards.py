@@ -48,7 +48,7 @@ def cards_of(
         *_equal(replicas),
     ]
     if not any(card["severity"] != "good" for card in found) and _is_judged(verdict):
-        found.append(_card("good", "Nothing stands out", _summary(verdict)))
+        found.insert(0, _card("good", "Nothing stands out", _summary(verdict)))  # the answer comes before its proofs
     return sorted(found, key=lambda card: SEVERITIES.index(card["severity"]))[:_CARDS_MAX]
 
 

@@ -198,6 +198,19 @@ _SAID = {  # name -> ranks, program, what is said
         r"GONE.*(Culprits: ranks 1,2\n|Culprit: rank [12] )(?s:.*)lockstep: rank ([12]) .* was killed by SIGKILL; "
         r"so was rank (?!\2)[12] \(pid \d+\)[^;]*; ",
     ),
+    "a barrier in a finally, which an error of one rank has come to": (
+        2, "try:\n    for step in range(10):\n        if rank == 1 and step == 5:\n"
+        "            raise FileNotFoundError('shard-5')  # here\n        dist.all_reduce(torch.ones(4))\n"
+        "finally:\n    dist.barrier()",
+        r"MISMATCH.*Culprit: rank 1 (?s:.*)rank 1 was handling FileNotFoundError: shard-5, at .*train\.py:HERE\n(?s:.*)"
+        r"FileNotFoundError: shard-5\n(?s:.*)During handling of the above exception, another exception occurred",
+    ),
+    "a group that one rank has destroyed": (
+        3, "pair = dist.new_group([0, 1])\nfor step in range(10):\n    if rank < 2 and pair is not None:\n"
+        "        dist.all_reduce(torch.ones(4), group=pair)\n    if rank == 1 and step == 6:\n"
+        "        dist.destroy_process_group(pair)  # here\n        pair = None\n    dist.all_reduce(torch.ones(4))",
+        r"FINISHED too early.*Culprit: rank 1 (?s:.*)rank 1 destroyed group 1 \[0, 1\] at train\.py:HERE",
+    ),
     "a tag of rank 1 of two": (2, _RING.replace("GUILTY", "1").replace("ODD_TAG", "True"), _APART.format(1, 7, 4)),
     "a receive of rank 0 of two that is left out": (
         2, _RING.replace("GUILTY", "0").replace("ODD_TAG", "False"), _APART.format(0, 3, 3),

@@ -23,6 +23,7 @@ from rank_sights import (
 
 from lockstep.observe.diagnosis import Finding, Limits, message_text
 from lockstep.observe.scene import read_message
+from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.wording import names
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "diagnosis.txt"
@@ -354,6 +355,23 @@ def test_a_transport_that_stands_still_is_not_laid_to_a_rank() -> None:
     assert (finding.kind, finding.culprits) == ("transport", ())
     ranks[2].is_at(SITE, unmoved_s=0.2)  # one still carries data
     assert diagnosed(ranks) is None
+
+
+@pytest.mark.parametrize("guilty", [0, 2])
+def test_who_began_more_than_in_other_steps_is_blamed_and_not_the_transport(guilty: int) -> None:
+    """As by a forward in another thread: of what C++ has started there is nothing else that tells it apart."""
+    ranks = world(3)
+    for _ in range(3):
+        for one in ranks:
+            one.calls(FIRST, FIRST, text=FROM_CPP)
+    for one in ranks:
+        for _ in range(3 if one.rank == guilty else 1):
+            one.waits(one.call(FROM_CPP, FIRST), 12.5)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == ("hang", (guilty,)), finding.text
+    began = f"rank {guilty} began 3 collectives of group world in step 4, 2 in the step before"
+    assert f"\n  {began}\n" in finding.text
+    assert f"Likely fix: look for a call that rank {guilty} alone makes, in another thread perhaps." in finding.text
 
 
 def test_all_silent_but_one_may_be_that_one() -> None:

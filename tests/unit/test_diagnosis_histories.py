@@ -201,6 +201,18 @@ def test_a_rank_that_leaves_the_program_is_named(fault: str, program: Program, d
         assert "look for a condition that" not in finding.text  # which is true, or false, on all of them?
 
 
+@pytest.mark.parametrize("guilty", [0, 1])
+def test_a_step_with_more_calls_is_known_from_the_second_one_where_python_makes_them(guilty: int) -> None:
+    """In which DDP, whose calls are C++'s, rebuilds its buckets."""
+    ranks = world(2)
+    for step, calls in enumerate([1, 2, 1, 1, 2, 1, 1]):
+        for one in ranks:
+            for _ in range(calls - (one.rank == guilty and step == 4)):
+                one.call(TEXTS[0], "train.py:1 step")
+            one.step += 1
+    assert found_in(ranks).culprits == (guilty,)
+
+
 @pytest.mark.parametrize("begun", [0, 300])
 def test_a_step_that_was_left_out_soon_after_a_restart_is_found(begun: int) -> None:
     """The steps before it are no time in which the ranks had nothing in common."""

@@ -14,6 +14,7 @@ from rank_sights import PaperRank, diagnosed, found_in, rank_1, running, waiting
 from test_board import DictStore
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
+from lockstep.observe import endings
 from lockstep.observe.board import Board, flight_path, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
 from lockstep.observe.flight import FlightRecorder, pack_words
@@ -133,8 +134,9 @@ def test_a_stop_by_the_user_is_no_fault_and_one_that_the_program_raises_is(how: 
         if how is not None:
             kill(one, how)
 
-    found = diagnosed(rank_1(leave))
-    assert (found.culprits if found else None) == ((1,) if is_fault else None)
+    for age_s in (1.5, 40.0):  # the others may have waited for long, and that is why it was stopped
+        found = diagnosed(rank_1(leave, age_s))
+        assert (found.culprits if found else None) == ((1,) if is_fault else None)
     ranks = running(3)
     leave(ranks[1])
     assert (first_of(ranks) is not None) == is_fault
@@ -163,6 +165,44 @@ def test_of_who_finished_the_collectives_of_that_group_are_counted() -> None:
     ranks[0].waits(ranks[0].call("barrier", group="pair"), 1.5)
     text = " ".join(found_in(ranks).text.split())
     assert "rank 2 finished normally after 1 collective, rank 0 wanted a 2nd (barrier, " in text
+
+
+@pytest.mark.parametrize(("size", "culprit"), [(2, 1), (3, 0), (4, 0)])
+def test_who_calls_alone_after_most_have_ended_is_the_odd_one(size: int, culprit: int) -> None:
+    ranks = running(size)
+    for one in ranks[1:]:
+        one.finishes()
+    ranks[0].waits(ranks[0].call("barrier", "train.py:50 main"), 1.5)
+    found = found_in(ranks)
+    assert found.culprits == (culprit,), found.text
+    others = "rank 1" if size == 2 else f"ranks 1{',' if size == 3 else '-'}{size - 1}"
+    assert f"\n  {others} finished normally after 6 collectives,\n  rank 0 wanted a 7th (barrier, " in found.text
+
+
+def test_the_odd_one_is_not_named_before_all_have_come_to_one_end() -> None:
+    ranks = running(3)
+    ranks[1].call()
+    for one in ranks[1:]:
+        one.finishes()
+    for _ in range(2):
+        number = ranks[0].call()
+    ranks[0].waits(number, 1.5)
+    assert found_in(ranks).culprits == (1, 2)
+
+
+def test_who_destroyed_a_group_that_another_still_uses_is_named() -> None:
+    ranks = running(3)
+    for rank in (0, 1):
+        ranks[rank].group("1 [0, 1]", [0, 1])
+        ranks[rank].call("barrier", group="1 [0, 1]")
+    ranks[1].status_fields["facts"] = {endings.CLOSED: {"1 [0, 1]": "at train.py:9 main, in step 2"}}
+    ranks[0].waits(ranks[0].call(group="1 [0, 1]"), 0.5)
+    assert diagnosed(ranks) is None  # it may have come to the end of this call just before
+    ranks[0].open_s = 1.5
+    found = found_in(ranks)
+    assert (found.kind, found.culprits) == ("finished", (1,)), found.text
+    text = " ".join(found.text.split())
+    assert "rank 1 destroyed group 1 [0, 1] at train.py:9 main, in step 2 after 1 collective, rank 0 wanted" in text
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,18 @@ def test_what_another_thread_began_last_hides_nothing(guard: Guard, story: Story
     assert "FINISHED too early, in step 1.  Culprit: rank 1" in str(guard.cause_of(LOST))
 
 
+def test_what_had_gone_wrong_before_an_error_of_its_own_is_said_first(
+    guard: Guard, story: Story, capfd: pytest.CaptureFixture[str]
+) -> None:
+    error = ValueError("broken sample")
+    assert guard.cause_of(error) is error
+    assert not capfd.readouterr().err
+    for one, text in zip(story.ranks, ("barrier", REDUCE), strict=True):
+        one.call(text)
+    assert guard.cause_of(error) is error
+    assert "MISMATCH in step 1, group world.  Culprits: ranks 1,2" in capfd.readouterr().err
+
+
 def test_who_was_aborted_is_not_blamed_before_the_others_have_spoken(guard: Guard, story: Story) -> None:
     victim, other = story.ranks
     guard.enter("world", 0, REDUCE, FIRST)

@@ -176,6 +176,20 @@ def test_torchs_error_of_another_ranks_end_is_one_that_was_caught(
     assert ": RuntimeError: Connection closed by peer [127.0.0.1]:5 Why" in " ".join(" ".join(said).split())
 
 
+def test_who_had_ended_before_an_error_that_was_caught_is_said_with_it(
+    watched: Watched, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks = running(3)
+    watched.sees(ranks)
+    watched.guard.saw(RuntimeError("[/x/pair.cc:5] Connection closed by peer [127.0.0.1]:5"))
+    for one in ranks[1:]:
+        one.finishes()
+    watched.sees(ranks)
+    said = at_its_end(watched, capsys)
+    assert said[0].startswith("lockstep: CAUGHT")
+    assert said[1] == "  rank 1 finished normally after 6 collectives"
+
+
 def test_what_the_program_has_not_seen_is_raised_at_its_end(watched: Watched) -> None:
     watched.sees(failed())
     with pytest.raises(PeerFailed, match="RAISED in step 4"):

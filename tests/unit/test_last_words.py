@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import builtins
+import os
 import sys
 import sysconfig
 import threading
+import traceback
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +20,7 @@ from lockstep.errors import PeerFailed
 from lockstep.launch.worker import ERROR_FILE, describe_failure, report_failure
 from lockstep.observe import process_guard
 from lockstep.observe.facts import Facts
-from lockstep.observe.last_words import last_words
+from lockstep.observe.last_words import end_in_users_code, handled, last_words
 from lockstep.observe.status import in_words
 from lockstep.observe.wording import BEFORE
 
@@ -133,6 +135,30 @@ def test_an_error_is_not_hidden_by_a_launcher_that_cannot_be_told(
 )
 def test_an_error_that_says_no_more_than_its_class_is_named_once(message: str, said: str) -> None:
     assert in_words("AssertionError", message) == said
+
+
+def test_what_a_rank_met_before_it_saw_another_fail_is_shown_and_told() -> None:
+    """As in a `finally`, in which it waits for the others."""
+
+    def wait() -> None:
+        try:
+            raise KeyError("x")
+        finally:
+            try:
+                raise RuntimeError("Connection closed by peer")
+            except RuntimeError as seen:
+                raise PeerFailed("rank 1 has gone", 1) from seen
+
+    with pytest.raises(PeerFailed) as met:
+        wait()
+    error, line = met.value, wait.__code__.co_firstlineno + 2
+    assert handled(error) == f"KeyError: 'x', at {os.path.relpath(__file__)}:{line}"
+    assert handled(PeerFailed("rank 1 has gone", 1)) == handled(None) == ""
+    end_in_users_code(error)
+    shown = "".join(traceback.format_exception(error))
+    assert "KeyError: 'x'" in shown
+    assert "During handling" in shown
+    assert "Connection closed" not in shown
 
 
 def test_an_error_that_was_raised_from_itself_is_quoted() -> None:

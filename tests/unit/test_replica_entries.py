@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 
+import pytest
 import torch
 from torch import nn
 
@@ -237,3 +238,18 @@ def test_words_for_two_ranks_options_and_many() -> None:
     text = drift_in_words(differences(everything), 7, 5)
     assert "and 897 more differ" in text
     assert len(text) < 900
+
+
+@pytest.mark.parametrize(
+    ("what", "cause"),
+    [
+        (["buffer '1.running_mean'", "buffer '1.running_var'"], "Buffers alone: train() and eval() on all ranks alike"),
+        (["exp_avg of '0.weight'", "exp_avg of '0.bias'"], "The optimizer's state alone: it was loaded or changed"),
+        (["parameter '0.weight'", "exp_avg of '0.weight'"], "Likely gradients were not averaged, not applied"),
+        (["parameter '0.weight'"], "One tensor alone: it was changed on one rank only"),
+        (["parameter '0.weight'", "lr of parameter group 0"], "Give the optimizer and its schedule the same options"),
+    ],
+)
+def test_the_likely_cause_is_that_of_what_differs(what: list[str], cause: str) -> None:
+    found = [Difference(one, {0: "a", 1: "b"}, ()) for one in what]
+    assert f" {cause}" in drift_in_words(found, 9, None)

@@ -14,15 +14,16 @@ from typing import Any, final
 from lockstep.observe.board import waits_of
 from lockstep.observe.facts import Facts
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, mark_of
-from lockstep.observe.last_words import last_words, users_line
+from lockstep.observe.last_words import handled, last_words, users_line
 from lockstep.observe.scene import channel, read_message
-from lockstep.observe.stacks import Motion, is_traced
+from lockstep.observe.stacks import Motion, handled_by, is_traced
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, State, Status
 
 _OPEN_MAX = 64  # operations under way that are followed
 _CHANNELS_MAX = 256
 _STEPS = 128  # of which the time is kept
 _TRACED_S = 1.0  # between two looks for a debugger, which may stop this whole process at any later moment
+_STANDS_S = 1.0  # after which a rank is asked what it handles there
 _PHASES = 24  # of the step that are shown
 
 
@@ -39,7 +40,8 @@ class Account:
         self.words: LastWords | None = None
         self.saw: LastWords | None = None  # of an error that this rank raised because of another
         self.is_blind = False  # its guard cannot look at the others
-        self.motion = Motion(threading.get_ident())
+        self._thread = threading.get_ident()
+        self.motion = Motion(self._thread)
         self._recorder, self._record, self._host = recorder, FlightRecord(recorder.path), socket.gethostname()
         self._folds: dict[str, Folding] = {}
         self._channels: dict[str, int] | None = {}  # messages so far; None where not all of them are known
@@ -134,6 +136,7 @@ class Account:
             stack=stand.stack,
             unmoved_s=min(stand.unmoved_s, phase_s),
             looping_s=stand.looping_s,
+            handling=handled(handled_by(self._thread)) if self._under_way or stand.unmoved_s >= _STANDS_S else "",
             activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if self._is_traced else ""),
             facts=self.facts.said(),
             **said,

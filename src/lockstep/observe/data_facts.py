@@ -124,12 +124,9 @@ def different_rules(rules: Mapping[int, str]) -> str | None:
 
 def same_order(before: PassFacts | None, now: PassFacts) -> str | None:
     """Whether a shuffled pass has the order of the complete one before it, in words."""
-    if before is None or not now.order or before.order != now.order:
-        return None
-    return (
-        "this epoch has the samples in the order of the last one: call sampler.set_epoch(epoch) before each epoch, or "
-        "use lockstep.DistributedSampler, which counts epochs by itself"
-    )
+    text = "this epoch has the samples in the order of the last one: call sampler.set_epoch(epoch) before each epoch, "
+    text += "or use lockstep.DistributedSampler, which counts epochs by itself"
+    return None if before is None or not now.order or before.order != now.order else text
 
 
 def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str | None:

@@ -17,6 +17,7 @@ from lockstep.observe.data_facts import uneven
 from lockstep.observe.endings import CAUGHT, find_too_large, saw_another
 from lockstep.observe.flight import Record
 from lockstep.observe.histories import Fault, Parting, Side, calls_in
+from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.status import FINISHED, Progress, Status
 from lockstep.observe.wording import Finding, call, names, step_after, times
@@ -44,6 +45,7 @@ _FIX = {
     "algorithm": "pass the same algorithm= on every rank: each sends other messages, which do not match.",
     "steps": "call optimizer.step() on every rank in every step.",
     "threads": "two threads use this group: give one its own, by dist.new_group(), or async_save(process_group=).",
+    "handling": "see to that error; in a `finally` or an `except` make no call that the other ranks do not make.",
     "batches": "give all ranks as many batches: DistributedSampler pads or drops to that; or `model.join()`.",
 }
 SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
@@ -110,13 +112,17 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
     knows = parting.is_origin and not are_first  # else nobody can say how long an epoch is
     blamed = odd if is_majority else histories.unusual(parting) if knows else None
     unsynced, twice = _suspects(scene, everybody, parting.step)
+    handling = {rank: said for rank in sorted(everybody) if (said := scene.status(rank).handling)}
     if blamed is None:
-        without = [side for side in (odd, usual) if {*unsynced, *twice, *changed} & set(side.ranks)]
+        without = [side for side in (odd, usual) if {*unsynced, *twice, *changed, *handling} & set(side.ranks)]
         blamed = without[0] if len(without) == 1 else None
     if blamed is usual:  # two ranks: the roles were only a guess
         parting, fault = parting.swapped(), histories.INVERSE[fault]
     culprits = tuple(sorted(everybody - set(parting.usual.ranks) if blamed is not None else everybody))
     signs = [*counts, *(twice[r] for r in culprits if r in twice)]
+    if blamed is not None and handling.keys() == {*culprits}:  # else all do, as a program may within an `except`
+        signs += [f"{names(ranks)} was handling {said}" for said, ranks in alike(handling).items()]
+        fault = "handling"
     return _report(scene, group, parting, "batches" if counts else fault, culprits, unsynced, signs)
 
 
@@ -162,11 +168,9 @@ def _is_without_fault(scene: Scene, parting: Parting) -> bool:
 
 def _are_in_step(scene: Scene, first: int, second: int) -> bool:
     """Whether a chain of groups that are used in every few steps joins the two: else they train models of their own."""
-    often = [
-        set(ranks)
-        for (_, ranks), members in scene.groups.items()
-        if all(_is_used_often(progress, scene.status(rank)) for rank, progress in members.items() if progress.marks)
-    ]
+    groups = scene.groups.items()
+    used = [(ranks, [(its, scene.status(r)) for r, its in told.items() if its.marks]) for (_, ranks), told in groups]
+    often = [{*ranks} for ranks, members in used if all(_is_used_often(*one) for one in members)]
     reached, more = set[int](), {first}
     while more - reached:
         reached |= more
@@ -238,24 +242,18 @@ def _report(
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = differing and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
     other = "batches" if fault == "batches" else ""
-    advice = _FIX[fault if is_known and fault in ("skipped", "extra") else differing[0] if is_one_call else other]
+    is_told = fault == "handling" or (is_known and fault in ("skipped", "extra"))
+    advice = _FIX[fault if is_told else differing[0] if is_one_call else other]
     head = "MISMATCH"
     if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
     if any(later.step < one.step for side in (usual, odd) for one, later in pairwise(side.history)):
         step, advice = max(a.step, b.step), _FIX["threads"]  # whoever has no steps of its own counts as in the first
-    return wording.compose(
-        scene,
-        "mismatch",
-        group,
-        f"{head} in {step_after(step)}, group {group}.",
-        culprits,
-        body,
-        why=_WHY["order" if is_step or fault in ("skipped", "extra") else "same"],
-        fix=advice.format(culprits=names(culprits)),
-        least=wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S]),
-        done=step,
-    )
+    head, fix = f"{head} in {step_after(step)}, group {group}.", advice.format(culprits=names(culprits))
+    why = _WHY["order" if is_step or fault in ("skipped", "extra") else "same"]
+    least = wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S])
+    more: dict[str, Any] = {"why": why, "fix": fix, "least": least, "done": step}
+    return wording.compose(scene, "mismatch", group, head, culprits, body, **more)
 
 
 def _counts(group: str, parting: Parting) -> str:
@@ -286,11 +284,8 @@ def _deed(parting: Parting, fault: Fault) -> list[str]:
 def _report_drift(scene: Scene, group: str, parting: Parting) -> Finding:
     usual, odd, a, b, *_ = parting
     late, other = (usual, odd) if a.step < b.step else (odd, usual)
-    lines = [
-        f"collective #{a.seq} is the same on all, {call(a)}",
-        f"but for {names(usual.ranks)} it belongs to {step_after(a.step)}, "
-        f"for {names(odd.ranks)} to {step_after(b.step)}",
-    ]
+    where = [f"for {names(side.ranks)} {{}}to {step_after(one.step)}" for side, one in ((usual, a), (odd, b))]
+    lines = [f"collective #{a.seq} is the same on all, {call(a)}", f"but {', '.join(where).format('it belongs ', '')}"]
     return _report_steps(scene, group, late.ranks, other.ranks, parting.step, lines)
 
 
@@ -303,14 +298,6 @@ def _report_steps(
     culprits, deed = late, f"{names(late)} did not call {where}, or ran a step twice"
     if len(late) > len(others):
         culprits, deed = others, f"{names(others)} called {where} once more, or left out all else of a step"
-    return wording.compose(
-        scene,
-        "steps",
-        group,
-        f"STEPS differ since {step_after(step)}, group {group}.",
-        culprits,
-        [*lines, deed],
-        why="a replica whose optimizer steps less often is another model from then on.",
-        fix=_FIX["steps"],
-        done=step,
-    )
+    head, body = f"STEPS differ since {step_after(step)}, group {group}.", [*lines, deed]
+    why, fix = "a replica whose optimizer steps less often is another model from then on.", _FIX["steps"]
+    return wording.compose(scene, "steps", group, head, culprits, body, why=why, fix=fix, done=step)

@@ -14,6 +14,7 @@ from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status, in_words
 from lockstep.observe.wording import Finding, Kind, names, ordinal, step_after, times
 
+CLOSED = "closed"  # topic of the groups that a rank has destroyed: where, by the group's name
 CAUGHT = "caught"  # topic and key of what a rank tells of an error of the ranks that its program was given
 BECAUSE_OF_ANOTHER = "was ended by its launcher because of another"
 _FIXES = (  # by what a launcher says
@@ -36,7 +37,7 @@ def left_first(
     where no news of these is to come any more (`is_final`), one that came to the end of its program without its part
     in what `me` began last. lost: the rank that `me` cannot reach, where it knows which.
     """
-    others = [sight for rank, sight in sights.items() if rank != me and not _is_asked_to_stop(sight)]
+    others = [sight for rank, sight in sights.items() if rank != me and not is_asked_to_stop(sight)]
     own = [sight for sight in others if not saw_another(sight.status)]
     first = [sight for sight in own if sight.status.state == RAISED]
     first += sorted((sight for sight in own if _has_vanished(sight)), key=lambda sight: -sight.age_s)
@@ -75,10 +76,15 @@ def how_it_ended(sight: Sight, group: str = "") -> str:
     if status.state == RAISED:
         said = "it left no words" if words is None else in_words(words.kind, words.message)
         return f"{who} raised{at}: {said}"
-    if status.state == FINISHED:
-        counts = [one.count for name, one in status.groups.items() if group in ("", name)]
-        return f"{who} finished normally{at} after {times(max(counts, default=0))}"
+    closed = status.facts.get(CLOSED, {}).get(group)
+    if status.state == FINISHED or closed:
+        did = f"destroyed group {group} {closed}" if closed else f"finished normally{at}"
+        return f"{who} {did} after {times(_count(status, group))}"
     return f"{who} (pid {status.pid}) {sight.how or 'was killed without a word'}"
+
+
+def _count(status: Status, group: str) -> int:
+    return max((one.count for name, one in status.groups.items() if group in ("", name)), default=0)
 
 
 def stalled_by(found: Finding, sights: Mapping[int, Sight], place: str) -> Stalled:
@@ -117,7 +123,7 @@ def saw_another(status: Status) -> bool:
     return status.words is not None and status.words.is_consequence
 
 
-def _is_asked_to_stop(sight: Sight) -> bool:
+def is_asked_to_stop(sight: Sight) -> bool:
     """True after a Ctrl-C, and until its launcher says that nobody has asked: the program may have raised that too."""
     words = sight.status.words
     is_stop = words is not None and words.kind == KeyboardInterrupt.__name__
@@ -126,7 +132,7 @@ def _is_asked_to_stop(sight: Sight) -> bool:
 
 def find_raised(scene: Scene) -> Finding | None:
     """A rank that raised, quoted; one that only saw another fail comes last, and only if nobody else turns up."""
-    left = [rank for rank in scene.ended if not _is_asked_to_stop(scene.sights[rank])]
+    left = [rank for rank in scene.ended if not is_asked_to_stop(scene.sights[rank])]
     ended = {rank for rank in left if scene.status(rank).state == RAISED or saw_another(scene.status(rank))}
     waits = [wait for wait in scene.waits if ended.intersection(_without(scene, wait))]
     missed = sorted({rank for wait in waits for rank in _without(scene, wait)} & ended)
@@ -172,13 +178,17 @@ def find_finished(scene: Scene) -> Finding | None:
             absent = wait.ranks if has_failed else ()  # what was begun there may not have been sent
         if wait.age_s < grace_s or wait.is_any:
             continue
-        ended = [scene.status(rank) for rank in sorted(scene.ended.intersection(absent))]
-        early = [one.rank for one in ended if one.state == FINISHED and not saw_another(one)]
+        group, early = wait.record.group, [r for r in sorted(absent) if _has_left(scene, r, wait.record.group)]
         if early:
             fix = "give all ranks as many batches, or use join(); make a call under `if rank == 0` on all, or none."
-            lines = [f"{how_it_ended(scene.sights[rank], wait.record.group)}," for rank in early]
-            lines += [*(text for rank in early for text in wording.told_before(scene.status(rank))), _wanted(wait)]
+            if any(scene.is_running(rank) for rank in early):
+                fix = "destroy a group after the last call in it that any rank makes, and then on all of its ranks."
+            ends = alike({r: how_it_ended(scene.sights[r], group).removeprefix(f"rank {r} ") for r in early})
+            lines = [f"{names(ranks)} {text}," for text, ranks in ends.items()]
+            lines += dict.fromkeys(text for rank in early for text in wording.told_before(scene.status(rank)))
             blamed, head = early, "FINISHED too early, in"
+            lines.append(_wanted(wait))
+            is_one_end = len({_count(scene.status(rank), group) for rank in early}) == 1 and not is_message
             if is_message and (counts := tally(scene, wait.rank, wait.record)):
                 lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
             elif (found := uneven(scene.sights, everybody := {wait.rank, *wait.ranks}))[0]:
@@ -186,10 +196,19 @@ def find_finished(scene: Scene) -> Finding | None:
                 fix = "as many batches on all ranks: check what each skips as it goes on, its sampler and its data."
                 if len(early) * 2 >= len(everybody) and found[1] != {*early}:  # no majority has the right number
                     blamed, head = [*early, *everybody.difference(early)], "FINISHED with other numbers of batches, in"
+            elif 2 * len(early) > len(everybody) and is_one_end:
+                blamed, head = [one.rank for one in scene.waits if one.is_part_of(wait)], "FINISHED on most ranks, in"
             waits = [wait for wait in scene.waits if set(early).intersection(wait.absent)]
             step = min(scene.status(rank).step for rank in early)
             return _finding(scene, "finished", blamed, head, step, lines, fix, waits)
     return None
+
+
+def _has_left(scene: Scene, rank: int, group: str) -> bool:
+    """Whether a rank makes no more calls in a group, and did not mean to leave the others alone for one that failed."""
+    if scene.is_running(rank):
+        return group in scene.status(rank).facts.get(CLOSED, {})
+    return rank in scene.ended and scene.status(rank).state == FINISHED and not saw_another(scene.status(rank))
 
 
 def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding | None:
@@ -242,33 +261,21 @@ def find_caught(scene: Scene) -> Finding | None:
     if not told:
         return None
     texts = {rank: f"at {site}: {words}" for rank, (_, site, words) in told.items()}
-    return wording.compose(
-        scene,
-        "caught",
-        "",
-        f"CAUGHT by the program in {step_after(min(step for step, *_ in told.values()))}, an error of the ranks.",
-        tuple(told),
-        [f"{names(ranks)} {text}" for text, ranks in alike(texts).items()],
-        why="the ranks may be out of step since then, and the exit code does not tell.",
-        fix="let such an error end the run, or go on from a checkpoint, on every rank, where it is caught.",
-    )
+    done = [one for rank, one in sorted(scene.sights.items()) if rank not in told and one.status.state == FINISHED]
+    lines = [*map(how_it_ended, done), *(f"{names(ranks)} {text}" for text, ranks in alike(texts).items())]
+    head = f"CAUGHT by the program in {step_after(min(step for step, *_ in told.values()))}, an error of the ranks."
+    why = "the ranks may be out of step since then, and the exit code does not tell."
+    fix = "let such an error end the run, or go on from a checkpoint, on every rank, where it is caught."
+    return wording.compose(scene, "caught", "", head, tuple(told), lines, why=why, fix=fix)
 
 
 def _finding(
     scene: Scene, kind: Kind, ranks: list[int], head: str, done: int, body: list[str], fix: str, waits: list[Wait]
 ) -> Finding:
     inside = {wait.rank for wait in waits if wait.record.site in scene.status(wait.rank).stack}  # else it is of before
-    return wording.compose(
-        scene,
-        kind,
-        ",".join(map(str, ranks)),
-        f"{head} {step_after(done)}.",
-        ranks,
-        [*body, *wording.waiters(waits)],
-        fix=fix,
-        least=wording.stacks(scene, inside | (set(ranks) if kind == "gone" else set())),
-        done=done,
-    )
+    key, head, body = ",".join(map(str, ranks)), f"{head} {step_after(done)}.", [*body, *wording.waiters(waits)]
+    least = wording.stacks(scene, inside | (set(ranks) if kind == "gone" else set()))
+    return wording.compose(scene, kind, key, head, ranks, body, fix=fix, least=least, done=done)
 
 
 def _without(scene: Scene, wait: Wait) -> list[int]:

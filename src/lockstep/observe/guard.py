@@ -229,7 +229,12 @@ class Guard:
             self._given(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What stock torch's `error` comes from, to be raised from it; itself where it is not another rank's doing."""
+        """What stock torch's `error` comes from, to be raised from it; itself where it is not another rank's doing.
+
+        Then what had gone wrong before is said first.
+        """
+        if not sees_another(error):
+            self._lookout.look_back()
         if isinstance(error, CommError) or not sees_another(error):
             return error
         seen, found = PeerLost(f"{type(error).__name__}: {error}"), None

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Literal
+from collections import Counter
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Literal
 
 from lockstep.observe import histories, wording
+from lockstep.observe.endings import is_asked_to_stop
 from lockstep.observe.flight import Record
 from lockstep.observe.messages import let_go
 from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.scene import GRACE_S, SILENT_S, STILL_S, Scene, Wait, read_message
 from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import FINISHED, RAISED
-from lockstep.observe.wording import Finding, names, seconds, step_after
+from lockstep.observe.wording import Finding, names, seconds, step_after, times
 
 FAILING = "failing"  # activity of a rank that asks why its operation has failed
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
@@ -27,7 +31,7 @@ _LOADS = "is loading data"
 _TIMED_OUT = re.compile("(?P<store>wait timeout|Socket Timeout|waiting for clients|client socket has)|[Tt]imed out")
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
-_Root = Literal["unseen", "ended", "silent", "active", "moving", "looping", "stuck", "inside"]
+_Root = Literal["unseen", "ended", "asked", "silent", "active", "moving", "looping", "stuck", "inside"]
 
 
 def find_cycle(scene: Scene) -> Finding | None:
@@ -65,8 +69,11 @@ def find_hang(scene: Scene) -> Finding | None:
             continue
         if states and set(states.values()) <= {"stuck", "ended"}:
             return _report_hang(scene, wait, sorted(states))
-        is_inside = set(states.values()) <= {"inside"}
-        if is_inside and wait.age_s >= _TRANSPORT_TIMES * scene.hang_s and _nobody_moves(scene, wait):
+        if not set(states.values()) <= {"inside"} or not _nobody_moves(scene, wait):
+            continue
+        if more := _with_more_calls(scene, wait):
+            return _report_hang(scene, wait, sorted(more), more)
+        if wait.age_s >= _TRANSPORT_TIMES * scene.hang_s:
             return _report_transport(scene, wait, {})
     return None
 
@@ -105,17 +112,10 @@ def find_timed_out(scene: Scene, error: str, line: str) -> Finding | None:
     them = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} not there" if ranks else "nobody has set it"
     lines = [text for rank in ranks for text in wording.whereabouts(scene, rank, _not_there(scene, rank))]
     lines += wording.waiters([wait._replace(rank=rank) for rank in (me, *wait.ranks) if rank not in wait.absent])
-    return wording.compose(
-        scene,
-        "timeout",
-        f"{wait.record.text}@{line}",
-        f"TIMEOUT in {step_after(step)}.",
-        ranks,
-        [*lines, *wording.waiters([one for one in _waits_for(scene, ranks) if one.rank in wait.absent])],
-        fix=f"see why {them}; may it be so late: timeout=, there or in init_process_group.",
-        least=wording.stacks(scene, ranks),
-        done=step,
-    )
+    lines += wording.waiters([one for one in _waits_for(scene, ranks) if one.rank in wait.absent])
+    key, head, least = f"{wait.record.text}@{line}", f"TIMEOUT in {step_after(step)}.", wording.stacks(scene, ranks)
+    fix = f"see why {them}; may it be so late: timeout=, there or in init_process_group."
+    return wording.compose(scene, "timeout", key, head, ranks, lines, fix=fix, least=least, done=step)
 
 
 # ------------------------------------------------------------------ who waits for whom
@@ -146,7 +146,7 @@ def _state(scene: Scene, rank: int) -> _Root:
     if sight is None:
         return "unseen"
     if not scene.is_running(rank):
-        return "ended"
+        return "asked" if is_asked_to_stop(sight) else "ended"
     if _activity(scene, rank):
         return "active"
     if scene.is_silent(rank):
@@ -205,16 +205,25 @@ def _nobody_moves(scene: Scene, wait: Wait) -> bool:
     return True
 
 
+def _with_more_calls(scene: Scene, wait: Wait) -> dict[int, str]:
+    """Of ranks that all stand in collectives: who began more in this step. What C++ starts has no other name."""
+    found, ranks = dict[int, str](), [rank for rank in (wait.rank, *wait.ranks) if rank in scene.sights]
+    for rank in ranks:
+        history = [record for record in scene.records_of(rank) if record.group == wait.record.group]
+        step = history[-1].step if history else 0
+        if histories.adds_calls(history, step):
+            counts = Counter(record.step for record in history)
+            text = f"{names([rank])} began {times(counts[step])} of group {wait.record.group} in {step_after(step)}"
+            found[rank] = f"{text}, {counts[step - 1]} in the step before"
+    return found if len(found) < len(ranks) else {}
+
+
 def _waits_for(scene: Scene, ranks: list[int]) -> list[Wait]:
     """The operations in which others wait for `ranks`; also of one that stood at its line when that was seen last."""
     sure = [one for one in scene.blocked.values() if one.rank not in ranks and set(_roots(scene, one)) & set(ranks)]
-    others = [
-        wait
-        for wait in scene.waits
-        if wait.rank not in (*ranks, *scene.blocked)
-        and any(wait.is_part_of(one) for one in sure)
-        and wait.record.site in scene.status(wait.rank).stack
-    ]
+    parts = [wait for wait in scene.waits if any(wait.is_part_of(one) for one in sure)]
+    others = [wait for wait in parts if wait.rank not in (*ranks, *scene.blocked)]
+    others = [wait for wait in others if wait.record.site in scene.status(wait.rank).stack]
     return sorted([*sure, *others], key=lambda wait: wait.rank)
 
 
@@ -236,21 +245,11 @@ def _report_cycle(scene: Scene, waits: list[Wait]) -> Finding:
         fix = f"use groups {', '.join(groups)} in the same order on every rank."
     elif groups and not odd:
         fix = "send what another rank receives before the collective, or let that rank receive it later."
-    return wording.compose(
-        scene,
-        "cycle",
-        _key(scene, sorted(ranks)),
-        f"DEADLOCK in {step_after(scene.step)}: {what}{way}{whose}",
-        culprits,
-        [
-            *_waiters(scene, [*waits, *_waits_for(scene, ranks)], apart),
-            *(f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead),
-        ],
-        why="each of them waits for the next one, so none can ever get on.",
-        fix=fix,
-        least=wording.stacks(scene, ranks),
-        done=scene.step,
-    )
+    lines = _waiters(scene, [*waits, *_waits_for(scene, ranks)], apart)
+    lines += [f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead]
+    key, head = _key(scene, sorted(ranks)), f"DEADLOCK in {step_after(scene.step)}: {what}{way}{whose}"
+    why, least = "each of them waits for the next one, so none can ever get on.", wording.stacks(scene, ranks)
+    return wording.compose(scene, "cycle", key, head, culprits, lines, why=why, fix=fix, least=least, done=scene.step)
 
 
 def _went_on(scene: Scene, waits: list[Wait]) -> list[int]:
@@ -281,30 +280,21 @@ def _outvoted(waits: list[Wait]) -> list[int]:
 
 def _report_stopped(scene: Scene, ranks: list[int], waits: list[Wait]) -> Finding:
     sights = [scene.sights[rank] for rank in ranks]
-    age_s = max(sight.age_s for sight in sights)
     is_known = all(sight.is_stopped for sight in sights)
-    unknown = "stopped by SIGSTOP, swapping or a debugger, or C code that holds the GIL"
-    lines = [
-        f"not scheduled for {seconds(age_s)}: {'stopped by a signal, as SIGSTOP' if is_known else unknown}",
-        *(line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")),
-    ]
+    why = "a signal, as SIGSTOP" if is_known else "SIGSTOP, swapping or a debugger, or C code that holds the GIL"
+    lines = [f"not scheduled for {seconds(max(sight.age_s for sight in sights))}: stopped by {why}"]
+    lines += [line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")]
     if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
         lines.append(f"all but {names([scene.me])}: it may as well be that this host is cut off")
     pids = " ".join(str(sight.status.pid) for sight in sights)
-    return wording.compose(
-        scene,
-        "stopped",
-        _key(scene, ranks),
-        f"STOPPED in {step_after(scene.step)}.",
-        ranks,
-        [*lines, *wording.waiters(waits)],
-        fix=f"`kill -CONT {pids}`." if is_known else f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`.",
-        least=wording.stacks(scene, [wait.rank for wait in waits]),
-        done=scene.step,
-    )
+    fix = f"`kill -CONT {pids}`." if is_known else f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`."
+    least, lines = wording.stacks(scene, [wait.rank for wait in waits]), [*lines, *wording.waiters(waits)]
+    key, head, done = _key(scene, ranks), f"STOPPED in {step_after(scene.step)}.", scene.step
+    return wording.compose(scene, "stopped", key, head, ranks, lines, fix=fix, least=least, done=done)
 
 
-def _report_hang(scene: Scene, wait: Wait, ranks: list[int]) -> Finding:
+def _report_hang(scene: Scene, wait: Wait, ranks: list[int], more: Mapping[int, str] = MappingProxyType({})) -> Finding:
+    """more: see `_with_more_calls`."""
     waits = _waits_for(scene, ranks) or [wait]
     odd, apart = _apart(scene, ranks)
     ranks, done = odd or ranks, apart[0].record.step if apart else scene.step
@@ -317,18 +307,11 @@ def _report_hang(scene: Scene, wait: Wait, ranks: list[int]) -> Finding:
         fix = "see what it waits for: disk, network, a lock, a worker. Is that usual: a longer LOCKSTEP_HANG_S."
     if apart:
         what, why, fix = "no match of messages", "", _MATCH
-    return wording.compose(
-        scene,
-        "hang",
-        _key(scene, ranks),
-        f"HANG: {what} for {seconds(wait.age_s)} in {step_after(done)}.",
-        ranks,
-        [*lines, *_waiters(scene, waits, apart)],
-        why=why,
-        fix=fix,
-        least=wording.stacks(scene, [*ranks, *(wait.rank for wait in waits)]),
-        done=done,
-    )
+    if more:
+        lines, fix = [*more.values()], f"look for a call that {names(more)} alone makes, in another thread perhaps."
+    key, head = _key(scene, ranks), f"HANG: {what} for {seconds(wait.age_s)} in {step_after(done)}."
+    lines, least = [*lines, *_waiters(scene, waits, apart)], wording.stacks(scene, [*ranks, *(w.rank for w in waits)])
+    return wording.compose(scene, "hang", key, head, ranks, lines, why=why, fix=fix, least=least, done=done)
 
 
 def _apart(scene: Scene, ranks: list[int]) -> tuple[list[int], list[Wait]]:
@@ -348,14 +331,14 @@ def _apart(scene: Scene, ranks: list[int]) -> tuple[list[int], list[Wait]]:
 
 def _waiters(scene: Scene, waits: list[Wait], apart: list[Wait]) -> list[str]:
     """Who waits in what; of a message without its other half: what its other end did last in place of that."""
-    lines = []
+    lines: dict[tuple[str, str], None] = {}  # one line may post many
     for one in apart:
         way = "asked for" if one.record.text.startswith("send") else "sent"
         others = [(read_message(record.text), record) for record in scene.records_of(one.absent[0])]
         its = [r for said, r in others if said and said.is_send is (way == "sent") and said.peer in (one.rank, None)]
         last = f"; its last: {wording.call(its[-1])} ({step_after(its[-1].step)})" if its else ""
-        lines += [*wording.waiters([one]), f"  not {way} by {names(one.absent)}{last}"]
-    return [*lines, *wording.waiters([one for one in waits if one not in apart])]
+        lines[wording.waiters([one])[0], f"  not {way} by {names(one.absent)}{last}"] = None
+    return [*(line for both in lines for line in both), *wording.waiters([one for one in waits if one not in apart])]
 
 
 def _not_there(scene: Scene, rank: int) -> str:
@@ -380,18 +363,10 @@ def _report_transport(scene: Scene, wait: Wait, gone: dict[int, str]) -> Finding
         head = f"for a lost message, for {seconds(wait.age_s)} in {step_after(scene.step)}."
         why = "Gloo drops a message whose Work goes before it is through: the next takes its place, or none."
         fix = "keep what isend and irecv return, and wait() for it."
-    return wording.compose(
-        scene,
-        "transport",
-        f"{wait.record.group}:{wait.record.seq}",
-        f"HANG {head}",
-        [*gone],
-        [*wording.waiters(waits), *gone.values(), *wording.waiters(_waits_for(scene, [wait.rank]) if gone else ())],
-        why=why,
-        fix=fix,
-        least=wording.stacks(scene, (wait.rank, *wait.ranks)),
-        done=scene.step,
-    )
+    lines = [*wording.waiters(waits), *gone.values(), *wording.waiters(_waits_for(scene, [wait.rank]) if gone else ())]
+    key, head, least = f"{wait.record.group}:{wait.record.seq}", f"HANG {head}", (wait.rank, *wait.ranks)
+    more: dict[str, Any] = {"why": why, "fix": fix, "least": wording.stacks(scene, least), "done": scene.step}
+    return wording.compose(scene, "transport", key, head, [*gone], lines, **more)
 
 
 def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
@@ -405,17 +380,12 @@ def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:
         what = "C code that holds Python's lock" if scene.sights[rank].is_working else what
         lines += wording.whereabouts(scene, rank, f"is at work ({what})" if what else "is at work")
     is_loop = any(_state(scene, rank) == "looping" for rank in busy)
-    return wording.compose(
-        scene,
-        "waiting",
-        f"{wait.record.group}:{wait.record.site}:{busy}",
-        f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(scene.step)}"
-        f"{'; is that a loop without an end?' if is_loop else wording.NO_FAULT}",
-        busy,
-        [*lines, *wording.waiters(_waits_for(scene, busy) or [wait])],
-        fix="end that loop, or see why what it waits for never comes." if is_loop else "",
-        done=scene.step,
-    )
+    end = "; is that a loop without an end?" if is_loop else wording.NO_FAULT
+    head = f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(scene.step)}{end}"
+    fix = "end that loop, or see why what it waits for never comes." if is_loop else ""
+    lines += wording.waiters(_waits_for(scene, busy) or [wait])
+    key = f"{wait.record.group}:{wait.record.site}:{busy}"
+    return wording.compose(scene, "waiting", key, head, busy, lines, fix=fix, done=scene.step)
 
 
 def _key(scene: Scene, ranks: list[int]) -> str:

@@ -11,7 +11,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.status import Progress
 from lockstep.observe.torch_groups import FROM_CPP
 
-Fault = Literal["skipped", "extra", "changed", "batches", ""]
+Fault = Literal["skipped", "extra", "changed", "batches", "handling", ""]
 INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}
 _LOOK_AHEAD = 8
 _SETTLED = 3  # steps: of more, the first of them is no example
@@ -194,7 +194,8 @@ def _shapes(sides: Iterable[Side], but: int) -> set[Shape]:
     found: set[Shape] = set()
     for history in (side.history for side in sides):
         steps = sorted({record.step for record in history} - {but, history[0].step, history[-1].step})
-        settled = steps[1:] if len(steps) > _SETTLED else steps  # in the second one DDP rebuilds its buckets
+        is_rebuilt = len(steps) > _SETTLED and any(record.text == FROM_CPP for record in history)
+        settled = steps[1:] if is_rebuilt else steps  # in the second one DDP rebuilds its buckets
         found |= {_shape(history, step) for step in settled}
     return found
 

@@ -118,9 +118,25 @@ def seen_in(error: BaseException) -> BaseException | None:
     return None if at is None or id(at) in passed else at
 
 
+def own_before(error: BaseException | None) -> BaseException | None:
+    """Of what was being handled when `error` came up: the newest that is no doing of another rank; or `error`."""
+    passed = set[int]()
+    while error is not None and says_all(error):
+        passed.add(id(error))
+        error = error.__cause__ or error.__context__
+        error = None if id(error) in passed else error
+    return error
+
+
+def handled(error: BaseException | None) -> str:
+    """What a rank in the `finally` or `except` of `error` has met, of its own: "KeyError: 'x', at train.py:31"."""
+    kind, said, where, *_ = ("", "", "") if (own := own_before(error)) is None else last_words(own)
+    return f"{in_words(kind, said)}, at {where}" if where else ""
+
+
 def end_in_users_code(error: BaseException) -> None:
     """Leave out how it was met in our code and torch's: see `says_all`."""
-    last, trace = None, error.__traceback__
+    last, trace, own = None, error.__traceback__, own_before(error)
     while trace is not None:
         last = trace if is_users(trace.tb_frame.f_code.co_filename) else last
         trace = trace.tb_next
@@ -128,7 +144,7 @@ def end_in_users_code(error: BaseException) -> None:
         error.__traceback__ = None
     else:
         last.tb_next = None
-    error.__cause__, error.__suppress_context__ = None, True
+    error.__cause__, error.__context__, error.__suppress_context__ = None, own, own is None
 
 
 def users_line(error: BaseException) -> str:

@@ -71,6 +71,12 @@ class Lookout:
             finally:
                 self._lock.release()
 
+    def look_back(self) -> None:
+        """This rank may be about to leave by an error of its own: say what had gone wrong before."""
+        with self._voice.spared("looking back before an error"):
+            if self.certain() is None and (found := self.now()) is not None:
+                self.put_up(found, self._board.sights())
+
     # ------------------------------------------------------------------ looking
 
     def look(self, *, is_last: bool = False) -> None:

@@ -111,11 +111,11 @@ def drift_in_words(found: Sequence[Difference], step: int, last_good: int | None
     causes_first = sorted(found, key=lambda difference: OF_GROUP not in difference.what)
     first = [difference_in_words(difference) for difference in causes_first[:3]]
     more = f" and {len(found) - len(first)} more differ" if len(found) > len(first) else ""
+    good = "" if last_good is None else f" of step {last_good} or before"
     return (
         f"{who}: at step {step}, {'; '.join(first)}{more}. {since}. {likely_cause(found)} Averaging does not bring "
-        "replicas together again: go on from the newest checkpoint"
-        + ("" if last_good is None else f" of step {last_good} or before")
-        + " (`lockstep train ... --resume auto`, or checkpointer.load(state)), on every rank."
+        f"replicas together again: go on from the newest checkpoint{good} (`lockstep train ... --resume auto`, or "
+        "checkpointer.load(state)), on every rank."
     )
 
 
@@ -143,9 +143,13 @@ def likely_cause(found: Sequence[Difference]) -> str:
     """Why these things may differ, and what to do about it."""
     if any(OF_GROUP in difference.what for difference in found):
         return "Give the optimizer and its schedule the same options on every rank."
+    if all(difference.what.startswith("buffer ") for difference in found):
+        return "Buffers alone: train() and eval() on all ranks alike, and forward_sync_buffers on, keep them equal."
     if len(found) == 1:
         return "One tensor alone: it was changed on one rank only, or a bit flipped in its memory."
+    if all(" of '" in difference.what for difference in found):
+        return "The optimizer's state alone: it was loaded or changed on some ranks only, or from another checkpoint."
     return (
-        "Likely gradients were not averaged or not applied everywhere: call the wrapped model and not its .module, "
-        "and optimizer.step() on every rank."
+        "Likely gradients were not averaged, not applied everywhere, or clipped or scaled on some ranks: call the "
+        "wrapped model and not its .module, and optimizer.step() on every rank."
     )

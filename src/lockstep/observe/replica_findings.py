@@ -39,7 +39,7 @@ def find_drift(scene: Scene, topic: Topic) -> Iterator[Finding]:
         elif not agree(folds):
             in_dispute = [r for r, mine in told.items() if any(differ(topic.name, mine, o) for o in told.values())]
             if rows := shown(scene, topic, step, in_dispute):
-                is_meant = are_meant_equal(told)
+                is_meant = are_meant_equal(told) or _averages_still(scene, topic, step)
                 yield from _drift(scene, topic, step, good, rows) if is_meant else _unaveraged(scene, topic, step, rows)
             return
         elif any(value[3] for value in told.values()):
@@ -56,6 +56,19 @@ def are_meant_equal(told: Mapping[int, Any]) -> bool:
     """Those of DDP and FSDP are, and what FSDP cuts; others where the same gradients were applied to them."""
     kinds, gradients = {value[1] for value in told.values()}, {value[2] for value in told.values()}
     return kinds in ({"ddp"}, {"pieces"}, {"cut"}) or (len(gradients) == 1 and gradients != {""})
+
+
+def _averages_still(scene: Scene, topic: Topic, step: str) -> bool:
+    """Where gradients are gone, as at the end: whether the calls are those of a step that left equal ones."""
+    equal = [key for key in topic.steps if int(key) < int(step) and are_meant_equal(topic.told[key])]
+    if not equal or any(value[2] for value in topic.told[step].values()):
+        return False
+    for rank in topic.told[step]:
+        records = scene.records_of(rank)
+        then, now = ({(r.text, r.site) for r in records if r.step == int(key) - 1} for key in (equal[-1], step))
+        if not then or not then <= now:
+            return False
+    return True
 
 
 def _left_out(scene: Scene, topic: Topic) -> Iterator[Finding]:
@@ -91,6 +104,7 @@ def _synchronised(told: Mapping[str, Any], steps: int) -> int | None:
 
 
 _SINCE = ("perhaps since the start", "equal when they were wrapped")
+_LOAD = "Load on every rank what is loaded on one, from one checkpoint."
 _SEED = "Start all ranks alike: one seed, one checkpoint, or rank 0's parameters broadcast; and average gradients."
 
 
@@ -111,25 +125,18 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     is_seed = good is None and not is_wrapped and not options
     keys = ("cut", "made") if options or is_seed else ("loaded", "past", "step")
     lines += _lines_of(scene, topic, ranks, keys) or _lines_of(scene, topic, ranks, ("made",))
-    cause = _SEED if is_seed else likely_cause(found)
+    is_load = len(found) > 1 and any("load_state_dict()" in line for line in lines)
+    cause = _SEED if is_seed else _LOAD if is_load else likely_cause(found)
     if good is not None and int(step) - int(good) > 16:  # of short steps, facts keep no more than each 16th
         cause += " LOCKSTEP_REPLICA_EVERY=1 narrows that down to 16 steps or fewer."
-    yield compose(
-        scene,
-        "replica",
-        f"{topic.name} later" if later else topic.name,
-        f"REPLICAS differ{': built from different seeds' if is_cut else f' after step {step}, {since}'}.",
-        odd,
-        [*lines, cause],
-        why="each rank keeps its piece of its own model: the whole is put together of different ones."
-        if is_cut
-        else "each rank trains another model, and averaging gradients does not bring them together again.",
-        fix=""
-        if good is None
-        else f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank.",
-        is_certain=(len(options) < len(found) or bool(later)) and not is_cut,
-        done=int(step) - 1,
-    )
+    head = f"REPLICAS differ{': built from different seeds' if is_cut else f' after step {step}, {since}'}."
+    why = "each rank trains another model, and averaging gradients does not bring them together again."
+    why = "each rank keeps its piece of its own model: the whole is put together of different ones." if is_cut else why
+    fix = f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank."
+    more: dict[str, Any] = {"why": why, "fix": "" if good is None else fix, "done": int(step) - 1}
+    more["is_certain"] = (len(options) < len(found) or bool(later)) and not is_cut
+    key = f"{topic.name} later" if later else topic.name
+    yield compose(scene, "replica", key, head, odd, [*lines, cause], **more)
 
 
 def _apart_after(topic: Topic, step: str) -> str:

@@ -9,11 +9,11 @@ import sys
 import threading
 import time
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import takewhile
 from types import CodeType, FrameType
-from typing import NamedTuple, final
+from typing import Any, NamedTuple, final
 
 from lockstep.comm.preflight import read_proc, state_and_cpu_s
 from lockstep.observe.call_site import is_users, users_stack
@@ -52,9 +52,8 @@ def activity_of(frame: FrameType | None) -> str:
         name = frame.f_code.co_filename
         if name.endswith(_COMPILERS):
             return "compile"
-        if os.path.basename(name).removesuffix(".py") in _DEBUGGERS or any(
-            f"{os.sep}{d}{os.sep}" in name for d in _DEBUGGERS
-        ):
+        within = any(f"{os.sep}{one}{os.sep}" in name for one in _DEBUGGERS)
+        if within or os.path.basename(name).removesuffix(".py") in _DEBUGGERS:
             return "debugger"
         frame = frame.f_back
     return ""
@@ -233,13 +232,23 @@ def frame_of(thread_id: int) -> FrameType | None:
     """The innermost frame of another thread, None where it has none that is whole; of this one, who asks for it."""
     if thread_id == threading.get_ident():
         return sys._getframe(1)
+    frame = _of_thread(sys._current_frames, thread_id)
+    return frame if frame is not None and isinstance(frame.f_code, CodeType) else None
+
+
+def handled_by(thread_id: int) -> BaseException | None:
+    """The error whose `finally` or `except` a thread stands in."""
+    found = _of_thread(sys._current_exceptions, thread_id)
+    return found[1] if isinstance(found, tuple) else found  # until Python 3.11 it is of three
+
+
+def _of_thread(all_of: Callable[[], dict[int, Any]], thread_id: int) -> Any:
     is_on = sys.version_info < (3, 11, 9) and gc.isenabled()  # else the program may ask for it, or change it, meanwhile
     gc.disable() if is_on else None  # it stands still for ever where garbage is collected in that call (gh-106883)
     try:
-        frame = sys._current_frames().get(thread_id)
+        return all_of().get(thread_id)
     finally:
         gc.enable() if is_on else None
-    return frame if frame is not None and isinstance(frame.f_code, CodeType) else None
 
 
 def transferred_bytes() -> int:

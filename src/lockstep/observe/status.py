@@ -88,6 +88,7 @@ class Status:
     looping_s: float = 0.0  # for how long it has waited in one loop, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
     words: LastWords | None = None  # once it is not running any more
+    handling: str = ""  # the error whose `finally` or `except` its main thread stands in
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`; never changed
     stalled: Stalled | None = None  # what it said last, and may pass
     said: tuple[str, ...] = ()  # keys of findings that it has said, or left to another rank, the last few

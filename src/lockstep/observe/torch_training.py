@@ -19,6 +19,7 @@ from typing import Any, final
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.divergence import END
+from lockstep.observe.endings import CLOSED
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches
@@ -27,6 +28,7 @@ from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_cuts import CutFacts
 from lockstep.observe.torch_data import DataWatch
 from lockstep.observe.torch_gradients import GradientFacts
+from lockstep.observe.torch_groups import name_of
 from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_models import ModelFacts
 from lockstep.observe.torch_optimizers import OPTIMIZERS
@@ -191,12 +193,17 @@ class TrainingWatch:
         self._give_up_if_failed()
 
     def _ending(self, old: Callable[..., None]) -> Callable[..., None]:
+        from torch.distributed import distributed_c10d
+
         @functools.wraps(old)
         def destroy_process_group(group: Any = None) -> None:
+            at = f"at {call_site()}, in {step_after(self._guard.step)}"
             if group is None:
-                at = f"at {call_site()}, in {step_after(self._guard.step)}"
                 self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
                 self.finish()
+            elif (ranks := distributed_c10d._world.pg_group_ranks.get(group)) is not None:
+                name = name_of(group.group_name, is_default=False, ranks=tuple(ranks))
+                self._guard.facts.tell(CLOSED, name, at)
             self._give_up_if_failed()
             old(group)
             self._guard.raise_if_found()

@@ -182,7 +182,8 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
 
 def told_before(status: Status) -> list[str]:
     """What a rank has told of itself that may explain where it is, or how it ended."""
-    return [f"  {text}" for text in status.facts.get(BEFORE, {}).values()]
+    texts = [*status.facts.get(BEFORE, {}).values(), *[f"it was handling {status.handling}"] * bool(status.handling)]
+    return [f"  {text}" for text in texts]
 
 
 def listed(what: Sequence[str]) -> str:

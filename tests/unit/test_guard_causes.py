@@ -120,6 +120,16 @@ def test_what_had_gone_wrong_before_an_error_of_its_own_is_said_first(
     assert "MISMATCH in step 1, group world.  Culprits: ranks 1,2" in capfd.readouterr().err
 
 
+def test_a_guard_at_rest_does_not_look_back(guard: Guard, story: Story, capfd: pytest.CaptureFixture[str]) -> None:
+    """As that of a communicator which an error has left, before that ends the program."""
+    for one, text in zip(story.ranks, ("barrier", REDUCE), strict=True):
+        one.call(text)
+    guard.rest()
+    error = ValueError("broken sample")
+    assert guard.cause_of(error) is error
+    assert not capfd.readouterr().err
+
+
 def test_who_was_aborted_is_not_blamed_before_the_others_have_spoken(guard: Guard, story: Story) -> None:
     victim, other = story.ranks
     guard.enter("world", 0, REDUCE, FIRST)

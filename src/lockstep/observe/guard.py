@@ -233,7 +233,7 @@ class Guard:
 
         Then what had gone wrong before is said first.
         """
-        if not sees_another(error):
+        if not (sees_another(error) or self._stop.is_set()):
             self._lookout.look_back()
         if isinstance(error, CommError) or not sees_another(error):
             return error

@@ -73,7 +73,7 @@ class Lookout:
 
     def look_back(self) -> None:
         """This rank may be about to leave by an error of its own: say what had gone wrong before."""
-        with self._voice.spared("looking back before an error"):
+        with self._lock, self._voice.spared("looking back before an error"):
             if self.certain() is None and (found := self.now()) is not None:
                 self.put_up(found, self._board.sights())
 

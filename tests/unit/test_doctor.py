@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -92,6 +93,9 @@ def test_a_rank_that_slurm_or_a_shell_started_is_a_machine_with_one() -> None:
     asked = read_asked([], {**slurm, "SLURM_STEP_NODELIST": "n[1-2]"})
     assert (asked.machines, asked.host, asked.node_rank, asked.is_host) == (2, "n1", 0, True)
     assert read_asked(["--standalone"], environ).machines == 1
+    for wrong in ({"RANK": "0", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}, {**environ, "RANK": "3"}):
+        asked = read_asked([], wrong)  # no rank of any run: what is wrong is said, and this machine looked at
+        assert (asked.machines, asked.processes) == (1, 2), wrong
 
 
 @pytest.mark.parametrize(
@@ -112,7 +116,6 @@ def test_a_rank_that_slurm_or_a_shell_started_is_a_machine_with_one() -> None:
         (["--nproc-per-node", "some"], {}, "number of processes"),
         (["--wait-s", "0"], {}, "above 0"),
         ([], {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}, "starts ranks itself"),
-        ([], {"RANK": "0", "WORLD_SIZE": "2"}, "set MASTER_ADDR and MASTER_PORT"),
         (["train.py"], {}, "unexpected 'train.py'"),
         (["--nproc", "2"], {}, "unknown option --nproc: did you mean --nproc-per-node?"),
         (["--wait-s", "soon"], {}, "--wait-s takes a number, not 'soon'. `lockstep doctor --help` explains"),
@@ -190,6 +193,9 @@ def test_variable_that_is_right_or_somebody_elses(name: str) -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a"}, ALONE, "FAIL", "MASTER_PORT is not set"),
         ({"RANK": "one", "WORLD_SIZE": "1"}, ALONE, "FAIL", "not a whole number"),
         ({"SLURM_NTASKS": "4"}, ALONE, "warn", "no task of a step"),
+        ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1"}, ALONE, "warn", "RANK=0, but SLURM_PROCID=1"),
+        ({"LOCKSTEP_GUARD": "onn"}, ALONE, "FAIL", "one of off, on, strict, check"),
+        ({"LOCKSTEP_HANG_S": "abc"}, ALONE, "FAIL", "a number of seconds above 0"),
         ({"SLURM_NNODES": "3"}, ALONE, "warn", "only this machine is examined"),
         ({"MASTER_ADDR": "b"}, FIRST, "warn", "the flag counts"),
         ({}, Asked((), 2, 1, "127.0.0.1", 1, "--master-addr"), "warn", "each asks itself"),
@@ -261,6 +267,27 @@ def test_without_loopback_no_rank_is_started_to_wait_for_it(monkeypatch: pytest.
     assert [(check.name, check.fix) for check in said if check.status == "FAIL"] == [
         ("interfaces", "ip link set lo up")
     ]
+
+
+def test_what_no_launcher_takes_is_a_check_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "_meet", lambda *_: None)
+
+    def refuse(*_: object) -> int:
+        raise ConfigError("LOCKSTEP_SHM='foo': it is on or off")
+
+    monkeypatch.setattr(examination, "_examine_ranks", refuse)
+    said: list[Check] = []
+    assert examination.examine(ALONE, {}, said.append) == 0
+    assert ("FAIL", "none was started: LOCKSTEP_SHM='foo': it is on or off") in [c[::2] for c in said]
+    assert said[-1].name == "clock"
+
+
+def test_where_too_few_files_can_be_opened_no_store_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(examination, "_meet", lambda *_: pytest.fail("it would wait for a minute"))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (12, 12))
+    said: list[Check] = []
+    assert examination.examine(ALONE, {}, said.append) == 0
+    assert [check.name for check in said if check.status == "FAIL"] == ["limits", "ranks"]
 
 
 def test_a_name_that_nobody_asks_for_is_not_judged(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,6 +366,8 @@ def test_shared_memory_memory_cores() -> None:
     assert "--shm-size=1g" in docker.fix
     assert machine.check_shared_memory("/dev/shm", 64 * 2**20, 2**20, 2).status == "warn"  # Gloo does without
     assert machine.check_shared_memory("/dev/shm", 8 * GIB, 2 * GIB, 2).status == "ok"
+    shut = machine.check_shared_memory("/dev/shm", 8 * GIB, 2 * GIB, 2, is_open=False)
+    assert (shut.status, "remount,rw /dev/shm" in shut.fix) == ("warn", True)
     assert machine.check_shared_memory("/dev/shm", 8 * GIB, 2 * GIB, 8).status == "warn"
     assert verdicts(machine.check_memory(Memory(8 * GIB, INF, 0), 2)) == ["ok"]
     assert verdicts(machine.check_memory(Memory(8 * GIB, GIB * 0.8, 0), 2)) == ["warn"]

@@ -126,6 +126,8 @@ def test_a_pair_that_is_slower_than_the_others_is_named() -> None:
     assert verdicts(checks) == ["ok", "warn", "warn", "warn"]
     assert all("rank 5 is in all slow pairs" in check.fix for check in checks[1:])
     assert group.check_pairs([], facts) == []
+    local, _ = group.check_pairs(pairs({**even, (0, 1): 0.02}), facts)
+    assert local.fix == "other programs on their cores? see top"  # no cable joins them
 
 
 def test_a_network_that_is_slow_as_a_whole() -> None:

@@ -318,7 +318,7 @@ RULES = (
 
 
 def _files() -> Iterator[Path]:
-    yield from (path for path in sorted(ROOT.iterdir()) if path.is_file())
+    yield from (path for path in sorted(ROOT.iterdir()) if path.is_file() and path.name != ".git")  # of a work tree
     for folder in FOLDERS:
         yield from (path for path in sorted((ROOT / folder).rglob("*")) if path.is_file())
 

@@ -94,7 +94,7 @@ def train(words: Sequence[str]) -> int:
     for name, value in flatten(command.run):
         if re.search("[\ud800-\udfff]", str(value)):
             raise ConfigError(f"--{name} {value}: it is no UTF-8, as a checkpoint keeps it: rename it")
-    read_window(window := command.profile or os.environ.get(PROFILE, ""))
+    read_window(window := command.profile or os.environ.get(PROFILE, ""), "--profile" if command.profile else PROFILE)
     GuardSettings.of(os.environ)
     place = find_place(os.environ)
     smallest, largest = read_range(command.processes)

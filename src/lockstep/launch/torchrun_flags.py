@@ -75,20 +75,12 @@ def parser() -> Words:
             action.metavar, action.required = _POSITIONAL[action.dest]
     own = made.add_argument_group("beyond torchrun")
     own.add_argument("-n", dest="nproc_per_node", metavar="N|A:B", default=argparse.SUPPRESS, help="--nproc-per-node")
-    own.add_argument(
-        "--start",
-        choices=("warm", "fresh"),
-        default="warm",
-        help="warm: fork workers from a process that has imported torch and the script's installed packages, where "
-        "that is possible; fresh: start an interpreter for each (default: warm)",
-    )
-    own.add_argument(
-        "--guard",
-        choices=MODES,
-        default=None,
-        help="on: name ranks that call different collectives, hang or fail, and raise at the end of the step; strict: "
-        f"raise at once; check: also compare every call of the first three steps; off (default: {GUARD}, or on)",
-    )
+    start = "warm: fork workers from a process that has imported torch and the script's installed packages, where that "
+    start += "is possible; fresh: start an interpreter for each (default: warm)"
+    own.add_argument("--start", choices=("warm", "fresh"), default="warm", help=start)
+    guard = "on: name ranks that call different collectives, hang or fail, and raise at the end of the step; strict: "
+    guard += f"raise at once; check: also compare every call of the first three steps; off (default: {GUARD}, or on)"
+    own.add_argument("--guard", choices=MODES, default=None, help=guard)
     first = "as the first word: show the run here, a row per rank, and as a live page; what they print goes to a file"
     own.add_argument("--watch", action="store_true", help=first)
     for name, variable, metavar, what in _VARIABLES:
@@ -110,8 +102,9 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     origins = {GUARD: _origin("guard", GUARD, given), RUN: _origin("record", RUN, given)}
     origins |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "launcher"}
     refuse(args, _FROM_ZERO)
-    read_window(args.profile)
-    logger_names(args.log)
+    said_by = {name: name if name[2:] in given else variable for name, variable, _, _ in _VARIABLES}
+    read_window(args.profile, said_by["--profile"])
+    logger_names(args.log, said_by["--log"])
     args.guard = GuardSettings.of(os.environ, args.guard).mode
     wants_shared_memory(os.environ)
     find_place({SWITCH: os.environ.get(SWITCH, "")})
@@ -131,7 +124,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     if processes > 1:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # torchrun's: or each takes all cores
     program = _program(args)
-    record = _record(args, RUN if origins[RUN] == "environment" else "--record")
+    record = _record(args, said_by["--record"])
     del given["training_script"], given["training_script_args"]
     supervision = replace(
         _supervision(args, smallest or processes, config),

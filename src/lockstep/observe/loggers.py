@@ -38,7 +38,7 @@ class Logger(NamedTuple):
     close: Callable[[bool], object]  # write what is left; given whether the program has failed
 
 
-def logger_names(text: str) -> tuple[str, ...]:
+def logger_names(text: str, said_by: str = "--log") -> tuple[str, ...]:
     """The names in "tensorboard,wandb", each once.
 
     Raises: ConfigError for a name that is none, and for one that is not installed.
@@ -46,9 +46,9 @@ def logger_names(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
     for name in names:
         if name not in _LOGGERS:
-            raise ConfigError(f"--log {text}: there is no logger {name!r}, but {', '.join(_LOGGERS)}")
+            raise ConfigError(f"{said_by} {text}: there is no logger {name!r}, but {', '.join(_LOGGERS)}")
         if importlib.util.find_spec(name) is None:
-            raise ConfigError(f"--log {text}: {name} is not installed: pip install {name}")
+            raise ConfigError(f"{said_by} {text}: {name} is not installed: pip install {name}")
     return names
 
 

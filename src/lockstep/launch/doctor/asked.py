@@ -13,6 +13,10 @@ from lockstep.launch.words import Words
 
 DEFAULT_PORT = 29500  # torchrun's
 _PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
+_FLAGS = (
+    "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id rdzv-conf master-addr master-port local-addr"
+)
+_DEFAULTS = {"nnodes": "1:1", "rdzv-backend": "static", "rdzv-id": "none", "node-rank": None, "master-port": None}
 _SHORT = {"nproc-per-node": ("-n",)}  # as for `lockstep train`
 _DESCRIPTION = """Check this machine, and with several the way between them, before a run is started.
 
@@ -53,11 +57,11 @@ def read_asked(words: Sequence[str], environ: Mapping[str, str]) -> Asked:
     args = _parser(environ).read(words)
     if not 0 < args.wait_s < 1e6:
         raise ConfigError(f"--wait-s {args.wait_s:g}: it is a number of seconds above 0")
-    place = read_place(environ)[0]
+    place, problems = read_place(environ)
     if place.launcher == "torchrun":
         raise ConfigError("torchrun started this: `lockstep doctor` takes torchrun's flags and starts ranks itself")
     names_machines = args.nnodes != "1:1" or args.rdzv_endpoint or args.master_addr or args.standalone
-    if not names_machines and place.launcher in ("slurm", "environment") and place.world_size > 1:
+    if not (names_machines or problems) and place.launcher in ("slurm", "environment") and place.world_size > 1:
         return _one_of_many(args, place)
     return _from_flags(args, environ)
 
@@ -79,8 +83,6 @@ def refuse_crowd(flag: str, processes: int) -> None:
 
 def _one_of_many(args: Namespace, place: Place) -> Asked:
     """Somebody else has started one process for each rank: each is examined as a machine with one."""
-    if not place.address or not place.port:
-        raise ConfigError("RANK and WORLD_SIZE are set, but not where the ranks meet: set MASTER_ADDR and MASTER_PORT")
     words = ["--nnodes", place.world_size, "--node-rank", place.rank, "--nproc-per-node", 1]
     words += ["--master-addr", place.address, "--master-port", place.port]
     words += ["--rdzv-conf", f"timeout={args.wait_s:.0f}"]
@@ -180,21 +182,9 @@ def _parser(environ: Mapping[str, str]) -> Words:
     made.add_argument("--wait-s", "--wait_s", type=float, default=60.0, metavar="SECONDS", help=wait)
     own = made.add_argument_group("as for torchrun and `lockstep run`")
     own.add_argument("--standalone", action="store_true")
-    flags: list[tuple[str, type, object]] = [
-        ("nproc-per-node", str, None),
-        ("nnodes", str, "1:1"),
-        ("node-rank", int, None),
-        ("rdzv-backend", str, "static"),
-        ("rdzv-endpoint", str, ""),
-        ("rdzv-id", str, "none"),
-        ("rdzv-conf", str, ""),
-        ("master-addr", str, ""),
-        ("master-port", int, None),
-        ("local-addr", str, ""),
-    ]
-    for name, kind, default in flags:
-        snake = name.replace("-", "_")
+    for name in _FLAGS.split():
+        snake, default = name.replace("-", "_"), _DEFAULTS.get(name, "")
         given = environ.get(f"PET_{snake.upper()}", default)
         names = dict.fromkeys((*_SHORT.get(name, ()), f"--{name}", f"--{snake}"))
-        own.add_argument(*names, type=kind, default=given)
+        own.add_argument(*names, type=int if default is None else str, default=given)
     return made

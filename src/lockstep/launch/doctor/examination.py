@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lockstep.comm import preflight
-from lockstep.errors import LaunchError
+from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch.doctor import group, machine, probes
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
+from lockstep.launch.processes import refuse_few_files
 from lockstep.launch.words import say as tell
 
 if TYPE_CHECKING:
@@ -41,11 +42,14 @@ def examine(asked: Asked, environ: Mapping[str, str], say: Say) -> int:
         say(check)
     exit_code = 0
     try:
+        refuse_few_files(asked.processes)
         exit_code = _examine_ranks(asked, _meet(asked, environ, say), say)
     except Stopped as stopped:
         say(*stopped.args)
     except LaunchError as error:
         say(Check("FAIL", "way", str(error), "read what the doctor says on the machine that holds it"))
+    except ConfigError as error:  # `lockstep run` would say the same
+        say(Check("FAIL", "ranks", f"none was started: {error}", "correct that, then run the doctor again"))
     say(machine.check_clock_jump([*clock, probes.clock_offset()]))
     return exit_code
 

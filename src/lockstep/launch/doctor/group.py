@@ -260,7 +260,7 @@ def _check_alike(pairs: Sequence[Pair], kind: str, least: float, facts: Mapping[
     checks = [
         Check(
             "warn", "pairs", f"{_name(pair['first'], facts)} and {_name(pair['second'], facts)}: {_rate(pair)}, "
-            f"{pair['seconds'] / median:.1f} times slower than the median {kind}", _cause(pair, slow),
+            f"{pair['seconds'] / median:.1f} times slower than the median {kind}", _cause(pair, slow, facts),
         )
         for pair in slow[:_SHOWN]
     ]  # fmt: skip
@@ -276,11 +276,14 @@ def _check_alike(pairs: Sequence[Pair], kind: str, least: float, facts: Mapping[
     return checks or [Check("ok", "pairs", text)]
 
 
-def _cause(pair: Pair, slow: Sequence[Pair]) -> str:
+def _cause(pair: Pair, slow: Sequence[Pair], facts: Mapping[int, Facts]) -> str:
     """Which rank to look at, where one is in all slow pairs."""
+    is_local = facts[pair["first"]]["machine"] == facts[pair["second"]]["machine"]
     common = set.intersection(*({p["first"], p["second"]} for p in slow))
     if len(slow) > 1 and len(common) == 1:
-        return f"rank {common.pop()} is in all slow pairs: look at its machine, cable and interface"
+        return f"rank {common.pop()} is in all slow pairs: look at its {'core' if is_local else 'cable and interface'}"
+    if is_local:
+        return "other programs on their cores? see top"
     return f"look at the way between rank {pair['first']} and rank {pair['second']}: interface, cable, other traffic"
 
 

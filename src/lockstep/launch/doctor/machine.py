@@ -201,11 +201,14 @@ def check_gpus(devices: int, driver: str, visible: str | None, processes: int) -
 # ---------------------------------------------------------------------- what ranks take
 
 
-def check_shared_memory(where: str, total: float, free: float, processes: int) -> Check:
-    """where: the file system through which ranks of one machine exchange tensors."""
+def check_shared_memory(where: str, total: float, free: float, processes: int, is_open: bool = True) -> Check:
+    """where: the file system through which ranks of one machine exchange tensors. is_open: files can be made there."""
     text = f"{where}: {size(free)} of {size(total)} free"
     wanted = max(1, processes * _SHM_BYTES // _GIB)
     fix = f"mount -o remount,size={wanted}G {where}; in a container: --shm-size={wanted}g, or --ipc=host"
+    if processes > 1 and not is_open:
+        fix = f"mount -o remount,rw {where}; chmod 1777 {where}; in a container: --ipc=host, or without --read-only"
+        return Check("warn", "shared mem", f"no file can be made in {where}: ranks of this machine use sockets", fix)
     if processes > 1 and free < processes * _SHM_BYTES:
         need = "Gradients lie there: float32 ones of 124 M parameters (GPT-2) take 0.5 GiB per rank"
         return Check("warn", "shared mem", f"{text}: {size(free / processes)} for each rank. {need}", fix)

@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lockstep.comm.place import read_place
+from lockstep.errors import ConfigError
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
+from lockstep.observe.settings import GuardSettings
 
 _NAMES = json.loads(Path(__file__).with_name("variables.json").read_text())
 KNOWN = frozenset(_NAMES["known"])  # what a person sets; what is close to one of these, and none, was meant to be it
@@ -21,7 +23,8 @@ _LIKENESS = 0.9
 
 def check_variables(environ: Mapping[str, str], asked: Asked, cores: int) -> list[Check]:
     """Everything that is wrong with the variables, or one check that says that nothing is."""
-    found = [*_misspelt(environ), *_place(environ), *_against_flags(environ, asked), *_harmful(environ, asked, cores)]
+    found = [*_misspelt(environ), *_refused(environ), *_place(environ), *_against_flags(environ, asked)]
+    found += _harmful(environ, asked, cores)
     shown = [name for name in sorted(environ) if name in KNOWN]
     return found or [Check("ok", "variables", ", ".join(shown) or "none of torch's, NCCL's or Gloo's is set")]
 
@@ -46,6 +49,14 @@ def meant_by(name: str) -> str:
     return next(iter(difflib.get_close_matches(upper, sorted(KNOWN), 1, _LIKENESS)), "")
 
 
+def _refused(environ: Mapping[str, str]) -> Iterator[Check]:
+    """A setting of the guard with which nothing starts."""
+    try:
+        GuardSettings.of(environ)
+    except ConfigError as error:
+        yield Check("FAIL", "variables", str(error), f"unset {str(error).partition('=')[0]}")
+
+
 def _place(environ: Mapping[str, str]) -> Iterator[Check]:
     """RANK and WORLD_SIZE in a shell: what a process started here would make of them."""
     place, problems = read_place(environ)
@@ -54,9 +65,13 @@ def _place(environ: Mapping[str, str]) -> Iterator[Check]:
         "slurm": "start the ranks with srun, or set MASTER_ADDR and MASTER_PORT",
     }
     port = environ.get("MASTER_PORT") or "29500"
+    task = environ.get("SLURM_PROCID", "")
     if place.launcher in fixes:
         for problem in problems:
             yield Check("FAIL", "variables", problem.text, fixes[place.launcher])
+        if place.launcher == "environment" and task not in ("", environ.get("RANK")):
+            text = f"RANK={environ.get('RANK', '')}, but SLURM_PROCID={task}: Slurm's variables are not looked at"
+            yield _warn(text, "where srun is to number the ranks: unset RANK WORLD_SIZE LOCAL_RANK")
     elif "SLURM" in place.note:
         yield _warn(place.note, "srun lockstep doctor")
     elif not (port.isdigit() and 0 < int(port) < 65536):

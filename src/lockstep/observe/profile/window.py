@@ -15,13 +15,13 @@ LAUNCH = "launch.jsonl"  # in that folder, what the launcher did
 PROFILE = "LOCKSTEP_PROFILE"
 
 
-def read_window(text: str) -> range:
-    """The steps of "steps=10:13": 10, 11, 12 and 13; none of "".  Raises: ConfigError."""
+def read_window(text: str, said_by: str = "--profile") -> range:
+    """The steps of "steps=10:13": 10, 11, 12 and 13; none of "".  Raises: ConfigError, which names who said it."""
     if not text:
         return range(0)
     found = re.fullmatch(r"steps=(\d+):(\d+)", text)
     if found is None or not 2 <= int(found[1]) <= int(found[2]):
-        raise ConfigError(f"--profile {text}: it takes the first and the last step, from 2 on, like steps=10:13")
+        raise ConfigError(f"{said_by} {text}: it takes the first and the last step, from 2 on, like steps=10:13")
     return range(int(found[1]), int(found[2]) + 1)
 
 

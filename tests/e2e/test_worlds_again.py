@@ -53,6 +53,30 @@ for world in range(3):
 """
 
 
+_SPAWNING = """
+import os
+import sys
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def work(index, size, port):
+    os.environ.update(RANK=str(index), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+    total = torch.full((3,), index + 1.0)
+    dist.all_reduce(total)
+    print("spawned", total.tolist(), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    mp.spawn(work, (2, sys.argv[1]), 2)
+"""
+
+
 def run(folder: Path, way: str, fault: int = -1, guard: str = "on") -> Run:
     (folder / "script.py").write_text(_WORLDS)
     ports = ",".join(str(free_port()) for _ in range(3))
@@ -74,6 +98,17 @@ def test_each_world_meets_afresh(way: str, tmp_path: Path) -> None:
 @pytest.mark.limit_s(90)
 def test_worlds_meet_where_nothing_is_guarded(tmp_path: Path) -> None:
     assert run(tmp_path, "fresh", guard="off").end(0).count("world 2 ") == 2
+
+
+@pytest.mark.limit_s(90)
+@pytest.mark.parametrize("start", ["warm", "fresh"])
+def test_processes_that_a_script_starts_itself_meet_as_without_a_launcher(start: str, tmp_path: Path) -> None:
+    """At a port of their own, where the launcher's variables would let none of them listen; it is said what to do."""
+    (tmp_path / "script.py").write_text(_SPAWNING)
+    said = Run(tmp_path, "run", "--start", start, "script.py", str(free_port())).end(0)
+    assert said.count("spawned [3.0, 3.0, 3.0]") == 2
+    assert said.count("lockstep: rank 0 starts 2 processes of its own at script.py:21 <module>: ") == 1
+    assert "`lockstep run -n 2`" in said
 
 
 @pytest.mark.limit_s(90)

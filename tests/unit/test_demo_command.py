@@ -22,10 +22,16 @@ from lockstep.demos.catalog import DEMOS, Demo, Place
 _AT = re.compile(r"\\b(\w+)\\\.py:(\d+)\\b")
 
 
-def test_list_has_every_demo_with_what_torch_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_list_has_every_demo_with_what_torch_does_as_wide_as_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "70")
     assert cli.main(["demo"]) == 0
-    shown = capsys.readouterr().out
-    assert all(f"{name} " in shown and demo.title in shown and demo.stock in shown for name, demo in DEMOS.items())
+    *lines, _, last = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 70
+    assert last.startswith("`lockstep demo skipped_collective` runs one")
+    words = " ".join(" ".join(lines).split())
+    assert all(f"{one.name} {one.title} stock torch: {one.stock}" in words for one in DEMOS.values())
 
 
 def test_source_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

@@ -274,7 +274,8 @@ def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
         clock.steps.append(Step(step, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)]))
         writer.look()
     writer.close()
-    assert capsys.readouterr().err.count("rank 3 is not recorded any more") == 1
+    why = f"{tmp_path}/file/rank-3.jsonl: File exists"
+    assert capsys.readouterr().err == f"lockstep: rank 3 is not recorded any more: {why}\n"
 
 
 def test_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

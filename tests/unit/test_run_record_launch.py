@@ -68,4 +68,5 @@ def test_run_without_a_record_and_disk_that_takes_nothing(tmp_path: Path, capsys
     fill(LaunchLog())
     (tmp_path / "file").touch()
     fill(LaunchLog(tmp_path / "file"))
-    assert capsys.readouterr().err.count("what the launcher does is not recorded") == 1
+    why = f"{tmp_path}/file: File exists"
+    assert capsys.readouterr().err == f"lockstep: what the launcher does is not recorded: {why}\n"

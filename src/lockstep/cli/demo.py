@@ -51,7 +51,7 @@ def demo(words: Sequence[str]) -> int:
     if args.name not in DEMOS:
         near = nearest(args.name, DEMOS)
         raise ConfigError(
-            f"no demo is called {args.name!r}: did you mean `lockstep demo {near}`? `lockstep demo` lists all"
+            f"there is no demo {args.name!r}: did you mean `lockstep demo {near}`? `lockstep demo` lists all"
         )
     if not 0 < args.seconds < 1e6:
         raise ConfigError(f"--seconds {args.seconds:g}: it is a number above 0")
@@ -67,7 +67,8 @@ def demo(words: Sequence[str]) -> int:
 def _list() -> None:
     width = max(map(len, DEMOS))
     for one in DEMOS.values():
-        print(f"{one.name:{width}}  {one.title}\n{'':{width}}  stock torch: {one.stock}")
+        print(_wrapped(f"{one.name:{width}}  ", one.title))
+        print(_wrapped(" " * (width + 2), f"stock torch: {one.stock}"))
     print(f"\n`lockstep demo {next(iter(DEMOS))}` runs one with stock torch, then with lockstep; --source shows it.")
 
 
@@ -137,6 +138,6 @@ def _wrapped(head: str, text: str) -> str:
     head += " " * (len(text) - len(body))
     return textwrap.fill(
         body if len(body) <= _LONGEST else f"{body[:_LONGEST]}...",
-        max(60, shutil.get_terminal_size((_WIDTH, 0)).columns), initial_indent=head,
+        max(len(head) + 30, shutil.get_terminal_size((_WIDTH, 0)).columns), initial_indent=head,
         subsequent_indent=" " * (len(head) + 2), break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip

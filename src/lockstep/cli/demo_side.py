@@ -122,14 +122,11 @@ class Side:
     def _end(self) -> None:
         """First as a user would, so that launchers tidy up; then whatever is left."""
         if self.who == "lockstep" and not self.demo.places:
-            for _ in range(2):  # the second time, nobody is waited for
+            for limit_s in (0.3, _END_S):  # asked a second time, it waits for nobody
                 for process in self._processes:
                     process.send_signal(signal.SIGTERM)
                     with suppress(subprocess.TimeoutExpired):
-                        process.wait(0.3)
-            for process in self._processes:
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(_END_S)
+                        process.wait(limit_s)
         for process in self._processes:
             process.kill()
             process.wait()

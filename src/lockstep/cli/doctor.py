@@ -29,8 +29,6 @@ def doctor(words: Sequence[str]) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would warn of is said in plain words
     exit_code = examine(asked, environ, say)
     failed = has_failed(checks)
-    if asked.is_json:
-        print(json.dumps({"ok": not failed, "checks": [check._asdict() for check in checks]}, indent=2))
-    else:
-        print(f"lockstep doctor: {summary(checks)}")
+    found = {"ok": not failed, "checks": [check._asdict() for check in checks]}
+    print(json.dumps(found, indent=2) if asked.is_json else f"lockstep doctor: {summary(checks)}")
     return INTERRUPTED if exit_code == INTERRUPTED else int(failed)

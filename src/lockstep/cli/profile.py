@@ -88,15 +88,10 @@ def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
 
 def _table(verdict: Verdict) -> Iterator[str]:
     names = ("rank", "step", *PHASES, "waiting", "hidden", "longest", "RSS MiB")
-    rows = [
-        (
-            str(share.rank),
-            *(f"{ms:.2f}" for ms in (share.step_ms, *share.phases_ms.values())),
-            *(f"{ms:.2f}" for ms in (share.waited_ms, share.hidden_ms, share.longest_ms)),
-            str(share.rss_mib),
-        )
-        for share in verdict.shares
-    ]
+    rows: list[tuple[str, ...]] = []
+    for one in verdict.shares:
+        times_ms = (one.step_ms, *one.phases_ms.values(), one.waited_ms, one.hidden_ms, one.longest_ms)
+        rows.append((str(one.rank), *(f"{ms:.2f}" for ms in times_ms), str(one.rss_mib)))
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
     yield "milliseconds per step; `exposed` is communication that the rank stands in, of it `waiting` for another rank"
     for row in (names, *rows):
@@ -109,8 +104,7 @@ def _waiting(verdict: Verdict) -> Iterator[str]:
         yield "\nwho waited for whom"
     for pair in pairs:
         place = pair.label if pair.site.startswith("<") else pair.site  # a program without a file has no lines
-        where = f"mostly at {place} ({pair.text})"
-        yield f"  rank {pair.rank} waited {pair.waited_s:.2f} s for rank {pair.last}, {where}"
+        yield f"  rank {pair.rank} waited {pair.waited_s:.2f} s for rank {pair.last}, mostly at {place} ({pair.text})"
 
 
 def _what_if(verdict: Verdict) -> Iterator[str]:

@@ -54,7 +54,6 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "llama32-1b": llama32.llama32_1b,
 }
 
-
 # what a rank loads, so that the ranks of a restart find it there
 _MODULES = (
     *("torch", "torch._dynamo", "transformers.models.gpt2.modeling_gpt2", "tokenizers", "safetensors.torch"),
@@ -100,10 +99,8 @@ def train(words: Sequence[str]) -> int:
     smallest, largest = read_range(command.processes)
     if place.launcher != "one process":
         if command.processes is not None and not smallest <= place.world_size <= largest:
-            raise ConfigError(
-                f"-n {command.processes} under a launcher that has started {place.world_size} processes "
-                f"({place.describe()}): leave -n out"
-            )
+            given = f"-n {command.processes} under a launcher that has started {place.world_size} processes"
+            raise ConfigError(f"{given} ({place.describe()}): leave -n out")
         check(command.run, place.world_size)
         return run_rank(command, place)
     if not (command.restarts >= 0 and 0 <= command.grace_s < 1e9):
@@ -175,11 +172,10 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _fits(run: RunConfig, processes: int) -> bool:
-    try:
+    with suppress(ConfigError):
         check(run, processes)
-    except ConfigError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _alone(command: TrainCommand, words: Sequence[str], place: Place) -> int:
@@ -279,19 +275,14 @@ def parse_train(words: Sequence[str]) -> TrainCommand:
     if recipe is None:
         near, listed = nearest(name, RECIPES), ", ".join(RECIPES)
         raise ConfigError(f"unknown recipe {name!r}: did you mean {near}? There are {listed}")
+    about = f"Train a language model on real processes. RECIPE is one of {', '.join(RECIPES)} (else the first). "
+    about += f"The defaults below are those of {name}. With --watch the run is shown here, a row per rank, and as a "
+    about += "live page; what the ranks print goes into a file in --out."
     command, unknown = tyro.cli(
-        TrainCommand,
-        default=TrainCommand(recipe()),
-        args=options,
-        prog="lockstep train [RECIPE]",
-        description=f"Train a language model on real processes. RECIPE is one of {', '.join(RECIPES)} (else the "
-        f"first). The defaults below are those of {name}. With --watch the run is shown here, a row per rank, and as a "
-        "live page; what the ranks print goes into a file in --out.",
-        return_unknown_args=True,
-        use_underscores=True,
-        console_outputs=os.environ.get("RANK", "0") == "0",
+        TrainCommand, default=TrainCommand(recipe()), args=options, prog="lockstep train [RECIPE]", description=about,
+        return_unknown_args=True, use_underscores=True, console_outputs=os.environ.get("RANK", "0") == "0",
         config=(tyro.conf.FlagConversionOff,),
-    )
+    )  # fmt: skip
     if unknown and unknown[0].startswith("-"):
         names = [field.name for field in fields(command) if field.name != "run"]
         options = ["-n", "--nproc", "--watch", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]

@@ -95,8 +95,8 @@ class LaunchLog:
             with (self._folder / LAUNCH).open("a") as file:
                 file.write(text)
         except OSError as error:  # the run goes on
+            say(f"what the launcher does is not recorded: {self._folder}: {error.strerror}")
             self._folder = None
-            say(f"what the launcher does is not recorded: {error}")
 
     def _write(self, kind: str, subject: str, **fields: Any) -> None:
         self._lines.append(json.dumps({kind: subject, **fields, "time_ns": time.time_ns()}, default=str) + "\n")

@@ -142,9 +142,11 @@ class Worlds:
         self._held: Any = None  # the newest store: it stays while others may still be leaving its world
 
     def attach(self) -> None:
-        """From the import of torch.distributed on."""
-        name = "torch.distributed.distributed_c10d"
+        """From the import of torch.distributed on; also in what torch.multiprocessing starts."""
+        name, mp = "torch.distributed.distributed_c10d", "torch.multiprocessing"
         when_imported(name, lambda: Patches().replace(sys.modules[name], "rendezvous", self._meeting))
+        spawn = f"{mp}.spawn"
+        when_imported(spawn, lambda: Patches().replace(sys.modules[spawn], "start_processes", _told, sys.modules[mp]))
 
     def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def rendezvous(url: str, rank: int, size: int, **kwargs: Any) -> Iterator[Any]:
@@ -166,6 +168,23 @@ class Worlds:
             yield store, rank, its_size
 
         return rendezvous
+
+
+def _told(old: Callable[..., Any]) -> Callable[..., Any]:
+    """What starts processes: they meet where they want to, as without a launcher, and nobody watches them."""
+
+    @functools.wraps(old)
+    def start_processes(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
+        who = f"rank {os.environ['RANK']} starts {nprocs} processes of its own at {call_site()}: they are not watched"
+        sys.stderr.write(f"lockstep: {who}. Next: leave that out, and let `lockstep run -n {nprocs}` start them\n")
+        return old(functools.partial(_run_in_own_world, fn), args, nprocs, *rest, **kwargs)
+
+    return start_processes
+
+
+def _run_in_own_world(fn: Callable[..., Any], *args: Any) -> None:
+    Worlds().attach()
+    fn(*args)
 
 
 def _anew(store: Any, nth: int) -> Any:

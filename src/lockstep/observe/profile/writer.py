@@ -294,7 +294,8 @@ class RunWriter:
                 self._size, rest = self._size + written, rest[written:]
         except OSError as error:  # training goes on
             self._is_over = True
-            sys.stderr.write(f"lockstep: rank {self._about.rank} is not recorded any more: {error}\n")
+            who = f"rank {self._about.rank} is not recorded any more"
+            sys.stderr.write(f"lockstep: {who}: {self.path}: {error.strerror}\n")
 
 
 def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """Scripts of other habits under `lockstep run`: what is wrong in them is found, and what is right left alone."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,34 @@ def test_drift_is_found_where_init_is_left(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_INIT_IN_MAIN)
     said = Run(tmp_path, "run", "--nproc-per-node", "2", "script.py", LOCKSTEP_EVIDENCE="").end(1)
     assert "REPLICAS differ after step 20, equal after step 8." in said
+
+
+_HANGS_ONCE = """
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    time.sleep(600)
+dist.all_reduce(torch.ones(4))
+print("done", flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.limit_s(90)
+def test_hang_of_stock_torch_that_does_not_pass_is_ended_and_all_start_again(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(_HANGS_ONCE)
+    flags = "--nproc-per-node", "2", "--hang-limit-s", "3", "--max-restarts", "1"
+    said = Run(tmp_path, "run", *flags, "script.py", LOCKSTEP_HANG_S="1").end(0)
+    assert "lockstep: HANG: nothing has moved for" in said
+    assert re.search(r"lockstep: rank 1 \(pid \d+\) was ended by its launcher: no progress for 3 s; rank 0", said)
+    assert "restart 1 of 1 after no progress for 3 s" in said
+    assert said.count("done") == 2
 
 
 _TORCH_IN_MAIN = """

@@ -269,16 +269,21 @@ def test_without_loopback_no_rank_is_started_to_wait_for_it(monkeypatch: pytest.
     ]
 
 
-def test_what_no_launcher_takes_is_a_check_and_does_not_end_the_examination(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [ConfigError("LOCKSTEP_SHM='foo': it is on or off"), OSError(11, "Resource temporarily unavailable")]
+)
+def test_what_no_launcher_takes_is_a_check_and_does_not_end_the_examination(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examination, "_meet", lambda *_: None)
 
     def refuse(*_: object) -> int:
-        raise ConfigError("LOCKSTEP_SHM='foo': it is on or off")
+        raise error
 
     monkeypatch.setattr(examination, "_examine_ranks", refuse)
     said: list[Check] = []
     assert examination.examine(ALONE, {}, said.append) == 0
-    assert ("FAIL", "none was started: LOCKSTEP_SHM='foo': it is on or off") in [c[::2] for c in said]
+    assert ("FAIL", f"none was started: {error}") in [check[::2] for check in said]
     assert said[-1].name == "clock"
 
 

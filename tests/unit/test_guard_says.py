@@ -125,6 +125,22 @@ def test_who_has_said_it_tells_the_others(watched: Watched) -> None:
     assert watched.board.told.stalled == Stalled("stopped", (1,), (5,), "")
 
 
+@pytest.mark.parametrize(
+    ("kind", "unmoved_s", "stuck_s"),
+    [("hang", 21.0, 21.0), ("hang", 0.3, 0.3), ("stopped", 21.0, 0.0), (None, 21.0, 0.0)],
+)
+def test_only_who_is_named_in_a_hang_and_does_not_move_is_stuck(
+    kind: str | None, unmoved_s: float, stuck_s: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Watched(tmp_path, capsys, me=1)
+    ranks = waiting_for_rank_1(3, 21)
+    ranks[1].is_at("train.py:31 train_step", "data.py:31 load_batch", unmoved_s=unmoved_s)
+    ranks[0].status_fields["stalled"] = None if kind is None else Stalled(kind, (1,), (5,), "")
+    made.sees(ranks)
+    assert made.guard.stuck_s == stuck_s
+    made.guard.close()
+
+
 def test_time_in_which_nobody_looked_is_not_held_against_anybody(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -100,6 +100,18 @@ def test_before_the_first_sign_of_life_nothing_is_a_hang() -> None:
         assert watch.look(float(second), RUNNING, silent if second > 50 else []) is None
 
 
+def test_rank_that_others_wait_for_is_stuck_without_any_sign_of_life() -> None:
+    """Of stock torch's operations the launcher knows nothing: a guard has said that this is a hang."""
+    watch = Watch(hang_limit_s=60)
+    for count in (0, 9):  # also where another rank gives one
+        said = [Beat(0, 1, count=count), Beat(1, 2, stuck_s=59)]
+        assert watch.look(float(count), RUNNING, said) is None
+        said = [Beat(0, 1, count=count + 1), Beat(1, 2, stuck_s=60)]
+        assert watch.look(count + 1.0, RUNNING, said) == Stuck((1,), "no progress for 60 s")
+    assert watch.look(20.0, {0: "S"}, said) is None  # it has ended since
+    assert Watch(hang_limit_s=0).look(0.0, RUNNING, said) is None
+
+
 def test_zero_is_never() -> None:
     watch = Watch(stopped_limit_s=0, hang_limit_s=0)
     for second in range(0, 100_000, 4):

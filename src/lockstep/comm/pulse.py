@@ -23,7 +23,7 @@ PULSE = "LOCKSTEP_PULSE"  # path of the file; the slot is LOCAL_RANK
 NONE = -1  # of steps: none yet
 _WORDS = 8
 _SLOT_BYTES = 8 * _WORDS
-_PID, _RANK, _STEP, _COMMITTED, _COUNT, _TIME_NS, _ASKED = range(7)
+_PID, _RANK, _STEP, _COMMITTED, _COUNT, _TIME_NS, _ASKED, _STUCK_S = range(_WORDS)
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,7 @@ class Beat:
     count: int = 0  # things done so far: steps, commits, operations between ranks
     time_ns: int = 0  # of the last step or commit, by time.monotonic_ns
     asked: int = 0  # number of the signal that has asked it to stop
+    stuck_s: int = 0  # for how long it has stood still, where a guard has said that others wait for it: a hang
 
 
 @final
@@ -67,6 +68,10 @@ class Pulse:
     def asked(self, number: int) -> None:
         """This signal has asked this rank to stop. Safe in a signal handler."""
         self._slot[_ASKED] = number
+
+    def stuck(self, seconds: float) -> None:
+        """See `Beat.stuck_s`. It is no sign of life."""
+        self._slot[_STUCK_S] = int(seconds)
 
     def _tell(self, word: int, number: int) -> None:
         slot = self._slot
@@ -112,9 +117,7 @@ def open_pulse(environ: Mapping[str, str]) -> Pulse:
     number = environ.get("LOCAL_RANK", "0")
     if not number.isdigit() or not int(number) < len(memory) // _SLOT_BYTES:
         memory.close()
-        raise ConfigError(
-            f"LOCAL_RANK={number!r} has no slot in {PULSE}={path!r}: unset both, or start with lockstep run"
-        )
+        raise ConfigError(f"LOCAL_RANK={number!r} has no slot in {PULSE}={path!r}: unset both, or use lockstep run")
     words = memoryview(memory).cast("q")
     slot = words[int(number) * _WORDS : (int(number) + 1) * _WORDS]
     words.release()
@@ -134,11 +137,7 @@ def read_pulses(path: str | os.PathLike[str]) -> list[Beat]:
     memory = _map(Path(path), mmap.ACCESS_READ)
     with memory, memoryview(memory) as view, view.cast("q") as words:
         slots = [list(words[start : start + _WORDS]) for start in range(0, len(words), _WORDS)]
-    return [
-        Beat(slot[_RANK], slot[_PID], slot[_STEP], slot[_COMMITTED], slot[_COUNT], slot[_TIME_NS], slot[_ASKED])
-        for slot in slots
-        if slot[_PID]
-    ]
+    return [Beat(slot[_RANK], slot[_PID], *slot[_STEP:]) for slot in slots if slot[_PID]]
 
 
 def _map(path: Path, access: int) -> mmap.mmap:

@@ -28,8 +28,6 @@ from lockstep.observe.profile.run_facts import is_secret, without_secrets
 from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.open_step import moments_in
 
-NONE_GIVEN: Mapping[str, Any] = {}
-
 
 @final
 class LaunchLog:
@@ -40,7 +38,7 @@ class LaunchLog:
         folder: Path | None = None,
         *,
         command: Sequence[str] = (),
-        flags: Mapping[str, Any] = NONE_GIVEN,
+        flags: Mapping[str, Any] | None = None,
         is_ours: bool = True,
     ) -> None:
         """folder: None where the run leaves no record. flags: that were given, and what they say.
@@ -49,7 +47,7 @@ class LaunchLog:
         """
         self._folder = folder
         self._command = without_secrets(command)
-        self._flags = {name: "..." if is_secret(name) else value for name, value in flags.items()}
+        self._flags = {name: "..." if is_secret(name) else value for name, value in (flags or {}).items()}
         self._waits = not is_ours
         self._began_ns = time.time_ns()
         self._lines: list[str] = []

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Literal
 
 import lockstep
+from lockstep.comm.pulse import open_pulse
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
 from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, sees_another
@@ -105,6 +106,8 @@ def run_program(program: Program) -> None:
     except OSError as error:  # no room for its record: the program goes on without
         sys.stderr.write(f"lockstep: rank {os.environ['RANK']} is not guarded: {error}; make room in $TMPDIR\n")
     if guard is not None:
+        pulse = open_pulse(os.environ)
+        guard.before_look.append(lambda: pulse.stuck(guard.stuck_s))
         attach(guard)
         meet_machines(guard, os.environ.get(STORE, ""))
         follow_program(guard, os.environ, [program.name, *program.arguments])

@@ -56,10 +56,9 @@ def _refuse_meeting(args: Namespace) -> None:
     machines, is_static = read_machines(args.nnodes)[1], args.rdzv_backend == "static"
     is_alone = machines == 1 or args.standalone
     if is_static and args.max_restarts and not is_alone:
-        raise ConfigError(
-            "--max-restarts on several machines with --rdzv-backend static: they could not agree on a restart, and "
-            "would read what dead workers wrote: use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
-        )
+        why = "they could not agree on a restart, and would read what dead workers wrote"
+        fix = "use --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
+        raise ConfigError(f"--max-restarts on several machines with --rdzv-backend static: {why}: {fix}")
     refuse_meeting(machines, args.node_rank if is_static and not is_alone else None, args.master_port)
     in_a_file = not is_static and "store_type=file" in args.rdzv_conf.replace(" ", "")
     if args.standalone or args.rdzv_backend not in ("static", "c10d") or in_a_file:

@@ -60,7 +60,7 @@ _SECONDS = (
     ("--grace-s", 60.0, "after a signal: how long workers may save before they are killed"),
     ("--failure-grace-s", 0.2, "after a worker failed: how long others may say what they saw; with --log at least 15"),
     ("--stopped-limit-s", 10.0, "how long a worker may be stopped (SIGSTOP) before it counts as failed; 0: for ever"),
-    ("--hang-limit-s", 600.0, "how long no worker may give a sign of life, once one has; 0: for ever"),
+    ("--hang-limit-s", 600.0, "how long no worker may give a sign of life, or one stand still in a HANG; 0: for ever"),
 )
 _FROM_ZERO = ("--max-restarts", "--shutdown-timeout", *(name for name, _, _ in _SECONDS))
 

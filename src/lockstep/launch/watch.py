@@ -31,7 +31,8 @@ class Watch:
     """Tells when ranks are stuck, from looks at them that somebody takes about every second.
 
     stopped_limit_s: how long a process may be stopped (state T). One that a debugger holds may stay.
-    hang_limit_s: how long no rank at all may give a sign of life, once the first has. 0 is never, for both.
+    hang_limit_s: how long no rank at all may give a sign of life, once the first has, and how long one may stand still
+    for which others wait, as its guard says. 0 is never, for both.
 
     Where nobody looked for long (this process was itself stopped, or the machine asleep), that time does not count.
     """
@@ -62,8 +63,9 @@ class Watch:
         self._heard = heard
         if too_long:
             return Stuck(too_long, f"stopped (SIGSTOP) for {self._stopped_limit_s:g} s")
+        still = tuple(beat.rank for beat in beats if beat.stuck_s >= self._hang_limit_s and beat.rank in states)
         if self._silent_s < self._hang_limit_s:
-            return None
+            return Stuck(still, f"no progress for {self._hang_limit_s:g} s") if still else None
         ranks, detail = _behind([beat for beat in heard.values() if beat.rank in states])
         return Stuck(ranks or tuple(sorted(states)), f"no progress for {self._hang_limit_s:g} s", detail)
 

@@ -203,6 +203,11 @@ class Guard:
         """The last that was found."""
         return self._lookout.finding
 
+    @property
+    def stuck_s(self) -> float:
+        """For how long this rank has stood still, if a hang has been said that is its doing; else 0."""
+        return self._lookout.stuck_s
+
     def raise_if_found(self) -> None:
         """Raise what was found: what is certain, once, before its end.  Raises: CommError or ReplicaError."""
         if self.finding is not None and self.finding.is_certain and self._account.state == RUNNING:

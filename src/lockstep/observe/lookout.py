@@ -49,6 +49,7 @@ class Lookout:
         self._looked_s = self._blind_until_s = 0.0
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
         self.is_calm = False  # nothing hurries
+        self.stuck_s = 0.0  # for how long this rank has stood still, if a hang has been said that is its doing
         self._looks = 0
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
@@ -124,6 +125,9 @@ class Lookout:
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)
+        told = [sight.status.stalled for sight in sights.values()]
+        is_named = any(one is not None and one.kind == "hang" and self._rank in one.ranks for one in told)
+        self.stuck_s = sights[self._rank].status.unmoved_s if is_named else 0.0
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():

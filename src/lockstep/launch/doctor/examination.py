@@ -48,7 +48,7 @@ def examine(asked: Asked, environ: Mapping[str, str], say: Say) -> int:
         say(*stopped.args)
     except LaunchError as error:
         say(Check("FAIL", "way", str(error), "read what the doctor says on the machine that holds it"))
-    except ConfigError as error:  # `lockstep run` would say the same
+    except (ConfigError, OSError) as error:  # of the launcher: `lockstep run` would end with it
         say(Check("FAIL", "ranks", f"none was started: {error}", "correct that, then run the doctor again"))
     say(machine.check_clock_jump([*clock, probes.clock_offset()]))
     return exit_code
@@ -171,9 +171,8 @@ def _examine_ranks(asked: Asked, channel: Channel, say: Say) -> int:
     world_size = 0 if channel.missing(["world"], 0) else int(channel.read("world"))
     facts: list[group.Facts] = channel.read_all("facts", world_size)
     say(group.check_ranks(facts, world_size, exit_code))
-    for check in [*group.check_same_versions(facts), *group.check_torch_gpus(facts)] if facts else []:
-        say(check)
-    for check in _together(channel, world_size, {fact["rank"]: fact for fact in facts}):
+    same = [*group.check_same_versions(facts), *group.check_torch_gpus(facts)] if facts else []
+    for check in [*same, *_together(channel, world_size, {fact["rank"]: fact for fact in facts})]:
         say(check)
     channel.put(f"read/{channel.add('readers') - 1}", 1)
     if channel.is_holder:  # the store goes with this process: the others read first

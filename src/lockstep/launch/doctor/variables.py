@@ -65,12 +65,11 @@ def _place(environ: Mapping[str, str]) -> Iterator[Check]:
         "slurm": "start the ranks with srun, or set MASTER_ADDR and MASTER_PORT",
     }
     port = environ.get("MASTER_PORT") or "29500"
-    task = environ.get("SLURM_PROCID", "")
     if place.launcher in fixes:
         for problem in problems:
             yield Check("FAIL", "variables", problem.text, fixes[place.launcher])
-        if place.launcher == "environment" and task not in ("", environ.get("RANK")):
-            text = f"RANK={environ.get('RANK', '')}, but SLURM_PROCID={task}: Slurm's variables are not looked at"
+        if place.launcher == "environment" and environ.get("SLURM_PROCID") not in (None, environ.get("RANK")):
+            text = f"RANK={environ.get('RANK')}, but SLURM_PROCID={environ['SLURM_PROCID']}: Slurm's are not looked at"
             yield _warn(text, "where srun is to number the ranks: unset RANK WORLD_SIZE LOCAL_RANK")
     elif "SLURM" in place.note:
         yield _warn(place.note, "srun lockstep doctor")

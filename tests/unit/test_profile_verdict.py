@@ -417,7 +417,7 @@ def test_what_torch_gathers_is_as_small_as_all_parts_are(parts: int, *, is_small
     run = run_of(World(work_us=lambda rank, step: 20, moves_us=100, collectives=20, elements=parts))
 
     def gathered(line: Steps) -> Steps:
-        ops = tuple(one._replace(text=f"all_gather float32 [{parts}]") for one in line.ops or ())
+        ops = tuple(one._replace(group="WORLD", text=f"all_gather float32 [{parts}]") for one in line.ops or ())
         return replace(line, ops=ops)
 
     ranks = {r: replace(record, lines=tuple(map(gathered, record.lines))) for r, record in run.ranks.items()}

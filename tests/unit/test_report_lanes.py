@@ -161,7 +161,7 @@ def test_what_torch_gathers_has_the_bytes_of_all_parts(tmp_path: Path) -> None:
     run = World(work_us=lambda rank, step: 1000, collectives=1, moves_us=500, elements=250).run(tmp_path)
 
     def gathered(line: Steps) -> Steps:
-        ops = tuple(one._replace(text="all_gather float32 [250]", bytes=1000) for one in line.ops or ())
+        ops = tuple(one._replace(group="WORLD", text="all_gather float32 [250]", bytes=1000) for one in line.ops or ())
         return replace(line, ops=ops)
 
     lines = {rank: tuple(map(gathered, record.lines)) for rank, record in run.ranks.items()}

@@ -189,21 +189,31 @@ def test_bytes_from_the_text(text: str, size: int) -> None:
     assert bytes_of(text) == size
 
 
+@pytest.mark.parametrize("group", ["WORLD", "WORLD'2", "3 [0, 2, 4]"])
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("all_gather float32 [5]", 3 * 20),  # torch's: one rank's part
-        ("all_gather float32 [4, 2]", 3 * 32),
+        ("all_gather float32 [5]", 3 * 20),
+        ("all_gather float32 [4, 2, 3]", 3 * 96),
         ("reduce_scatter bfloat16 [4, 2, 1] mean", 3 * 16),
-        ("reduce_scatter float32 sum [3, 4, 5]", 48),  # ours: each rank's
-        ("all_gather float32 [1, 2, 3, 4].. 0a1b2c3d", 40),
-        ("all_gather float64 3 x [5]", 120),
         ("all_reduce float32 [4, 2] sum", 32),
         ("broadcast int64 [3] root=0", 24),
     ],
 )
-def test_bytes_of_all_parts_where_it_is_known_how_many_there_are(text: str, size: int) -> None:
-    assert bytes_of(text, 3) == size
+def test_what_torch_gathers_or_scatters_has_the_bytes_of_all_parts(text: str, size: int, group: str) -> None:
+    assert bytes_of(text, 3, group) == size
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("all_gather float64 3 x [5]", 120),
+        ("reduce_scatter float32 sum [3, 4, 5]", 48),
+        ("all_gather float32 [1, 2, 3, 4].. 0a1b2c3d", 40),
+    ],
+)
+def test_ours_says_them_all(text: str, size: int) -> None:
+    assert [bytes_of(text, 3, group) for group in ("world", "world #2", "ranks 0-4:2")] == [size] * 3
 
 
 SPANS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda ends: (min(ends), max(ends))))

@@ -183,15 +183,15 @@ def listed_after(step: int) -> int:
     return step + 1 if step < _ALL_LISTED else (step // apart + 1) * apart
 
 
-def bytes_of(text: str, ranks: int = 0) -> int:
-    """Of "all_reduce float32 [4, 2] sum" 32; 0: it is not said. ranks: of its group; torch's texts have one part."""
+def bytes_of(text: str, ranks: int = 0, group: str = "") -> int:
+    """Of "all_reduce float32 [4, 2] sum" 32; 0: it is not said. Of what torch gathers the text has one rank's part."""
     found = re.search(r"(?P<dtype>complex|bfloat|float|uint|int|bool)(?P<bits>\d*)[^ [\]]* ?(?P<sizes>.*)", text)
     shape = re.search(r"(?:(\d+) x )?\[([\d, ]*)\]", found["sizes"]) if found else None
     if found is None or shape is None:
         return 0
     sizes = [int(size) for size in shape[2].split(",") if size.strip()]
     in_parts = shape[1] is None and text.startswith(("all_gather ", "reduce_scatter "))
-    is_one = in_parts and ranks and ".. " not in text and (len(sizes) != ranks or not text.endswith("]"))
+    is_one = in_parts and ranks and re.match(r"WORLD|\S+ \[", group)  # a group of torch's
     uneven = in_parts and not is_one and len(sizes) > 1
     elements = sum(sizes) if uneven else math.prod(sizes) * (ranks if is_one else int(shape[1] or 1))
     return elements * (int(found["bits"] or 8) // 8)

@@ -140,7 +140,7 @@ def _step(
         for op in line.ops or ():
             ops[op.key][rank] = with_buckets(op, sent.get(rank)) if TAIL_GROUP in op.group else op
     for seen in ops.values():
-        seen |= {rank: op._replace(bytes=bytes_of(op.text, len(seen)) or op.bytes) for rank, op in seen.items()}
+        seen |= {r: op._replace(bytes=bytes_of(op.text, len(seen), op.group) or op.bytes) for r, op in seen.items()}
     keys = {key: number for number, key in enumerate(ops)}
     clock = chosen.zeros if chosen.is_one_clock else None
     known = {key: seen for key, seen in ops.items() if not any(kind_of(op) in kinds for op in seen.values())}

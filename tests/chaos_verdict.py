@@ -14,7 +14,8 @@ from torch import Tensor
 from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.checkpoint.reader import open_checkpoint
 from lockstep.data.coverage import Coverage
-from lockstep.data.sample_log import differences, samples_by_epoch
+from lockstep.data.sample_log import samples_by_epoch
+from sample_differences import differences
 
 _OF_THE_CLOCK = ("tokens_per_s", "eta_s")  # in a line of the log
 _SHOWN = 5

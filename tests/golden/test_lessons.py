@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from lesson_trace import trace
 from lockstep.comm.communicator import Communicator
-from lockstep.learn.events import Event, read_events, trace
+from lockstep.learn.events import Event, read_events
 from lockstep.learn.program import Played, title_of
 from lockstep.learn.puzzle import Puzzle, problems, with_hole
 from lockstep.learn.stage import Stage

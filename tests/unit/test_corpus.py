@@ -31,7 +31,6 @@ def test_the_standard_library_is_always_there() -> None:
     assert names == sorted(names)
     assert not {"test", "tests", "site-packages", "__pycache__"} & {part for name in names for part in name.split("/")}
     assert 5e6 < corpus.nbytes < 20e6
-    assert corpus.skipped == ()
     train, held_out = split(corpus, 0.01)
     share = sum(piece.stop - piece.start for piece in held_out) / corpus.nbytes
     assert 0.009 < share <= 0.01
@@ -47,11 +46,10 @@ def test_a_directory_is_read_by_name(tmp_path: Path) -> None:
     assert [document.name for document in corpus.documents] == ["a.py", "a/z.md", "b.txt"]
 
 
-def test_what_is_not_text_is_skipped_and_listed(tmp_path: Path) -> None:
+def test_what_is_not_text_is_skipped(tmp_path: Path) -> None:
     write(tmp_path, {"a.txt": b"ok", "b.txt": b"\xff\xfe", "c.txt": b"a\0b", "d.txt": b"", "e.txt": b" \n"})
     corpus = read_corpus(tmp_path)
     assert [document.name for document in corpus.documents] == ["a.txt"]
-    assert corpus.skipped == ("b.txt", "c.txt")
 
 
 @pytest.mark.parametrize(
@@ -127,7 +125,7 @@ def test_a_file_that_changes_meanwhile_is_noticed(tmp_path: Path) -> None:
 @given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.floats(0.001, 0.9))
 def test_whole_documents_are_held_out_and_never_too_much(sizes: list[int], fraction: float) -> None:
     documents = tuple(Document(f"{i}.txt", Path(), size, "") for i, size in enumerate(sizes))
-    corpus = Corpus("sizes", documents, (), "")
+    corpus = Corpus("sizes", documents, "")
     room = int(sum(sizes) * fraction)
     if min(sizes) > room:
         return  # the end of a document is held out instead: the next test

@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from lockstep import Coverage
 from lockstep.comm.communicator import Communicator
-from lockstep.data.sample_log import Span, differences, sample_ids, sample_record, samples_by_epoch, stream_spans
+from lockstep.data.sample_log import Span, sample_ids, sample_record, samples_by_epoch, stream_spans
 from lockstep.errors import DataError
 from lockstep.observe.tally import DIGEST_BYTES, Tally, tally_from, tally_of, whole_tally
 from lockstep.testing.worlds import run_threads
+from sample_differences import differences
 
 PINNED_10 = "0a00000000000000b052481bf7bb0489fd26069c078aa46c"
 IDS = st.lists(st.integers(0, 2**62), max_size=40)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lesson_trace import trace
 from lockstep.cli.pager import pages
 from lockstep.errors import ConfigError
-from lockstep.learn.events import Event, Screen, count, file_of, numbers, read_events, screens, spark, trace, words
+from lockstep.learn.events import Event, Screen, count, file_of, numbers, read_events, screens, spark, words
 from lockstep.learn.lanes import draw, rows
 from lockstep.learn.replay import replay
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -114,18 +113,6 @@ def test_the_batch_may_change_on_resume() -> None:
     for loader in second:
         loader.load_state_dict(state)
     assert sorted(done + step_of([iter(loader) for loader in second])) == list(range(30))
-
-
-def test_a_state_in_the_middle_of_a_step_can_leave_it_out() -> None:
-    loader = loaders(30, 1, 8)[0]
-    steps = iter(loader)
-    list(islice(steps, 2))
-    second = loaders(30, 1, 8)[0]
-    second.load_state_dict(loader.state_dict(consumed=8))
-    assert second.consumed == 8
-    assert step_of([iter(second)]) == step_of([iter([loader.step_at(8)])])
-    with pytest.raises(DataError, match="consumed=17: 16 windows have been handed out"):
-        loader.state_dict(consumed=17)
 
 
 def test_the_epoch_is_a_share_of_the_text() -> None:

@@ -50,7 +50,6 @@ class Corpus:
 
     source: str  # what it is, in words
     documents: tuple[Document, ...]
-    skipped: tuple[str, ...]  # files with a text suffix that hold no UTF-8 text
     digest: str  # SHA-256 over names and contents; no path of this machine is in it
 
     @property
@@ -86,7 +85,7 @@ def read_corpus(path: Path | None = None) -> Corpus:
         why = _why_not_text(data)
         if why:
             raise DataError(f"{path} is not a text file: {why}")
-        return _corpus(str(path), [_document("", path, data)], [])
+        return _corpus(str(path), [_document("", path, data)])
     names = [name for name in _walk(path) if Path(name).suffix.lower() in TEXT_SUFFIXES]
     if not names:
         raise DataError(f"{path} holds no text files: looked for {' '.join(sorted(TEXT_SUFFIXES))}")
@@ -146,22 +145,16 @@ def _walk(root: Path) -> Iterator[str]:
 
 
 def _from_names(source: str, root: Path, names: list[str]) -> Corpus:
-    documents, skipped = [], []
-    for name in sorted(names):
-        data = _read(root / name)
-        if _why_not_text(data):
-            if data.strip():
-                skipped.append(name)
-            continue
-        documents.append(_document(name, root / name, data))
+    texts = ((name, _read(root / name)) for name in sorted(names))
+    documents = [_document(name, root / name, data) for name, data in texts if not _why_not_text(data)]
     if not documents:
         raise DataError(f"{source}: none of its {len(names)} files holds UTF-8 text")
-    return _corpus(source, documents, skipped)
+    return _corpus(source, documents)
 
 
-def _corpus(source: str, documents: list[Document], skipped: list[str]) -> Corpus:
+def _corpus(source: str, documents: list[Document]) -> Corpus:
     listed = "".join(f"{document.name}\0{document.sha256}\n" for document in documents)
-    return Corpus(source, tuple(documents), tuple(skipped), hashlib.sha256(listed.encode()).hexdigest())
+    return Corpus(source, tuple(documents), hashlib.sha256(listed.encode()).hexdigest())
 
 
 def _document(name: str, path: Path, data: bytes) -> Document:

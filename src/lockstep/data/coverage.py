@@ -17,7 +17,6 @@ Steele, Lea and Flood 2014 (splitmix64). It finds faults, not forgeries: the has
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple, final
 
@@ -176,7 +175,7 @@ class Coverage:
         return whole_tally(self.length) + tail.repeated - tail.dropped
 
     def verdict(self, epoch: int = 0, expected: Tally | None = None) -> Verdict:
-        """Whether every sample of `epoch` was used exactly once, in words. Which were not: `sample_log.differences`.
+        """Whether every sample of `epoch` was used exactly once, in words.
 
         expected: None is a complete epoch.
         """
@@ -208,22 +207,18 @@ class Coverage:
         """One for each epoch begun, the last of which may still be going on."""
         return [self.verdict(epoch) for epoch in self.epochs]
 
-    def state_dict(self, epoch: int, without: Iterable[tuple[int, Ids]] = ()) -> dict[str, Any]:
+    def state_dict(self, epoch: int) -> dict[str, Any]:
         """JSON values, equal on all ranks: call `combine` first.
 
         Where that was not done, the state says so, and a run that goes on from it cannot judge the epochs so far.
         epoch: the one that the run is in.
-        without: (epoch, samples) to leave out, which have been added, whichever rank did.
         """
         if not self.is_combined:
             return {"length": self.length, "epochs": [], "unknown_through": max(epoch, self._unknown_through)}
-        sums = {begun: self.tally(begun) for begun in self.epochs}
-        for begun, ids in without:
-            sums[begun] = sums.get(begun, Tally()) - tally_of(ids)
         rows: list[list[Any]] = []
-        for begun in sorted(begun for begun, tally in sums.items() if tally != Tally()):
+        for begun in self.epochs:
             tail = self._tails.get(begun, Tail())
-            marks = [sums[begun].digest().hex(), *(part.digest().hex() if part.count else "" for part in tail)]
+            marks = [self.digest(begun).hex(), *(part.digest().hex() if part.count else "" for part in tail)]
             if rows and rows[-1][1] == begun - 1 and rows[-1][2:] == marks:
                 rows[-1][1] = begun
             else:

@@ -167,20 +167,10 @@ class TokenLoader:
         """Times the whole text has been handed out."""
         return self.consumed / len(self.windows)
 
-    def state_dict(self, consumed: int | None = None) -> dict[str, Any]:
-        """The position in the stream, in JSON values; the same on every rank.
-
-        consumed: windows trained on, over all ranks. The default counts every step handed out as done: right after a
-            step, one too many in the middle of it.
-        """
-        consumed = self.consumed if consumed is None else consumed
-        if not 0 <= consumed <= self.consumed:
-            raise DataError(f"consumed={consumed}: {self.consumed} windows have been handed out")
-        undone = [
-            (span.epoch, self._samples(span)) for span in stream_spans(consumed, self.consumed, len(self.windows))
-        ]
-        coverage = self.coverage.state_dict(consumed // len(self.windows), without=undone)
-        return {"version": STATE_VERSION, "consumed": consumed, "coverage": coverage, **self._identity()}
+    def state_dict(self) -> dict[str, Any]:
+        """The position in the stream, in JSON values; the same on every rank. Every step handed out counts as done."""
+        coverage = self.coverage.state_dict(self.consumed // len(self.windows))
+        return {"version": STATE_VERSION, "consumed": self.consumed, "coverage": coverage, **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken, also with another number of ranks, batch or microbatch.

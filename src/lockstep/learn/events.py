@@ -111,21 +111,6 @@ def screens(ranks: Sequence[Sequence[Event]]) -> list[Screen]:
     ]
 
 
-def trace(ranks: Sequence[Sequence[Event]]) -> str:
-    """The same for every run of the lesson: what each rank did, without times and what rounding makes of them."""
-    lines: list[str] = []
-    for number, screen in enumerate(screens(ranks), 1):
-        lines.append(f"{number}. {screen.title}")
-        for rank in range(len(ranks)):
-            lines += [f"  rank {rank}  {_lasting(event)}" for event in screen.events if event.rank == rank]
-    return "\n".join(lines) + "\n"
-
-
-def _lasting(event: Event) -> str:
-    is_measured = event.name.endswith("_ms") or event.name.startswith("difference_")
-    return f"{event.name} was measured" if is_measured else words(event)
-
-
 def words(event: Event) -> str:
     """An event in one line."""
     if event.kind == "say":

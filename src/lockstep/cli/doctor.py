@@ -28,7 +28,6 @@ def doctor(words: Sequence[str]) -> int:
     environ = dict(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would warn of is said in plain words
     exit_code = examine(asked, environ, say)
-    failed = has_failed(checks)
-    found = {"ok": not failed, "checks": [check._asdict() for check in checks]}
+    found = {"ok": not has_failed(checks), "checks": [check._asdict() for check in checks]}
     print(json.dumps(found, indent=2) if asked.is_json else f"lockstep doctor: {summary(checks)}")
-    return INTERRUPTED if exit_code == INTERRUPTED else int(failed)
+    return INTERRUPTED if exit_code == INTERRUPTED else int(has_failed(checks))

@@ -143,9 +143,8 @@ class Worlds:
 
     def attach(self) -> None:
         """From the import of torch.distributed on; also in what torch.multiprocessing starts."""
-        name, mp = "torch.distributed.distributed_c10d", "torch.multiprocessing"
+        name, mp, spawn = "torch.distributed.distributed_c10d", "torch.multiprocessing", "torch.multiprocessing.spawn"
         when_imported(name, lambda: Patches().replace(sys.modules[name], "rendezvous", self._meeting))
-        spawn = f"{mp}.spawn"
         when_imported(spawn, lambda: Patches().replace(sys.modules[spawn], "start_processes", _told, sys.modules[mp]))
 
     def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:

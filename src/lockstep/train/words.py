@@ -19,11 +19,9 @@ def introduce(job: Job) -> None:
     say(f"text   {job.text.description}")
     cut = "" if run.train.sharding == "none" else f", sharding {run.train.sharding}"
     say(f"model  {run.model.family}, {shape}, {millions:.2f} M parameters{cut}")
-    say(
-        f"batch  {run.train.batch} sequences = {run.train.batch * run.model.context:,} tokens per step: "
-        f"{job.comm.world_size} ranks x {microbatches_per_rank(run.train, job.comm.world_size)} microbatch(es) x "
-        f"{job.loader.microbatch} sequences"
-    )
+    ranks, tokens = job.comm.world_size, run.train.batch * run.model.context
+    share = f"{microbatches_per_rank(run.train, ranks)} microbatch(es) x {job.loader.microbatch} sequences"
+    say(f"batch  {run.train.batch} sequences = {tokens:,} tokens per step: {ranks} ranks x {share}")
     say(f"out    {run.out}")
     if job.begin.step >= run.train.steps:
         say(f"already at step {job.begin.step}, asked for {run.train.steps}: nothing left to train, see --train.steps")
@@ -35,7 +33,7 @@ def conclude(job: Job, result: TrainResult, written: str) -> None:
     job.console.close()
     if written:
         (run.out / "sample.txt").write_text(written, encoding="utf-8")
-        say("sample of what the model writes:\n" + "\n".join(f"  | {line}" for line in written.splitlines()))
+        say("sample of what the model writes:\n" + shown(written))
     ranks, what = job.comm.world_size, "pieces of the same weights" if is_cut(job.model) else "the same weights"
     say(f"proof  {ranks} of {ranks} ranks hold {what}: sha256 {result.digest}")
     for verdict in job.loader.verdicts():
@@ -43,10 +41,14 @@ def conclude(job: Job, result: TrainResult, written: str) -> None:
             say_coverage(job, verdict)
     say(f"saved  {result.checkpoint}")
     if result.was_stopped:
-        say(
-            f"stopped after step {result.step} of {run.train.steps}; "
-            "the same command with --resume auto goes on from there"
-        )
+        again = "the same command with --resume auto goes on from there"
+        say(f"stopped after step {result.step} of {run.train.steps}; {again}")
+
+
+def shown(written: str) -> str:
+    """`written` for a terminal, on which what a model that knows little writes would act: bells, escapes."""
+    seen = ("".join(c if c.isprintable() or c == "\t" else "\ufffd" for c in line) for line in written.splitlines())
+    return "\n".join(f"  | {line}" for line in seen)
 
 
 def write_sample(job: Job) -> str:

@@ -73,7 +73,17 @@ def work(index, size, port):
 
 
 if __name__ == "__main__":
-    mp.spawn(work, (2, sys.argv[1]), 2)
+    way, port = sys.argv[1:]
+    if way == "spawn":
+        mp.spawn(work, (2, port), 2)
+    else:
+        os.environ["MASTER_PORT"] = port
+        mp.set_start_method(way)
+        processes = [mp.Process(target=work, args=(index, 2), kwargs={"port": port}) for index in range(2)]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
 """
 
 
@@ -101,14 +111,14 @@ def test_worlds_meet_where_nothing_is_guarded(tmp_path: Path) -> None:
 
 
 @pytest.mark.limit_s(90)
-@pytest.mark.parametrize("start", ["warm", "fresh"])
-def test_processes_that_a_script_starts_itself_meet_as_without_a_launcher(start: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("way", "start"), [("spawn", "warm"), ("forkserver", "fresh"), ("fork", "warm")])
+def test_processes_that_a_script_starts_itself_meet_as_without_a_launcher(way: str, start: str, tmp_path: Path) -> None:
     """At a port of their own, where the launcher's variables would let none of them listen; it is said what to do."""
     (tmp_path / "script.py").write_text(_SPAWNING)
-    said = Run(tmp_path, "run", "--start", start, "script.py", str(free_port())).end(0)
+    said = Run(tmp_path, "run", "--start", start, "script.py", way, str(free_port())).end(0)
     assert said.count("spawned [3.0, 3.0, 3.0]") == 2
-    assert said.count("lockstep: rank 0 starts 2 processes of its own at script.py:21 <module>: ") == 1
-    assert "`lockstep run -n 2`" in said
+    assert said.count("lockstep: processes that rank 0 has started are ranks of their own: nobody watches them.") == 1
+    assert "`lockstep run -n N` starts N ranks" in said
 
 
 @pytest.mark.limit_s(90)

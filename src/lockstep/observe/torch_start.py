@@ -22,6 +22,7 @@ from lockstep.observe.torch_import import when_imported
 _ADDRESS, _PORT, _AGENTS = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
 _MEET = timedelta(seconds=5)
 _NEW_GROUP, _INIT = "new_group", "init_process_group"  # of all ranks of the job
+_UNWATCHED = "are ranks of their own: nobody watches them. Next: leave that out, `lockstep run -n N` starts N ranks"
 _HERE = ("localhost", "127.0.0.1", "::1")
 
 
@@ -136,19 +137,31 @@ class Worlds:
     the launcher holds the store, torch lets nobody listen at a port that the program has chosen.
     """
 
-    def __init__(self) -> None:
-        self._given = dict(os.environ)  # by the launcher
+    def __init__(self, given: Mapping[str, str] | None = None) -> None:
+        """given: by the launcher, to the rank that has started this process; None in a rank itself."""
+        self._given, self._pid = dict(given or os.environ), 0 if given else os.getpid()
         self._before = Counter[object]()  # worlds, by where they met
         self._held: Any = None  # the newest store: it stays while others may still be leaving its world
 
     def attach(self) -> None:
-        """From the import of torch.distributed on; also in what torch.multiprocessing starts."""
-        name, mp, spawn = "torch.distributed.distributed_c10d", "torch.multiprocessing", "torch.multiprocessing.spawn"
+        """From the import of torch.distributed on; also in processes that multiprocessing starts."""
+        name = "torch.distributed.distributed_c10d"
         when_imported(name, lambda: Patches().replace(sys.modules[name], "rendezvous", self._meeting))
-        when_imported(spawn, lambda: Patches().replace(sys.modules[spawn], "start_processes", _told, sys.modules[mp]))
+        for start in ("SpawnProcess", "ForkServerProcess"):  # what is forked has all of this by itself
+            Patches().replace_in("multiprocessing.context", start, "_Popen", self._starting)
+
+    def _starting(self, old: Callable[[Any], Any]) -> Any:
+        def start(process: Any) -> Any:
+            if process._target is not None:
+                process._target = functools.partial(_run_in_own_world, self._given, process._target)
+            return old(process)
+
+        return staticmethod(start)
 
     def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def rendezvous(url: str, rank: int, size: int, **kwargs: Any) -> Iterator[Any]:
+            if os.getpid() != self._pid and "0" in (str(rank), os.environ.get("RANK") if rank < 0 else ""):
+                sys.stderr.write(f"lockstep: processes that rank {self._given['RANK']} has started {_UNWATCHED}\n")
             port, agents = own_port(self._given, os.environ, {"init_method": url}), os.environ.get(_AGENTS, "")
             nth, is_file = self._before[url, port, size], url.startswith("file:")
             path, mark, query = url.partition("?")
@@ -169,21 +182,9 @@ class Worlds:
         return rendezvous
 
 
-def _told(old: Callable[..., Any]) -> Callable[..., Any]:
-    """What starts processes: they meet where they want to, as without a launcher, and nobody watches them."""
-
-    @functools.wraps(old)
-    def start_processes(fn: Callable[..., Any], args: Any = (), nprocs: int = 1, *rest: Any, **kwargs: Any) -> Any:
-        who = f"rank {os.environ['RANK']} starts {nprocs} processes of its own at {call_site()}: they are not watched"
-        sys.stderr.write(f"lockstep: {who}. Next: leave that out, and let `lockstep run -n {nprocs}` start them\n")
-        return old(functools.partial(_run_in_own_world, fn), args, nprocs, *rest, **kwargs)
-
-    return start_processes
-
-
-def _run_in_own_world(fn: Callable[..., Any], *args: Any) -> None:
-    Worlds().attach()
-    fn(*args)
+def _run_in_own_world(given: Mapping[str, str], target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+    Worlds(given).attach()
+    target(*args, **kwargs)
 
 
 def _anew(store: Any, nth: int) -> Any:

@@ -138,8 +138,7 @@ def _meeting_point(args: Namespace, environ: Mapping[str, str]) -> tuple[str, in
         raise ConfigError("--rdzv-backend c10d needs --rdzv-endpoint HOST:PORT, the same on every machine")
     host = args.master_addr or "127.0.0.1"
     if not args.master_addr and "MASTER_ADDR" in environ:
-        why = "because torchrun and `lockstep run` do not read the variable"
-        name = environ["MASTER_ADDR"]
+        why, name = "because torchrun and `lockstep run` do not read the variable", environ["MASTER_ADDR"]
         raise ConfigError(f"MASTER_ADDR={name} is no flag: give --master-addr {name}, {why}")
     port = DEFAULT_PORT if args.master_port is None else args.master_port
     return host, port, "--master-addr" if args.master_addr else ""

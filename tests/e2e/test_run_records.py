@@ -215,3 +215,15 @@ def test_loggers_that_are_still_beginning_get_all_where_another_rank_fails(tmp_p
         *(f"logged {step} {{'loss': {1.0 / step}}}" for step in (1, 2, 3)), "finished 1"
     ]  # fmt: skip
     assert re.search(r"rank 1 \(pid \d+\) was killed by SIGKILL", text)
+
+
+def test_run_that_a_rank_starts_has_a_record_of_its_own(tmp_path: Path) -> None:
+    nested = (
+        "import subprocess, sys\nsys.exit(subprocess.call([sys.executable, '-m', 'lockstep', 'run', 'inner.py']))\n"
+    )
+    (tmp_path / "outer.py").write_text(nested)
+    (tmp_path / "inner.py").write_text("print('inner')\n")
+    said = Run(tmp_path, "run", "--record", "ours", "outer.py").end(0)
+    assert re.search(r"lockstep: report: runs/inner-\S+/report.html", said)
+    starts = [line for line in (tmp_path / "ours" / "launch.jsonl").read_text().splitlines() if '"launch"' in line]
+    assert len(starts) == 1

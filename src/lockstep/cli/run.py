@@ -13,6 +13,7 @@ from lockstep.launch.preload import modules_to_preload
 from lockstep.launch.private_folder import private_folder
 from lockstep.launch.starter import loading_ahead
 from lockstep.launch.stop_signals import leaving_at_once
+from lockstep.launch.worker import AGENT_PID
 from lockstep.observe.profile.window import RUN
 
 
@@ -22,6 +23,8 @@ def run(words: Sequence[str]) -> int:
         raise ConfigError("run what? `lockstep run -n 2 train.py`; `lockstep run --help` lists the flags")
     if words[:1] == ["--watch"]:
         return _watched(words[1:])
+    if AGENT_PID in os.environ:  # a rank of another run starts this one, which has a record of its own
+        os.environ.pop(RUN, None)
     with leaving_at_once() as (settle, stack):
         program, server = guess_program(words), None
         if program is not None:
@@ -30,8 +33,7 @@ def run(words: Sequence[str]) -> int:
         from lockstep.launch.launcher import launch
         from lockstep.launch.torchrun_flags import read_flags
 
-        folder = stack.enter_context(private_folder())
-        job = read_flags(words, folder, server)
+        job = read_flags(words, stack.enter_context(private_folder()), server)
         code = launch(job, settle)
     from lockstep.cli.report import tell_record
 

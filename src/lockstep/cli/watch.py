@@ -33,8 +33,7 @@ def watch(words: Sequence[str]) -> int:
     args = parser.read(words)
     folder = find_run(args.run, Path("runs"))
     status = show(folder, "Ctrl-C ends this, not the run", args.host, args.port, has_rows=args.terminal)
-    page = folder / PAGE
-    where = f"report: {shown(page)}" if page.exists() else f"lockstep report {shown(folder)}"
+    where = f"report: {shown(folder / PAGE)}" if (folder / PAGE).exists() else f"lockstep report {shown(folder)}"
     ended = f"the run {_ENDS.get(status, 'has ended')}; {where}" if folder.is_dir() else f"{shown(folder)} was removed"
     print(f"lockstep: {ended}")
     return int(not folder.is_dir())

@@ -282,9 +282,8 @@ def _cause(pair: Pair, slow: Sequence[Pair], facts: Mapping[int, Facts]) -> str:
     common = set.intersection(*({p["first"], p["second"]} for p in slow))
     if len(slow) > 1 and len(common) == 1:
         return f"rank {common.pop()} is in all slow pairs: look at its {'core' if is_local else 'cable and interface'}"
-    if is_local:
-        return "other programs on their cores? see top"
-    return f"look at the way between rank {pair['first']} and rank {pair['second']}: interface, cable, other traffic"
+    way = f"look at the way between rank {pair['first']} and rank {pair['second']}: interface, cable, other traffic"
+    return "other programs on their cores? see top" if is_local else way
 
 
 def _name(rank: int, facts: Mapping[int, Facts]) -> str:

@@ -11,7 +11,7 @@ import threading
 import types
 from asyncio import CancelledError
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -308,7 +308,7 @@ def test_training_hands_its_numbers_on(tmp_path: Path) -> None:
     logs = Logs(
         StepLog(tmp_path / "metrics.jsonl"), StepLog(tmp_path / "samples.jsonl"), Loggers({"kept": lambda: kept})
     )
-    logs.write(StepMetrics(1, 2.5, 0.1, 0.7, 480, 100.0, 9.0))
+    logs.write(asdict(StepMetrics(1, 2.5, 0.1, 0.7, 480, 100.0, 9.0)))
     logs.write({"step": 2, "epoch": 0, "coverage": "exact"})
     logs.close()
 

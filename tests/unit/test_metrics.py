@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_file_drops_what_a_resumed_run_does_again_and_lines_cut_off(tmp_path: Pa
     with path.open("a") as torn:
         torn.write('{"step": 2')
     resumed = StepLog(path, resumed_step=20)
-    resumed.write(RECORD)
+    resumed.write(asdict(RECORD))
     assert len(path.read_text().splitlines()) == 3, "written at once"
     resumed.close()
     assert resumed.validated == {10}

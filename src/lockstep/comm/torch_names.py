@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 import torch.distributed as dist
@@ -138,12 +138,10 @@ def take_over_in_backward_optimizers(ddp: Any) -> None:
 
     Source: torch.distributed.optim._apply_optimizer_in_backward and torch's DistributedDataParallel.
     """
-    import weakref
-
     from torch.distributed.algorithms.ddp_comm_hooks.optimizer_overlap_hooks import _apply_optim_in_backward_hook
     from torch.distributed.optim.apply_optimizer_in_backward import param_to_optim_hook_handle_map
 
     for param in ddp._module_parameters:
         for handle in param_to_optim_hook_handle_map.get(param, []):
             handle.remove()
-    ddp.register_comm_hook(weakref.ref(ddp), _apply_optim_in_backward_hook(gradient_is_bucket_view=True))
+    ddp.register_comm_hook(ref(ddp), _apply_optim_in_backward_hook(gradient_is_bucket_view=True))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Mapping
+from dataclasses import asdict
 
 from lockstep.comm.communicator import Communicator
 from lockstep.data.loader import validation_batches
@@ -125,7 +126,7 @@ def write_down(job: Job, meter: Meter, step: int, tokens_done: int, loss: float,
         record = StepMetrics(step, loss, lr, grad_norm, tokens_done, *meter.read(step))
         job.console.step(record)
         if is_logged:  # which steps are in the file does not depend on where the run was resumed
-            logs.write(record)
+            logs.write(asdict(record))
 
 
 def is_due(step: int, every: int, steps: int) -> bool:

@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
 
@@ -81,17 +81,16 @@ class StepLog:
         write_whole(path, "".join(line + "\n" for line in kept))
         self._file = path.open("ab", buffering=0)
 
-    def write(self, record: StepMetrics | dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """Append one record; it has left this process on return.  Raises: TrainingError where there is no room."""
-        fields = record if isinstance(record, dict) else asdict(record)
-        rest = json.dumps(fields).encode() + b"\n"
+        rest = json.dumps(record).encode() + b"\n"
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
             raise TrainingError(f"cannot write {self._file.name}: {error.strerror}") from error
-        if "val_loss" in fields:
-            self.validated.add(fields["step"])
+        if "val_loss" in record:
+            self.validated.add(record["step"])
 
     def sync(self) -> None:
         """Make what was written durable."""
@@ -116,12 +115,11 @@ class Logs:
         metrics, samples = (StepLog(run.out / name, step) for name in ("metrics.jsonl", "samples.jsonl"))
         return cls(metrics, samples, open_loggers(logger_names(run.log), run.out, to_json(run), step))
 
-    def write(self, record: StepMetrics | dict[str, Any]) -> None:
+    def write(self, record: dict[str, Any]) -> None:
         """One line of metrics; its numbers are for the loggers too."""
         self.metrics.write(record)
-        fields = record if isinstance(record, dict) else asdict(record)
-        numbers = {name: value for name, value in fields.items() if isinstance(value, int | float) and name != "step"}
-        self.loggers.log(fields["step"], numbers)
+        numbers = {name: value for name, value in record.items() if isinstance(value, int | float) and name != "step"}
+        self.loggers.log(record["step"], numbers)
 
     def sync(self) -> None:
         """Make what was written durable."""

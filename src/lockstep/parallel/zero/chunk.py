@@ -103,15 +103,12 @@ class ReplicatedChunk(Chunk):
         self.comm = comm
         self.layout = FlatLayout([param.numel() for param in params], comm.world_size)
         self._forms = [(param.shape, dense_strides(param)) for param in params]
-        self.flat = self._allocate()
+        first, numel = params[0], self.layout.numel
+        self.flat = comm.empty(numel, first.dtype).zero_() if numel else torch.empty_like(first).view(-1)
         part = self.layout.part
         self.part = self.flat[comm.rank * part : (comm.rank + 1) * part]
         self.adopt()
         self.pieces = [Piece(span, self.part[self.in_part(span)]) for span in self.layout.spans(comm.rank, longest)]
-
-    def _allocate(self) -> Tensor:
-        first, numel = self.params[0], self.layout.numel
-        return self.comm.empty(numel, first.dtype).zero_() if numel else torch.empty_like(first).view(-1)
 
     def adopt(self) -> None:
         for index, param in enumerate(self.params):

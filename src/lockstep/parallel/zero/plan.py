@@ -29,7 +29,6 @@ class FlatLayout:
 
     def __init__(self, numels: Sequence[int], world_size: int) -> None:
         self.numels = tuple(numels)
-        self.world_size = world_size
         self.starts, numel = starts_of([_round_up(n) for n in numels])
         self.part = _round_up(-(-numel // world_size))
         self.numel = self.part * world_size

@@ -45,7 +45,7 @@ def test_wrapper_looks_like_the_module() -> None:
             model(batch(0, comm.rank))  # the engine learns who is the root
         slot = slot_of(model[1].up.weight)
         assert slot is not None
-        assert slot.fqn == "1.up.weight"
+        assert slot.group.fqns[slot.index] == "1.up.weight"
         assert dict(model.named_modules())["1.up"] is model[1].up
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert isinstance(model[1], Fsdp)

@@ -23,7 +23,7 @@ class Layout(NamedTuple):
     is_first_copy: bool  # of the ranks that have the same piece, this one is the first
 
 
-def layout_of(tensor: Any, path: str = "a tensor") -> Layout:
+def layout_of(tensor: Any, path: str) -> Layout:
     """The layout of a tensor or DTensor on this rank.
 
     Raises: CheckpointError, naming `path`, for a dtype that files do not have; ConfigError for a DTensor whose pieces

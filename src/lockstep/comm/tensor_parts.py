@@ -162,9 +162,7 @@ def _parts_after(tensor: Any, axis: int) -> int:
 
 
 def is_first_copy(tensor: Any) -> bool:
-    """Whether, of the ranks with equal pieces of a DTensor, this one is the first. TensorPieces have no copies."""
-    if isinstance(tensor, TensorPieces):
-        return True
+    """Whether, of the ranks with equal pieces of a DTensor, this one is the first."""
     coordinate = tensor.device_mesh.get_coordinate()
     return coordinate is not None and not any(
         place for place, placement in zip(coordinate, tensor.placements, strict=True) if placement.is_replicate()

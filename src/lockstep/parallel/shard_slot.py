@@ -21,11 +21,6 @@ class ShardSlot:
     group: ShardGroup
     index: int
 
-    @property
-    def fqn(self) -> str:
-        """The parameter's dotted name."""
-        return self.group.fqns[self.index]
-
     def __reduce__(self) -> tuple[Any, ...]:
         return NoneType, ()  # None: a copy of a parameter is not in the group, and must not bring it along
 

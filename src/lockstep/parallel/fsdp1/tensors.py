@@ -38,7 +38,7 @@ def gathered(piece: Tensor, param: Tensor, rank0_only: bool = False) -> Tensor |
 
 def _gather(piece: Tensor, slot: ShardSlot, rank0_only: bool) -> Tensor | None:
     group, index = slot.group, slot.index
-    comm, cut, label = group.comm, group.layout.cuts[index], f"fsdp.whole {slot.fqn}"
+    comm, cut, label = group.comm, group.layout.cuts[index], f"fsdp.whole {group.fqns[index]}"
     if rank0_only and group.replicate_comm is not None and group.replicate_comm.rank != 0:
         return None  # its line along `shard` holds copies of what rank 0's line gathers
     piece = piece.to(comm.device)

@@ -28,6 +28,9 @@ def doctor(words: Sequence[str]) -> int:
     environ = dict(os.environ)
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # what torch would warn of is said in plain words
     exit_code = examine(asked, environ, say)
-    found = {"ok": not has_failed(checks), "checks": [check._asdict() for check in checks]}
-    print(json.dumps(found, indent=2) if asked.is_json else f"lockstep doctor: {summary(checks)}")
-    return INTERRUPTED if exit_code == INTERRUPTED else int(has_failed(checks))
+    failed = has_failed(checks)
+    if asked.is_json:
+        print(json.dumps({"ok": not failed, "checks": [check._asdict() for check in checks]}, indent=2))
+    else:
+        print(f"lockstep doctor: {summary(checks)}")
+    return INTERRUPTED if exit_code == INTERRUPTED else int(failed)

@@ -172,10 +172,11 @@ def _remove_empty(folder: Path) -> None:
 
 
 def _fits(run: RunConfig, processes: int) -> bool:
-    with suppress(ConfigError):
+    try:
         check(run, processes)
-        return True
-    return False
+    except ConfigError:
+        return False
+    return True
 
 
 def _alone(command: TrainCommand, words: Sequence[str], place: Place) -> int:
@@ -275,14 +276,19 @@ def parse_train(words: Sequence[str]) -> TrainCommand:
     if recipe is None:
         near, listed = nearest(name, RECIPES), ", ".join(RECIPES)
         raise ConfigError(f"unknown recipe {name!r}: did you mean {near}? There are {listed}")
-    about = f"Train a language model on real processes. RECIPE is one of {', '.join(RECIPES)} (else the first). "
-    about += f"The defaults below are those of {name}. With --watch the run is shown here, a row per rank, and as a "
-    about += "live page; what the ranks print goes into a file in --out."
     command, unknown = tyro.cli(
-        TrainCommand, default=TrainCommand(recipe()), args=options, prog="lockstep train [RECIPE]", description=about,
-        return_unknown_args=True, use_underscores=True, console_outputs=os.environ.get("RANK", "0") == "0",
+        TrainCommand,
+        default=TrainCommand(recipe()),
+        args=options,
+        prog="lockstep train [RECIPE]",
+        description=f"Train a language model on real processes. RECIPE is one of {', '.join(RECIPES)} (else the "
+        f"first). The defaults below are those of {name}. With --watch the run is shown here, a row per rank, and as a "
+        "live page; what the ranks print goes into a file in --out.",
+        return_unknown_args=True,
+        use_underscores=True,
+        console_outputs=os.environ.get("RANK", "0") == "0",
         config=(tyro.conf.FlagConversionOff,),
-    )  # fmt: skip
+    )
     if unknown and unknown[0].startswith("-"):
         names = [field.name for field in fields(command) if field.name != "run"]
         options = ["-n", "--nproc", "--watch", *(f"--{name}" for name in (*names, *dict(flatten(command.run))))]

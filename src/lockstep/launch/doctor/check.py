@@ -30,9 +30,13 @@ class Check(NamedTuple):
 def _wrapped(text: str, head: str) -> list[str]:
     indent = _INDENT if len(head) <= len(_INDENT) else " " * len(head)
     return textwrap.wrap(
-        " ".join(text.split()), WIDTH, initial_indent=head, subsequent_indent=indent, break_long_words=False,
+        " ".join(text.split()),
+        WIDTH,
+        initial_indent=head,
+        subsequent_indent=indent,
+        break_long_words=False,
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def summary(checks: Sequence[Check]) -> str:

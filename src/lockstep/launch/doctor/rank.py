@@ -62,12 +62,19 @@ def _facts(place: Place, towards: str, port: int) -> Facts:
     versions = {"python": platform.python_version(), "torch": str(torch.__version__), "lockstep": lockstep.__version__}
     versions |= {name: text for name, text in installed().items() if name in PACKAGES and name != "torch"}
     versions |= {"cuda": torch.version.cuda or "", "nccl": _nccl()}
-    devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
     return Facts(
-        rank=place.rank, host=socket.gethostname(), machine=preflight.machine_id(), pid=os.getpid(), versions=versions,
-        devices=devices, gpus=torch.cuda.device_count(), addresses=_addresses(os.environ, towards), port=port,
-        meets_at=place.address, leads_to=_resolve(place.address),
-    )  # fmt: skip
+        rank=place.rank,
+        host=socket.gethostname(),
+        machine=preflight.machine_id(),
+        pid=os.getpid(),
+        versions=versions,
+        devices=sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*")),
+        gpus=torch.cuda.device_count(),
+        addresses=_addresses(os.environ, towards),
+        port=port,
+        meets_at=place.address,
+        leads_to=_resolve(place.address),
+    )
 
 
 def _resolve(host: str) -> list[str]:

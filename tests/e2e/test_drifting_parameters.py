@@ -58,8 +58,23 @@ def hook(state, bucket):
     return future
 ddp = DDP(torch.nn.Linear(3, 2))
 ddp.register_comm_hook(None, hook)
-steps(lambda step: ddp, torch.optim.SGD(ddp.parameters(), 1e-4))
+steps(lambda step: ddp, torch.optim.SGD(ddp.parameters(), 1e-4), 60)
 """
+_PERIOD = _HOOK.replace(
+    "1e-4), 60)",
+    """1e-4), 60, average)
+""",
+).replace(
+    "def hook",
+    """calls = []
+def average():
+    calls.append(0)
+    for param in ddp.parameters() if len(calls) % 25 == 0 else ():
+        dist.all_reduce(param.data)
+        param.data /= dist.get_world_size()
+
+def hook""",
+)
 _PAST = """
 ddp = DDP(torch.nn.Linear(3, 2))
 steps(lambda step: ddp.module if rank == 1 and step >= 5 else ddp, torch.optim.SGD(ddp.parameters(), 1e-4))
@@ -137,7 +152,7 @@ def test_what_is_said(name: str, tmp_path: Path) -> None:
 _OWN = _BESIDE.replace("body, head", "torch.manual_seed(rank)\nbody, head").replace("optimizer)", "optimizer, 25)")
 
 
-@pytest.mark.parametrize("body", [_OWN, _LOCAL], ids=["own", "averaged at first"])
+@pytest.mark.parametrize("body", [_OWN, _LOCAL, _PERIOD], ids=["own", "averaged at first", "averaged now and then"])
 def test_parameters_of_each_rank_s_own_are_left_alone(body: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(_HEAD + body)
     words = ("run", "--record=off", "--nproc-per-node=2", "train.py")

@@ -154,6 +154,9 @@ def test_what_a_rank_met_before_it_saw_another_fail_is_shown_and_told() -> None:
     error, line = met.value, wait.__code__.co_firstlineno + 2
     assert handled(error) == f"KeyError: 'x', at {os.path.relpath(__file__)}:{line}"
     assert handled(PeerFailed("rank 1 has gone", 1)) == handled(None) == ""
+    with pytest.raises(StopIteration) as end:
+        next(iter(()))
+    assert handled(end.value) == ""
     end_in_users_code(error)
     shown = "".join(traceback.format_exception(error))
     assert "KeyError: 'x'" in shown

@@ -21,6 +21,7 @@ def apart(
     own: Sequence[int] = (1, 2, 3),
     shared: Sequence[int] = (9, 9, 9),
     steps: Sequence[int] = (1, 8),
+    is_over: bool = False,
 ) -> Tell:
     """Two parameters: the body, whose gradients are `shared`, and a head of what `own` gradients have made of it."""
 
@@ -31,6 +32,8 @@ def apart(
             rows = [[e.what, e.value, e.holders, e.is_moving] for e in entries] + [[SIGNS, signs, [], False]]
             value = [fold(entries), kind, str(own[rank] + shared[rank]), []]
             facts.tell("replica hand world/3/1", step, value, lambda rows=rows: rows)
+        if is_over:
+            facts.tell("end", "end", 8)
         facts.tell("lines hand world/3/1", "now", {"step": f"optimizer.step() at {SITE}"})
 
     return tell
@@ -43,7 +46,8 @@ NOT_AVERAGED = {
     "of a model that the program averages": (apart("hand"), OF_BODY),
     "of one that it averages as a whole": (apart("hand"), OF_BOTH),
     "of one that it gathers to average": (apart("hand"), ["all_gather float32 [4, 2]"]),
-    "by a comm hook that sends nothing": (apart("hook", shared=ALONE), []),
+    "by a comm hook that sends nothing": (apart("hook", shared=ALONE, steps=(1, 8, 1024)), []),
+    "by such a hook, until the end": (apart("hook", shared=ALONE, is_over=True), []),
 }
 
 
@@ -70,6 +74,11 @@ MEANT = {
     "experts, to which tokens are sent": (apart("loose"), ["all_to_all float32 [6, 2]"]),
     "a hook that averages some": (apart("hook"), []),
     "a hook that averaged at first": (apart("hook", shared=ALONE, steps=(8, 16)), []),
+    "a hook of models that may be averaged later": (apart("hook", shared=ALONE, steps=(1, 8, 512)), []),
+    "a hook of models that are averaged": (
+        apart("hook", shared=ALONE, steps=(1, 8, 1024)),
+        ["all_reduce float32 [4, 2] sum", "all_reduce float32 [3] sum"],
+    ),
     "a hook that was asked once": (apart("hook", shared=ALONE, steps=(1,)), []),
 }
 

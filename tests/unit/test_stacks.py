@@ -14,6 +14,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import pytest
 import torch
 
 from lockstep.observe import account, stacks
-from lockstep.observe.account import Account
-from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.account import LEAVING, Account
+from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.stacks import Loop, Motion, activity_of, is_traced, stack_of, transferred_bytes
 
@@ -416,6 +417,38 @@ def test_a_thread_that_is_seen_at_one_place_each_time_has_moved_with_its_phase(
     assert mine.status(now_s + 1).unmoved_s == 0.0
     stood_s, recorder.clock.marks[:] = 1000.0, [(DATA, time.monotonic_ns() - 2000 * 10**9)]
     assert mine.status(now_s + 2).unmoved_s == 1000.0
+    mine.close()
+    recorder.close()
+
+
+@pytest.mark.parametrize("stands", ["in an operation", "elsewhere"])
+def test_a_rank_tells_the_error_whose_finally_it_stands_in(
+    stands: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = FlightRecorder(tmp_path / "flight", 0, 2)
+    mine, stood_s = Account(recorder), 0.0
+    monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", stood_s))
+
+    def told() -> str:
+        """As the guard's thread sees it."""
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(mine.status, time.monotonic()).result().handling
+
+    try:
+        raise KeyError("x")
+    except KeyError:
+        assert told() == ""
+        if stands == "elsewhere":
+            stood_s = 40.0
+        else:
+            recorder.enter(0, pack_words("world", "barrier", "train.py:3", ""), False)
+            mine.catch_up()
+        assert re.fullmatch(r"KeyError: 'x', at .*test_stacks\.py:\d+", told())
+        mine.activities.append(LEAVING)
+        assert told() == ""
+        mine.activities.clear()
+        mine.end(ValueError("y"))
+        assert told() == ""
     mine.close()
     recorder.close()
 

@@ -15,7 +15,7 @@ from lockstep.observe.board import waits_of
 from lockstep.observe.facts import Facts
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, mark_of
 from lockstep.observe.last_words import handled, last_words, users_line
-from lockstep.observe.scene import channel, read_message
+from lockstep.observe.scene import STILL_S, channel, read_message
 from lockstep.observe.stacks import Motion, handled_by, is_traced
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, State, Status
 
@@ -23,7 +23,7 @@ _OPEN_MAX = 64  # operations under way that are followed
 _CHANNELS_MAX = 256
 _STEPS = 128  # of which the time is kept
 _TRACED_S = 1.0  # between two looks for a debugger, which may stop this whole process at any later moment
-_STANDS_S = 1.0  # after which a rank is asked what it handles there
+LEAVING = "leaving"  # activity of a rank whose own error nobody has caught: it handles none
 _PHASES = 24  # of the step that are shown
 
 
@@ -125,6 +125,8 @@ class Account:
         phase_s = now_s - phases[-1][1] / 1e9 if phases else math.inf  # it has moved since that began
         if now_s - self._traced_s >= _TRACED_S:
             self._traced_s, self._is_traced = now_s, is_traced()
+        may_stand = self.state == RUNNING and LEAVING not in self.activities
+        is_asked = may_stand and (bool(self._under_way) or stand.unmoved_s >= STILL_S)
         return self.brief(
             step,
             step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
@@ -136,7 +138,7 @@ class Account:
             stack=stand.stack,
             unmoved_s=min(stand.unmoved_s, phase_s),
             looping_s=stand.looping_s,
-            handling=handled(handled_by(self._thread)) if self._under_way or stand.unmoved_s >= _STANDS_S else "",
+            handling=handled(handled_by(self._thread)) if is_asked else "",
             activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if self._is_traced else ""),
             facts=self.facts.said(),
             **said,

@@ -19,7 +19,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, TypeVar, final
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
-from lockstep.observe.account import Account
+from lockstep.observe.account import LEAVING, Account
 from lockstep.observe.board import Board, Store
 from lockstep.observe.call_site import call_site
 from lockstep.observe.diagnosis import Finding, Limits
@@ -234,12 +234,10 @@ class Guard:
             self._given(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """What stock torch's `error` comes from, to be raised from it; itself where it is not another rank's doing.
-
-        Then what had gone wrong before is said first.
-        """
+        """What stock torch's `error` comes from, to be raised from it; one of its own, after what went wrong before."""
         if not (sees_another(error) or self._stop.is_set()):
-            self._lookout.look_back()
+            with self.activity(LEAVING):
+                self._lookout.look_back()
         if isinstance(error, CommError) or not sees_another(error):
             return error
         seen, found = PeerLost(f"{type(error).__name__}: {error}"), None

@@ -131,7 +131,8 @@ def own_before(error: BaseException | None) -> BaseException | None:
 def handled(error: BaseException | None) -> str:
     """What a rank in the `finally` or `except` of `error` has met, of its own: "KeyError: 'x', at train.py:31"."""
     kind, said, where, *_ = ("", "", "") if (own := own_before(error)) is None else last_words(own)
-    return f"{in_words(kind, said)}, at {where}" if where else ""
+    is_end = isinstance(own, StopIteration | StopAsyncIteration)  # of the data, say: no error
+    return f"{in_words(kind, said)}, at {where}" if where and not is_end else ""
 
 
 def end_in_users_code(error: BaseException) -> None:

@@ -63,12 +63,9 @@ def _averages_still(scene: Scene, topic: Topic, step: str) -> bool:
     equal = [key for key in topic.steps if int(key) < int(step) and are_meant_equal(topic.told[key])]
     if not equal or any(value[2] for value in topic.told[step].values()):
         return False
-    for rank in topic.told[step]:
-        records = scene.records_of(rank)
-        then, now = ({(r.text, r.site) for r in records if r.step == int(key) - 1} for key in (equal[-1], step))
-        if not then or not then <= now:
-            return False
-    return True
+    records, keys = map(scene.records_of, topic.told[step]), (equal[-1], step)
+    calls = [[{(r.text, r.site) for r in its if r.step == int(key) - 1} for key in keys] for its in records]
+    return all(then and then <= now for then, now in calls)
 
 
 def _left_out(scene: Scene, topic: Topic) -> Iterator[Finding]:
@@ -103,6 +100,7 @@ def _synchronised(told: Mapping[str, Any], steps: int) -> int | None:
     return sum(counts[since] * (until - since) for since, until in pairwise([*sorted(counts), steps]))
 
 
+_LONG = 1024  # steps, in which a program that averages models by itself has done so, as one with a period of 500
 _SINCE = ("perhaps since the start", "equal when they were wrapped")
 _LOAD = "Load on every rank what is loaded on one, from one checkpoint."
 _SEED = "Start all ranks alike: one seed, one checkpoint, or rank 0's parameters broadcast; and average gradients."
@@ -169,14 +167,16 @@ def _unaveraged(scene: Scene, topic: Topic, step: str, rows: Mapping[int, list[A
         return
     kinds = {value[1] for value in topic.told[step].values()}
     if kinds == {"hook"}:
-        later = [[value[0] for value in topic.told[key].values()] for key in topic.steps if int(key) > int(step)]
-        if same or int(step) > 1 or not later or any(map(agree, later)):
-            return  # they were averaged at first, or the models are, by the program
+        later = {int(key): [value[0] for value in topic.told[key].values()] for key in topic.steps}
+        is_long = max(later) >= _LONG or all("end" in scene.status(rank).facts for rank in scene.sights)
+        models = _are_reduced([signs[0][what][2] for what in apart], texts) or any(map(agree, later.values()))
+        if same or int(step) > 1 or len(later) < 2 or not is_long or models:
+            return  # they were averaged at first, or the models are or will be, by the program
         text = "the comm hook gave each rank its own back, of all parameters"
         fix = "let the hook return the future of an all-reduce of bucket.buffer() over the number of ranks."
     elif began.issuperset(apart) and (kinds == {"loose"} or _are_reduced([signs[0][what][2] for what in same], texts)):
         text = f"{listed(apart)} began alike on all ranks; gradients of others are averaged"
-        fix = "put them into the module that is wrapped, or all-reduce their .grad too, before optimizer.step()."
+        fix = "wrap them too, or all-reduce their .grad; what is each rank's own may begin from a seed of its own."
     else:
         return
     head = f"UNAVERAGED gradients of {len(apart)} parameter{'s' * (len(apart) > 1)}, seen after step {step}."

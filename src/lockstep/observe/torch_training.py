@@ -117,7 +117,8 @@ class TrainingWatch:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        self._patches.replace(distributed_c10d, "destroy_process_group", self._ending, dist)
+        ending = partial(self._ending, distributed_c10d._world)
+        self._patches.replace(distributed_c10d, "destroy_process_group", ending, dist)
 
     def watch_join(self) -> None:
         """torch's Join is there: within it, ranks may have different numbers of steps."""
@@ -192,16 +193,14 @@ class TrainingWatch:
         self.finish()
         self._give_up_if_failed()
 
-    def _ending(self, old: Callable[..., None]) -> Callable[..., None]:
-        from torch.distributed import distributed_c10d
-
+    def _ending(self, world: Any, old: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(old)
         def destroy_process_group(group: Any = None) -> None:
             at = f"at {call_site()}, in {step_after(self._guard.step)}"
             if group is None:
                 self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
                 self.finish()
-            elif (ranks := distributed_c10d._world.pg_group_ranks.get(group)) is not None:
+            elif (ranks := world.pg_group_ranks.get(group)) is not None:
                 name = name_of(group.group_name, is_default=False, ranks=tuple(ranks))
                 self._guard.facts.tell(CLOSED, name, at)
             self._give_up_if_failed()

@@ -37,11 +37,10 @@ def equal_data(first: Mapping[int, str]) -> str | None:
     groups = [ranks for digest, ranks in alike(first).items() if digest and len(ranks) > 1]
     if not groups:
         return None
-    return (
-        f"{' and '.join(ranks_in_words(ranks) for ranks in groups)} got the very same first batch: every sample counts "
-        f"{max(map(len, groups))} times and others are missed. Give the loader sampler=DistributedSampler(dataset), "
-        "with each rank's own rank, and no shuffle; or a sampler, generator or stream of yours a part or seed by rank"
-    )
+    who, times = " and ".join(map(ranks_in_words, groups)), max(map(len, groups))
+    text = f"{who} got the very same first batch: every sample counts {times} times and others are missed. Give the "
+    text += "loader sampler=DistributedSampler(dataset), with each rank's own rank, and no shuffle; or a sampler, "
+    return text + "generator or stream of yours a part or seed by rank"
 
 
 def unshared(told: Mapping[int, Mapping[str, Any]], ranks: int) -> tuple[str, str] | None:
@@ -116,10 +115,9 @@ def different_rules(rules: Mapping[int, str]) -> str | None:
     if len(known) < 2:
         return None
     each = ", ".join(f"{ranks_in_words(ranks)} by {rule}" for rule, ranks in known.items())
-    return (
-        f"each rank takes its part of an order of its own: {each}. Some samples come twice and others never: give "
-        "DistributedSampler one dataset (split with one seed) and one seed on all ranks, and call set_epoch there"
-    )
+    text = f"each rank takes its part of an order of its own: {each}. Some samples come twice and others never: give "
+    text += "DistributedSampler one dataset (split with one seed) and one seed on all ranks, and call set_epoch there"
+    return text
 
 
 def same_order(before: PassFacts | None, now: PassFacts) -> str | None:
@@ -140,7 +138,6 @@ def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str
         return None
     path, ranks = shared[0]
     more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
-    return (
-        f"{ranks_in_words(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on "
-        "rank 0 only, put the rank into the name, or use lockstep.Checkpointer, which does both"
-    )
+    text = f"{ranks_in_words(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on "
+    text += "rank 0 only, put the rank into the name, or use lockstep.Checkpointer, which does both"
+    return text

@@ -115,7 +115,7 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
     handling = {rank: said for rank in sorted(everybody) if (said := scene.status(rank).handling)}
     if blamed is None:
         without = [side for side in (odd, usual) if {*unsynced, *twice, *changed, *handling} & set(side.ranks)]
-        blamed = without[0] if len(without) == 1 else None
+        blamed = without[0] if len(without) == 1 else histories.changed(parting) if knows and not without else None
     if blamed is usual:  # two ranks: the roles were only a guess
         parting, fault = parting.swapped(), histories.INVERSE[fault]
     culprits = tuple(sorted(everybody - set(parting.usual.ranks) if blamed is not None else everybody))

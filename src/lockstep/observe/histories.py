@@ -155,6 +155,14 @@ def unusual(parting: Parting) -> Side | None:
     return parting.odd if knows_usual else parting.usual
 
 
+def changed(parting: Parting) -> Side | None:
+    """Of two at one line: the one that has always made another call there, where the other has made this one before."""
+    sides = ((parting.usual, parting.a), (parting.odd, parting.b))
+    past = [{r.text for r in side.history if r.seq < mine.seq and r.site == mine.site} for side, mine in sides]
+    new = [side for (side, mine), texts in zip(sides, past, strict=True) if texts and mine.text not in texts]
+    return new[0] if len(new) == 1 and parting.a.site == parting.b.site else None
+
+
 def _has_begun_anew(history: Sequence[Record]) -> bool:
     """Whether the last call was made in the first step, of which not all may be known, and not since."""
     last = _line(history[-1])

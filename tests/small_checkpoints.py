@@ -26,7 +26,7 @@ def write_checkpoint(parent: Path, step: int, state: State, world_size: int, gen
     folder = parent / f"step-{step:08}"
     folder.mkdir()
     flat = flatten(state)
-    layouts = {path: layout_of(tensor) for path, tensor in flat.tensors.items()}
+    layouts = {path: layout_of(tensor, path) for path, tensor in flat.tensors.items()}
     files = {}
     for rank in range(world_size):
         with mock.patch.object(shares, "_SMALL_BYTES", 0):  # or all would be rank 0's

@@ -86,7 +86,7 @@ def test_cut_tensors_are_written_where_they_are_by_the_first_that_has_them() -> 
     }
     assert plan_pieces(layouts, 0, 2) == [Piece("alike", "F32", whole((5, 4))), Piece("first", "F32", part)]
     assert plan_pieces(layouts, 1, 2) == [Piece("first", "F32", part)]
-    assert layout_of(torch.ones(2, 3)) == Layout("F32", (2, 3), whole((2, 3)), False, True)
+    assert layout_of(torch.ones(2, 3), "x") == Layout("F32", (2, 3), whole((2, 3)), False, True)
     with pytest.raises(CheckpointError, match=r"x has dtype torch\.complex128"):
         layout_of(torch.ones(1, dtype=torch.complex128), "x")
 

@@ -59,6 +59,7 @@ def test_gradients_that_nobody_averages_are_noted(name: str) -> None:
     assert (note.kind, note.culprits, note.is_certain) == ("replica", (), False)
     text = " ".join(note.text.split())
     assert "UNAVERAGED gradients of" in text
+    assert not text.endswith("...")
     assert "seen after step 1." in text
     assert f"ranks 0-2: optimizer.step() at {SITE}" in text
     assert ("parameter 'head' began alike on all ranks; " in text) is ("hook" not in name)

@@ -176,7 +176,7 @@ def _unaveraged(scene: Scene, topic: Topic, step: str, rows: Mapping[int, list[A
         fix = "let the hook return the future of an all-reduce of bucket.buffer() over the number of ranks."
     elif began.issuperset(apart) and (kinds == {"loose"} or _are_reduced([signs[0][what][2] for what in same], texts)):
         text = f"{listed(apart)} began alike on all ranks; gradients of others are averaged"
-        fix = "wrap them too, or all-reduce their .grad; what is each rank's own may begin from a seed of its own."
+        fix = "wrap them too, or all-reduce their .grad; what is each rank's own may begin from its own seed."
     else:
         return
     head = f"UNAVERAGED gradients of {len(apart)} parameter{'s' * (len(apart) > 1)}, seen after step {step}."

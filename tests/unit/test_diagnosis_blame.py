@@ -120,17 +120,6 @@ def test_both_ends_are_named_where_no_steps_are_counted(guilty: int) -> None:
     assert f"not sent by rank {guilty}; its last: send float32 [4] to rank {1 - guilty} tag 7" in finding.text
 
 
-def test_messages_of_one_line_that_lack_their_other_half_are_told_once() -> None:
-    ranks = running(2)
-    for one, text in zip(
-        ranks, ("send float32 [4] to rank 1 tag 3", "recv float32 [4] from rank 0 tag 7"), strict=True
-    ):
-        for _ in range(2):
-            one.waits(one.message(text, RING))
-    text = found_in(ranks).text
-    assert text.count("not asked for by rank 1") == text.count("not sent by rank 0") == 1, text
-
-
 def test_a_receive_that_was_posted_early_is_no_fault_of_messages() -> None:
     """A rank that has posted its messages, and stands still elsewhere before it waits for them, is blamed as before."""
     finding = found_in(asleep_after(message_text("recv", "float32 [4]", 0, 3)))

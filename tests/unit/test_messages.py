@@ -413,3 +413,14 @@ def test_a_message_that_may_yet_come_is_not_lost() -> None:
     ranks[1].open.clear()
     ranks[1].waits(ranks[1].message(recv("float32 [4]", 0, tag=5)), 12.4)  # another channel
     assert diagnosed(ranks) is None
+
+
+def test_messages_of_one_line_that_lack_their_other_half_are_told_once() -> None:
+    ranks = running(2)
+    for one, text in zip(
+        ranks, ("send float32 [4] to rank 1 tag 3", "recv float32 [4] from rank 0 tag 7"), strict=True
+    ):
+        for _ in range(2):
+            one.waits(one.message(text, "pipe.py:3 pass_on"))
+    text = found_in(ranks).text
+    assert text.count("not asked for by rank 1") == text.count("not sent by rank 0") == 1, text

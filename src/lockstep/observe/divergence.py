@@ -249,11 +249,18 @@ def _report(
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
     if any(later.step < one.step for side in (usual, odd) for one, later in pairwise(side.history)):
         step, advice = max(a.step, b.step), _FIX["threads"]  # whoever has no steps of its own counts as in the first
-    head, fix = f"{head} in {step_after(step)}, group {group}.", advice.format(culprits=names(culprits))
-    why = _WHY["order" if is_step or fault in ("skipped", "extra") else "same"]
-    least = wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S])
-    more: dict[str, Any] = {"why": why, "fix": fix, "least": least, "done": step}
-    return wording.compose(scene, "mismatch", group, head, culprits, body, **more)
+    return wording.compose(
+        scene,
+        "mismatch",
+        group,
+        f"{head} in {step_after(step)}, group {group}.",
+        culprits,
+        body,
+        why=_WHY["order" if is_step or fault in ("skipped", "extra") else "same"],
+        fix=advice.format(culprits=names(culprits)),
+        least=wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S]),
+        done=step,
+    )
 
 
 def _counts(group: str, parting: Parting) -> str:
@@ -284,8 +291,11 @@ def _deed(parting: Parting, fault: Fault) -> list[str]:
 def _report_drift(scene: Scene, group: str, parting: Parting) -> Finding:
     usual, odd, a, b, *_ = parting
     late, other = (usual, odd) if a.step < b.step else (odd, usual)
-    where = [f"for {names(side.ranks)} {{}}to {step_after(one.step)}" for side, one in ((usual, a), (odd, b))]
-    lines = [f"collective #{a.seq} is the same on all, {call(a)}", f"but {', '.join(where).format('it belongs ', '')}"]
+    lines = [
+        f"collective #{a.seq} is the same on all, {call(a)}",
+        f"but for {names(usual.ranks)} it belongs to {step_after(a.step)}, "
+        f"for {names(odd.ranks)} to {step_after(b.step)}",
+    ]
     return _report_steps(scene, group, late.ranks, other.ranks, parting.step, lines)
 
 

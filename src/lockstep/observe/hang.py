@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 from lockstep.observe import histories, wording
 from lockstep.observe.endings import is_asked_to_stop
@@ -364,9 +364,18 @@ def _report_transport(scene: Scene, wait: Wait, gone: dict[int, str]) -> Finding
         why = "Gloo drops a message whose Work goes before it is through: the next takes its place, or none."
         fix = "keep what isend and irecv return, and wait() for it."
     lines = [*wording.waiters(waits), *gone.values(), *wording.waiters(_waits_for(scene, [wait.rank]) if gone else ())]
-    key, head, least = f"{wait.record.group}:{wait.record.seq}", f"HANG {head}", (wait.rank, *wait.ranks)
-    more: dict[str, Any] = {"why": why, "fix": fix, "least": wording.stacks(scene, least), "done": scene.step}
-    return wording.compose(scene, "transport", key, head, [*gone], lines, **more)
+    return wording.compose(
+        scene,
+        "transport",
+        f"{wait.record.group}:{wait.record.seq}",
+        f"HANG {head}",
+        [*gone],
+        lines,
+        why=why,
+        fix=fix,
+        least=wording.stacks(scene, (wait.rank, *wait.ranks)),
+        done=scene.step,
+    )
 
 
 def _report_waiting(scene: Scene, wait: Wait, busy: list[int]) -> Finding:

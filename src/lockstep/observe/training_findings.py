@@ -109,8 +109,8 @@ def _frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
         lines, key = [*lines, f"seen at {told[odd[0]][2]}"], f"{topic.name} frozen"
         head, why = f"FROZEN on some ranks only, in {step_after(step)}.", "others wait for gradients that these lack."
         fix = "set requires_grad alike on all ranks, before DistributedDataParallel(model)."
-        more: dict[str, Any] = {"is_certain": bool(told[odd[0]][1]), "done": int(step)}
-        yield compose(scene, "model", key, head, odd, lines, why=why, fix=fix, **more)
+        is_certain = bool(told[odd[0]][1])
+        yield compose(scene, "model", key, head, odd, lines, why=why, fix=fix, is_certain=is_certain, done=int(step))
         return
 
 

@@ -148,8 +148,9 @@ class Flight:
 
     def _changed(self) -> str:
         """Which of the user's tensors is not as it was; "" where all are."""
-        held = zip(self._names, self._tensors, self._before, digests(self._tensors), strict=True)
-        for name, tensor, before, now in held:
+        for name, tensor, before, now in zip(
+            self._names, self._tensors, self._before, digests(self._tensors), strict=True
+        ):
             if now != before:
                 return f"its {name}, {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
         return ""
@@ -193,7 +194,11 @@ def _difference(voices: Sequence[Said], rank: int, global_ranks: Sequence[int]) 
     lines = [f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in together.items()]
     if len(lines) > _SHOWN_MAX:
         lines[_SHOWN_MAX:] = [f"  and {len(lines) - _SHOWN_MAX} more"]
-    end = "Nothing was sent. Next: find the branch or loop that runs differently on these ranks; every rank must "
-    end += "call the same operations, on tensors of the same shape and dtype, in the same order"
-    head = f"rank {global_ranks[rank]}: the ranks are about to call different operations at the same point:"
-    return "\n".join([head, *lines, end])
+    return "\n".join(
+        [
+            f"rank {global_ranks[rank]}: the ranks are about to call different operations at the same point:",
+            *lines,
+            "Nothing was sent. Next: find the branch or loop that runs differently on these ranks; every rank must "
+            "call the same operations, on tensors of the same shape and dtype, in the same order",
+        ]
+    )

@@ -37,10 +37,11 @@ def equal_data(first: Mapping[int, str]) -> str | None:
     groups = [ranks for digest, ranks in alike(first).items() if digest and len(ranks) > 1]
     if not groups:
         return None
-    who, times = " and ".join(map(ranks_in_words, groups)), max(map(len, groups))
-    text = f"{who} got the very same first batch: every sample counts {times} times and others are missed. Give the "
-    text += "loader sampler=DistributedSampler(dataset), with each rank's own rank, and no shuffle; or a sampler, "
-    return text + "generator or stream of yours a part or seed by rank"
+    return (
+        f"{' and '.join(ranks_in_words(ranks) for ranks in groups)} got the very same first batch: every sample counts "
+        f"{max(map(len, groups))} times and others are missed. Give the loader sampler=DistributedSampler(dataset), "
+        "with each rank's own rank, and no shuffle; or a sampler, generator or stream of yours a part or seed by rank"
+    )
 
 
 def unshared(told: Mapping[int, Mapping[str, Any]], ranks: int) -> tuple[str, str] | None:
@@ -115,16 +116,20 @@ def different_rules(rules: Mapping[int, str]) -> str | None:
     if len(known) < 2:
         return None
     each = ", ".join(f"{ranks_in_words(ranks)} by {rule}" for rule, ranks in known.items())
-    text = f"each rank takes its part of an order of its own: {each}. Some samples come twice and others never: give "
-    text += "DistributedSampler one dataset (split with one seed) and one seed on all ranks, and call set_epoch there"
-    return text
+    return (
+        f"each rank takes its part of an order of its own: {each}. Some samples come twice and others never: give "
+        "DistributedSampler one dataset (split with one seed) and one seed on all ranks, and call set_epoch there"
+    )
 
 
 def same_order(before: PassFacts | None, now: PassFacts) -> str | None:
     """Whether a shuffled pass has the order of the complete one before it, in words."""
-    text = "this epoch has the samples in the order of the last one: call sampler.set_epoch(epoch) before each epoch, "
-    text += "or use lockstep.DistributedSampler, which counts epochs by itself"
-    return None if before is None or not now.order or before.order != now.order else text
+    if before is None or not now.order or before.order != now.order:
+        return None
+    return (
+        "this epoch has the samples in the order of the last one: call sampler.set_epoch(epoch) before each epoch, or "
+        "use lockstep.DistributedSampler, which counts epochs by itself"
+    )
 
 
 def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str | None:
@@ -138,6 +143,7 @@ def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str
         return None
     path, ranks = shared[0]
     more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
-    text = f"{ranks_in_words(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on "
-    text += "rank 0 only, put the rank into the name, or use lockstep.Checkpointer, which does both"
-    return text
+    return (
+        f"{ranks_in_words(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on "
+        "rank 0 only, put the rank into the name, or use lockstep.Checkpointer, which does both"
+    )

@@ -76,9 +76,10 @@ def faults_in_words(by_rank: Mapping[int, Sequence[str]], step: int) -> str:
     for rank, faults in by_rank.items():
         more = f" and {len(faults) - _NAMED} more" if len(faults) > _NAMED else ""
         parts.append(f"on rank {rank}, of {', '.join(faults[:_NAMED])}{more}")
-    text = f"gradients are not finite in backward pass {step}: {'; '.join(parts)}. They are averaged into those of all "
-    text += "ranks: skip this optimizer step. Look at that rank's batch and loss, or lower the learning rate"
-    return text
+    return (
+        f"gradients are not finite in backward pass {step}: {'; '.join(parts)}. They are averaged into those of all "
+        "ranks: skip this optimizer step. Look at that rank's batch and loss, or lower the learning rate"
+    )
 
 
 def scaler_is_active() -> bool:

@@ -16,8 +16,11 @@ def describe_model(module: Module, ignore: Iterable[str] = ()) -> list[list[Any]
     skipped = set(ignore)
     rows: list[list[Any]] = []
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        held = [(name, tensor) for name, tensor in named if name not in skipped]
-        rows += [[kind, n, list(t.shape), str(t.dtype).removeprefix("torch."), t.requires_grad] for n, t in held]
+        rows += [
+            [kind, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad]
+            for name, tensor in named
+            if name not in skipped
+        ]
     return rows
 
 

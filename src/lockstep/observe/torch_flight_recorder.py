@@ -88,14 +88,19 @@ class TorchFlightRecorder:
     def _entries(self) -> list[Entry]:
         """The last operations, newest first. The recorder's `pg_config` is no help: Gloo leaves the names empty."""
         ahead_ns = time.time_ns() - time.monotonic_ns()
-        found: list[Entry] = []
-        for name, dump in self._dumps.items():
-            told = [one for one in json.loads(dump(True, False)).get("entries", ()) if not one["is_p2p"]]
-            for one in reversed(told):
-                group, which, is_over = one["process_group"][0], (name, int(one["pg_id"])), one["state"] == "completed"
-                is_over, began_ns = one["retired"] or is_over, one["time_created_ns"] - ahead_ns
-                found.append(Entry(group, which, int(one[_DUMPS[name]]), is_over, _text_of(one), began_ns))
-        return found
+        return [
+            Entry(
+                entry["process_group"][0],
+                (name, int(entry["pg_id"])),
+                int(entry[_DUMPS[name]]),
+                entry["retired"] or entry["state"] == "completed",
+                _text_of(entry),
+                entry["time_created_ns"] - ahead_ns,
+            )
+            for name, dump in self._dumps.items()
+            for entry in reversed(json.loads(dump(True, False)).get("entries", ()))
+            if not entry["is_p2p"]
+        ]
 
 
 def _ended(source: Source, count: Count, entries: Sequence[Entry]) -> int:

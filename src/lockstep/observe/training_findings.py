@@ -102,15 +102,23 @@ def _frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
     for step in topic.steps:
         told = topic.told[step]
         frozen = {rank: value[0] for rank, value in told.items()}
-        if len({repr(value) for value in frozen.values()}) < 2:
+        values = [*frozen.values()]
+        if values.count(values[0]) == len(values):
             continue
         odd = odd_ranks(frozen) or tuple(rank for rank, value in frozen.items() if value)
         lines = [f"rank {r} froze {listed(value) or 'nothing'} after wrapping" for r, value in frozen.items()]
-        lines, key = [*lines, f"seen at {told[odd[0]][2]}"], f"{topic.name} frozen"
-        head, why = f"FROZEN on some ranks only, in {step_after(step)}.", "others wait for gradients that these lack."
-        fix = "set requires_grad alike on all ranks, before DistributedDataParallel(model)."
-        is_certain = bool(told[odd[0]][1])
-        yield compose(scene, "model", key, head, odd, lines, why=why, fix=fix, is_certain=is_certain, done=int(step))
+        yield compose(
+            scene,
+            "model",
+            f"{topic.name} frozen",
+            f"FROZEN on some ranks only, in {step_after(step)}.",
+            odd,
+            [*lines, f"seen at {told[odd[0]][2]}"],
+            why="the other ranks wait for gradients that these do not have.",
+            fix="set requires_grad alike on all ranks, before DistributedDataParallel(model).",
+            is_certain=bool(told[odd[0]][1]),
+            done=int(step),
+        )
         return
 
 

@@ -180,7 +180,7 @@ def test_loss_that_is_not_finite_stops_all_before_the_weights_change(folder: Pat
     assert re.fullmatch(
         r"rank 0 \(pid \d+\) gave up: the loss became (nan|inf) at step \d+, first on rank \d: .+\n"
         r"finished: step \d; lost: all of it, as there is no checkpoint\n"
-        r"no restart: none is allowed \(--restarts 0\); to go on: the same command with --resume auto",
+        r"no restart: none is allowed \(--restarts 0\)",
         "\n".join(run.said()[1:]),
     ), said
     assert "Traceback" not in said

@@ -109,6 +109,15 @@ def test_impossible_request_is_one_sentence_and_code_2(
     assert said.err.count("\n") == 1
 
 
+def test_training_refuses_a_checkpoint_that_is_not_there_before_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["train", "-n", "2", "--resume", "foo"]) == 2
+    assert capsys.readouterr().err.startswith("lockstep: --resume foo does not exist; `--resume auto` finds")
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("variable", ["LOCKSTEP_GUARD=onn", "LOCKSTEP_HANG_S=-1", "LOCKSTEP_REPLICA_EVERY=x",
                                       "LOCKSTEP_PROFILE=10"])  # fmt: skip
 def test_training_refuses_what_a_variable_cannot_be_before_it_starts(

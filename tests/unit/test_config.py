@@ -20,6 +20,7 @@ from lockstep.train.config import (
     check,
     flatten,
     microbatches_per_rank,
+    read_resume,
     to_json,
 )
 
@@ -126,3 +127,13 @@ def test_resume_names_what_may_change() -> None:
     assert changes_on_resume(saved, with_option("out", Path("elsewhere"))) == []
     del saved["train.sharding"]  # made before there was such an option
     assert changes_on_resume(saved, RunConfig()) == []
+
+
+def test_where_a_run_goes_on_from_is_a_path_that_is_there_with_or_without_a_step(tmp_path: Path) -> None:
+    (tmp_path / "a:7").mkdir()
+    assert read_resume(str(tmp_path)) == (tmp_path, None)
+    assert read_resume(f"{tmp_path}:12") == (tmp_path, 12)
+    assert read_resume(str(tmp_path / "a:7")) == (tmp_path / "a:7", None)
+    for missing in ("foo", "foo:3", f"{tmp_path}:x"):
+        with pytest.raises(ConfigError, match=r"does not exist; `--resume auto` finds the newest"):
+            read_resume(missing)

@@ -404,8 +404,10 @@ def test_report_of_an_exception_that_ends_the_run() -> None:
     assert said.splitlines() == [
         "rank 0 (pid 100) failed at train.py:31: ValueError: bad",
         "finished: step 1; lost: all of it, as there is no checkpoint",
-        "no restart: none is allowed (--max-restarts 0); to go on: lockstep run train.py",
+        "no restart: none is allowed (--max-restarts 0)",  # nothing is there to go on from
     ]
+    said = report_of([process], [Beat(0, 100, 9, 8, 9)], decision, newest=8, again="lockstep run train.py")
+    assert said.splitlines()[-1] == f"{decision.why}; to go on: lockstep run train.py"
 
 
 def test_report_of_a_script_that_tells_nothing_and_of_one_that_lost_nothing() -> None:

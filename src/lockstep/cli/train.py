@@ -45,7 +45,7 @@ from lockstep.launch.worker import (
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.settings import GuardSettings
 from lockstep.recipes import gpt2, llama32
-from lockstep.train.config import RunConfig, check, flatten
+from lockstep.train.config import RunConfig, check, flatten, read_resume
 
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "gpt2-tiny": gpt2.tiny,
@@ -105,6 +105,8 @@ def train(words: Sequence[str]) -> int:
         return run_rank(command, place)
     if not (command.restarts >= 0 and 0 <= command.grace_s < 1e9):
         raise ConfigError(f"--restarts {command.restarts} --grace_s {command.grace_s}: neither can be below 0")
+    if command.resume not in ("", "auto"):
+        read_resume(command.resume)
     os.environ.pop(RUN, None)  # of another run: this one is recorded in --out
     processes = choose_processes(command.run, smallest, largest)
     is_alone = processes == 1 and not command.restarts

@@ -234,7 +234,7 @@ def report_of(
         start = "" if newest is None else ", from the beginning" if newest == NONE else f", from step {newest}"
         lines.append(f"{decision.why}{start} with {_count(decision.processes, 'process')}")
     else:
-        lines.append(decision.why + (f"; to go on: {again}" if again else ""))
+        lines.append(decision.why + (f"; to go on: {again}" if again and newest != NONE else ""))
     return "\n".join(lines)
 
 

@@ -12,7 +12,6 @@ of the microbatch. The learning rate follows from the step.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,9 +29,9 @@ from lockstep.comm.communicator import Communicator
 from lockstep.data.loader import TokenLoader
 from lockstep.errors import CheckpointError, CheckpointMissing, ConfigError
 from lockstep.parallel.train_state import ModelState, OptimizerState
+from lockstep.train.config import read_resume
 
 _MODEL, _OPTIMIZER, _DATA = "model", "optimizer", "data"
-_WITH_STEP = re.compile(r"(.+):(\d+)")
 
 
 @dataclass(frozen=True)
@@ -58,11 +57,7 @@ def find_origin(resume: str, own: Path) -> Origin | None:
         return None
     if resume == "auto":
         return Origin(own) if names_in(own) else None
-    path, step = Path(resume), None
-    if not path.exists() and (found := _WITH_STEP.fullmatch(resume)):
-        path, step = Path(found[1]), int(found[2])
-    if not path.exists():
-        raise ConfigError(f"--resume {path} does not exist; `--resume auto` finds the newest checkpoint in --out")
+    path, step = read_resume(resume)
     name = Name.parse(path.absolute().name)
     if step is None and name is not None:
         directory = path.absolute().parent

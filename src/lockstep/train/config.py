@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -147,6 +148,7 @@ _AT_LEAST = {
 }
 _BELOW_ONE = ("model.dropout", "data.val_fraction", "optim.beta1", "optim.beta2")
 
+_WITH_STEP = re.compile(r"(.+):(\d+)")
 # A checkpoint of another model or of other tokens cannot be continued; everything else may change on the way.
 _FIXED = ("seed", "model.", "data.tokens", "data.vocab_size", "data.val_fraction")
 
@@ -212,6 +214,16 @@ def flatten(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def to_json(config: RunConfig) -> dict[str, Any]:
     """The options as one flat JSON object: dotted name -> value."""
     return {name: str(value) if isinstance(value, Path) else value for name, value in flatten(config)}
+
+
+def read_resume(resume: str) -> tuple[Path, int | None]:
+    """The path and the step of "PATH" or "DIR:step".  Raises: ConfigError where there is no such path."""
+    path, step = Path(resume), None
+    if not path.exists() and (found := _WITH_STEP.fullmatch(resume)):
+        path, step = Path(found[1]), int(found[2])
+    if not path.exists():
+        raise ConfigError(f"--resume {path} does not exist; `--resume auto` finds the newest checkpoint in --out")
+    return path, step
 
 
 def changes_on_resume(saved: dict[str, Any], config: RunConfig) -> list[str]:

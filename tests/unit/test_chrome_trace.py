@@ -186,3 +186,18 @@ def test_window_is_written_with_what_torch_saw(tmp_path: Path) -> None:
     events = json.loads(trace_of(tmp_path, 1).read_text())["traceEvents"]
     assert sum(event.get("name") == "aten::mm" for event in events) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["trace-1.json"]
+
+
+@pytest.mark.parametrize(("group", "size"), [("WORLD", 3 * 16), ("world", 16)])
+def test_what_torch_gathers_has_the_bytes_of_all_parts_and_ours_says_them_itself(
+    group: str, size: int, tmp_path: Path
+) -> None:
+    run = world().run(tmp_path)
+    moments = [
+        {r: m._replace(op=m.op._replace(text="all_gather float32 [4]", group=group)) for r, m in ops.items()}
+        for ops in moments_of(run, range(2, 4))
+    ]
+    slices = [
+        e for e in merge({}, moments, dict.fromkeys(run.ranks, "a"))["traceEvents"] if e.get("cat") == "collective"
+    ]
+    assert {e["args"]["bytes"] for e in slices if "args" in e} == {size}

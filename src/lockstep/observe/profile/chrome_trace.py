@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
+from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps, of_all
 from lockstep.observe.profile.waits import Wait, compare
 from lockstep.observe.profile.window import trace_of
 
@@ -110,7 +110,7 @@ def merge(traces: Mapping[int, Mapping[str, Any]], moments: Moments, hosts: Mapp
     for ops in moments:
         placed = {rank: m._replace(zero_us=m.zero_us - clocks.ahead_us[rank] - zero_us) for rank, m in ops.items()}
         for rank, moment in placed.items():
-            events += _slices(rank, moment)
+            events += _slices(rank, moment._replace(op=of_all(moment.op, len(ops))))
         zeros_us = {rank: moment.zero_us for rank, moment in ops.items()}
         found = compare({r: moment.op for r, moment in ops.items()}, zeros_us if len(set(hosts.values())) < 2 else None)
         if found is not None:

@@ -197,6 +197,11 @@ def bytes_of(text: str, ranks: int = 0, group: str = "") -> int:
     return elements * (int(found["bits"] or 8) // 8)
 
 
+def of_all(op: Op, ranks: int) -> Op:
+    """With the bytes of all ranks' parts. ranks: of its group."""
+    return op._replace(bytes=bytes_of(op.text, ranks, op.group) or op.bytes)
+
+
 def file_of(folder: Path, rank: int) -> Path:
     """Of one rank's record."""
     return folder / f"rank-{rank}.jsonl"

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
-from lockstep.observe.profile.run_record import RankRecord, Run, bytes_of
+from lockstep.observe.profile.run_record import RankRecord, Run, of_all
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Waits, unseen, waits_of, weighted
 from lockstep.observe.wording import names
@@ -228,7 +228,7 @@ def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
     listed = [line for line, _ in weighted(record.lines) if line.ops][-_MANY:]
     members = Counter(op.key for one in run.ranks.values() for line in one.lines for op in line.ops or ())
     stood = [[op for op in line.ops or () if not op.is_message and op.began_us >= 0] for line in listed]
-    sizes = [[bytes_of(op.text, members[op.key], op.group) or op.bytes for op in each] for each in stood]
+    sizes = [[of_all(op, members[op.key]).bytes for op in each] for each in stood]
     small = [[size for size in each if 0 < size < _SMALL_BYTES] for each in sizes]
     count = statistics.fmean(map(len, small)) if small and min(map(len, small)) >= _MANY else 0.0
     size = statistics.fmean(itertools.chain(*small)) if count else 0.0

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from lockstep.observe.pace import EVERY
 from lockstep.observe.profile.chrome_trace import align, moments_of, placed_lines
 from lockstep.observe.profile.replay import buckets_of
-from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps, bytes_of
+from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps, of_all
 from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Kind, Wait, compare, kind_of, unseen
 from lockstep.observe.report.open_step import Moment, line_of
@@ -140,7 +140,7 @@ def _step(
         for op in line.ops or ():
             ops[op.key][rank] = with_buckets(op, sent.get(rank)) if TAIL_GROUP in op.group else op
     for seen in ops.values():
-        seen |= {r: op._replace(bytes=bytes_of(op.text, len(seen), op.group) or op.bytes) for r, op in seen.items()}
+        seen |= {rank: of_all(op, len(seen)) for rank, op in seen.items()}
     keys = {key: number for number, key in enumerate(ops)}
     clock = chosen.zeros if chosen.is_one_clock else None
     known = {key: seen for key, seen in ops.items() if not any(kind_of(op) in kinds for op in seen.values())}

@@ -212,11 +212,11 @@ def test_record_that_may_not_be_read_is_named(
     [
         (["report", "nowhere"], "does not exist"),
         (["watch", "nowhere"], "does not exist"),
-        (["report", "one", "--out", "not/there.html"], "; try `lockstep report RUN --out FILE`"),
-        (["report", "one", "--out", "."], "; try `lockstep report RUN --out FILE`"),
+        (["report", "one", "--out", "not/there.html"], "; another place: `lockstep report RUN --out FILE`"),
+        (["report", "one", "--out", "."], "; another place: `lockstep report RUN --out FILE`"),
         (
             ["report", "one", "--out", "damaged/rank-0.jsonl/x.html"],
-            "x.html: Not a directory; try `lockstep report RUN --out FILE`",
+            "x.html: Not a directory; another place: `lockstep report RUN --out FILE`",
         ),
         (["watch", "one", "--port", "70000"], "--port 0 takes a free one"),
         (["watch", "one", "--host", "198.51.100.7"], "; --port 0 takes a free one, --host 127.0.0.1 is always"),

@@ -32,7 +32,8 @@ def write_page(document: Document, path: Path) -> None:
     except OSError as error:
         with suppress(OSError):
             unfinished.unlink()
-        raise ConfigError(f"cannot write {path}: {error.strerror}; try `lockstep report RUN --out FILE`") from error
+        elsewhere = "`lockstep report RUN --out FILE`"
+        raise ConfigError(f"cannot write {path}: {error.strerror}; another place: {elsewhere}") from error
 
 
 def shown(path: Path) -> str:

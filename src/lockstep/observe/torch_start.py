@@ -160,7 +160,8 @@ class Worlds:
 
     def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def rendezvous(url: str, rank: int, size: int, **kwargs: Any) -> Iterator[Any]:
-            if os.getpid() != self._pid and "0" in (str(rank), os.environ.get("RANK") if rank < 0 else ""):
+            is_first = "0" in (str(rank), os.environ.get("RANK") if rank < 0 else "")
+            if is_first and os.getpid() != self._pid and "RANK" in self._given:  # else no launcher has given any
                 sys.stderr.write(f"lockstep: processes that rank {self._given['RANK']} has started {_UNWATCHED}\n")
             port, agents = own_port(self._given, os.environ, {"init_method": url}), os.environ.get(_AGENTS, "")
             nth, is_file = self._before[url, port, size], url.startswith("file:")

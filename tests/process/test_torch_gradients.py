@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from guarded_programs import Case, is_named, small, train
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 
@@ -38,6 +39,34 @@ def nan_in_last_backward(rank: int, folder: Path) -> None:
     nan_in_backward(rank, folder, 13, 14)
 
 
+def nan_parameters(rank: int, _: Path) -> None:
+    """After a step that only makes the optimizer's state, as torch's distributed checkpoints make one to load it."""
+    module = small()
+    torch.nn.init.constant_(module[2].weight, float("nan"))
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.Adam(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(3, 4)).sum().backward()
+        optimizer.step()
+    _held[:] = [optimizer]
+
+
+def never_filled(rank: int, _: Path) -> None:
+    """A model that nobody has told of before its first step."""
+    with torch.device("meta"):
+        model = small()
+    fully_shard(model)
+    model.to_empty(device="cpu")
+    for param in model.parameters():
+        torch.nn.init.constant_(param, float("nan"))
+    model[0].reset_parameters()
+    train(model, 3)
+
+
 WRONG: dict[Case, tuple[str, ...]] = {
     nan_loss: ("NOT FINITE gradients in step 4.  Culprit: rank 1", "the loss is not finite at", "'0.weight' (28 NaN"),
     nan_in_backward: ("NOT FINITE gradients in step 4.  Culprit: rank 1", "not finite before averaging"),
@@ -47,6 +76,8 @@ WRONG: dict[Case, tuple[str, ...]] = {
         "'2.weight' (21 NaN",
     ),
     nan_in_last_backward: ("NOT FINITE gradients in step 14.  Culprit: rank 1", "before averaging", "(21 NaN"),
+    nan_parameters: ("NOT FINITE parameters before step 2.", "before the backward at", "'2.weight' (21 NaN of 21"),
+    never_filled: ("NOT FINITE parameters before step 1.", "to_empty()", "parameters: '2.weight' ("),
 }
 
 

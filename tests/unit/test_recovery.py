@@ -397,6 +397,19 @@ def test_report_does_not_name_with_a_rank_that_hung_one_that_was_killed() -> Non
     assert said.startswith("rank 1 (pid 101) ")
 
 
+@pytest.mark.parametrize(
+    ("message", "lines"),
+    [
+        ("no device.", ["ValueError: no device; rank 1 failed too"]),
+        ("got None, expected\n * a device", ["ValueError: got None, expected", " * a device", "rank 1 failed too"]),
+    ],
+)
+def test_report_keeps_what_the_others_did_apart_from_the_error(message: str, lines: list[str]) -> None:
+    processes = [ended(0, 1, failure(message=message)), ended(1, 1)]
+    said = report_of(processes, [], Decision(False, 1, "")).splitlines()[: len(lines)]
+    assert said == [f"rank 0 (pid 100) failed: {lines[0]}", *lines[1:]]
+
+
 def test_report_of_an_exception_that_ends_the_run() -> None:
     process = ended(0, 1, failure(where="train.py:31"))
     decision = Decision(False, 1, "no restart: none is allowed (--max-restarts 0)")

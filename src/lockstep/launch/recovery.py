@@ -229,7 +229,12 @@ def report_of(
         who = "the other ranks" if 1 < len(ranks) == len(rest) else names(ranks)
         others += f"; {who} {fate.replace('was ', 'were ') if len(ranks) > 1 else fate}"
     name = f"rank {first.rank} (pid {first.pid}{', ' + host if host else ''})"
-    lines = [f"{name} {describe(first)}{others}", *_lost(steps, newest)]
+    described = f"{name} {describe(first)}"
+    if others and "\n" in described:  # at the end of the last line it would read as part of that
+        lines = [described, others.removeprefix("; ")]
+    else:
+        lines = [described.rstrip(".") + others if others else described]
+    lines += _lost(steps, newest)
     if decision.restart:
         start = "" if newest is None else ", from the beginning" if newest == NONE else f", from step {newest}"
         lines.append(f"{decision.why}{start} with {_count(decision.processes, 'process')}")

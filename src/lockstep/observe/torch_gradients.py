@@ -3,8 +3,9 @@
 Looks just before an optimizer applies the gradients: then whatever skips bad steps (GradScaler, a test of the program's
 own) has had its say. By then DDP has averaged them. They are all looked at now and then, and when a loss is not finite,
 which is known in every step. What went wrong behind a finite loss was applied on every rank, and shows in the loss of
-the next step: then the parameters tell whose gradients they were. One small parameter near the input is followed: its
-gradients before averaging, of this step and the one before, and the losses tell whether it was this rank.
+the next step: then the parameters tell whose gradients they were, unless no step has gone well before: so they began.
+One small parameter near the input is followed: its gradients before averaging, of this step and the one before, and the
+losses tell whether it was this rank.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.facts import BEFORE
 from lockstep.observe.guard import Guard
 from lockstep.observe.settings import FIRST_STEPS
 from lockstep.observe.torch_backward import BACKWARDS, Loss
@@ -40,6 +42,7 @@ class GradientFacts:
         self.due_ns = 0.0  # from then on `look` is called before each, by time.monotonic_ns
         self._guard, self._named = guard, named
         self._is_done = False
+        self._went_well = False  # a step with finite gradients: so the parameters were
         self._steps = 0  # of optimizers, whose gradients are all looked at, if they are few
         self._spent_ns, self._began_ns, self._due_ns = 0, monotonic_ns(), 0.0
 
@@ -56,7 +59,12 @@ class GradientFacts:
         faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
         if faults and not scaler_is_active():
             applied = _applied(named)
-            self._tell(applied or faults, self._by_step()[-2:][0 if applied else -1])
+            if applied and not self._went_well:
+                self._tell(applied, self.seen[-1], BEFORE)
+            else:
+                self._tell(applied or faults, self._by_step()[-2:][0 if applied else -1])
+        # a first step without a backward may be one that only makes the optimizer's state
+        self._went_well |= not faults and (bool(losses) or self._steps > 0)
         self._steps += 1
         self._spent_ns += monotonic_ns() - now_ns
         if self._steps >= FIRST_STEPS:
@@ -92,11 +100,12 @@ class GradientFacts:
             found.append((step, losses, own[missed * each :]))
         return found
 
-    def _tell(self, faults: Sequence[Fault], seen: Seen) -> None:
+    def _tell(self, faults: Sequence[Fault], seen: Seen, origin: str = "") -> None:
         self._is_done = True
         step, losses, own = seen
         site, is_own = _first_line(losses), _is_faulty(own)
-        origin = "the loss is not finite" if site else "gradients are not finite before averaging" if is_own else ""
+        if not origin and (site or is_own):
+            origin = "the loss is not finite" if site else "gradients are not finite before averaging"
         named = [str(one) for one in faults[:_NAMED]]
         named += [f"and {len(faults) - _NAMED} more"] if len(faults) > _NAMED else []
         self._guard.facts.tell("gradient", step, [origin, named, site or BACKWARDS.site or call_site()])

@@ -224,6 +224,7 @@ class ModelFacts:
 
     def named(self, optimizer: Any) -> list[tuple[str, Any]]:
         """The parameters of `optimizer`, by the names that models have for them."""
+        from lockstep.observe.layout import modules_training
         from lockstep.observe.replica import plain_name
 
         names: dict[int, str] = {}
@@ -233,6 +234,9 @@ class ModelFacts:
                 inside = module.module if model.kind == "ddp" else module
                 names.update((id(param), plain_name(name)) for name, param in inside.named_parameters())
         params = [param for group in optimizer.param_groups for param in group["params"]]
+        if not any(id(param) in names for param in params):  # no model has been followed so far
+            for inside in modules_training(optimizer)[:1]:
+                names.update((id(param), plain_name(name)) for name, param in inside.named_parameters())
         return [(names.get(id(param), f"parameter {index}"), param) for index, param in enumerate(params)]
 
     def team(self) -> tuple[str, bool, bool]:

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, left_out, shared_paths, unshared
 from lockstep.observe.divergence import END, SYNC_ALIKE
-from lockstep.observe.facts import Topic, shown, told_by_kind, topics_of
+from lockstep.observe.facts import BEFORE, Topic, shown, told_by_kind, topics_of
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import agree, alike, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
@@ -227,11 +227,18 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
         origins = {rank: value[0] for rank, value in told.items() if value[0]}
         lines = [f"rank {rank}: {value[0]} at {value[2]}" for rank, value in told.items() if value[0]]
         lines += [] if origins else ["on which rank it began cannot be told: every loss was finite"]
-        lines += [f"gradients after averaging: {', '.join(next(iter(told.values()))[1])}"]
-        head, culprits = f"NOT FINITE gradients in {step_after(step)}.", sorted(origins)
-        culprits = culprits if len(culprits) < len(scene.sights) else ()
-        why = "their mean is applied on every rank, and from the next step on nothing is finite."
-        fix = "look at that rank's batch and loss; skip the step where the gradients' norm is not finite."
+        culprits = sorted(origins) if len(origins) < len(scene.sights) else ()
+        faulty = ", ".join(next(iter(told.values()))[1])
+        if BEFORE in origins.values():
+            head = f"NOT FINITE parameters before {step_after(step)}."
+            lines += [f"parameters: {faulty}"]
+            why = "nothing that is computed with them is finite, whatever the batch."
+            fix = "see what filled them: a checkpoint, or to_empty() and then no reset of these modules."
+        else:
+            head = f"NOT FINITE gradients in {step_after(step)}."
+            lines += [f"gradients after averaging: {faulty}"]
+            why = "their mean is applied on every rank, and from the next step on nothing is finite."
+            fix = "look at that rank's batch and loss; skip the step where the gradients' norm is not finite."
         yield compose(scene, "gradient", topic.name, head, culprits, lines, why=why, fix=fix, done=int(step))
         return
 

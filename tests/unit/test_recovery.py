@@ -405,7 +405,7 @@ def test_report_does_not_name_with_a_rank_that_hung_one_that_was_killed() -> Non
     ],
 )
 def test_report_keeps_what_the_others_did_apart_from_the_error(message: str, lines: list[str]) -> None:
-    processes = [ended(0, 1, failure(message=message)), ended(1, 1)]
+    processes = [ended(0, 1, failure(message=message)), ended(1, 1, failure(time_s=2.0))]
     said = report_of(processes, [], Decision(False, 1, "")).splitlines()[: len(lines)]
     assert said == [f"rank 0 (pid 100) failed: {lines[0]}", *lines[1:]]
 

@@ -17,7 +17,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
-from lockstep.observe.facts import BEFORE
+from lockstep.observe.facts import NEVER_FINITE
 from lockstep.observe.guard import Guard
 from lockstep.observe.settings import FIRST_STEPS
 from lockstep.observe.torch_backward import BACKWARDS, Loss
@@ -60,7 +60,7 @@ class GradientFacts:
         if faults and not scaler_is_active():
             applied = _applied(named)
             if applied and not self._went_well:
-                self._tell(applied, self.seen[-1], BEFORE)
+                self._tell(applied, self.seen[-1], NEVER_FINITE)
             else:
                 self._tell(applied or faults, self._by_step()[-2:][0 if applied else -1])
         # a first step without a backward may be one that only makes the optimizer's state

@@ -11,7 +11,7 @@ from typing import Any, final
 
 from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, left_out, shared_paths, unshared
 from lockstep.observe.divergence import END, SYNC_ALIKE
-from lockstep.observe.facts import BEFORE, Topic, shown, told_by_kind, topics_of
+from lockstep.observe.facts import NEVER_FINITE, Topic, shown, told_by_kind, topics_of
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import agree, alike, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, find_drift, have_all_told
@@ -229,7 +229,7 @@ def _gradient(scene: Scene, topic: Topic) -> Iterator[Finding]:
         lines += [] if origins else ["on which rank it began cannot be told: every loss was finite"]
         culprits = sorted(origins) if len(origins) < len(scene.sights) else ()
         faulty = ", ".join(next(iter(told.values()))[1])
-        if BEFORE in origins.values():
+        if NEVER_FINITE in origins.values():
             head = f"NOT FINITE parameters before {step_after(step)}."
             lines += [f"parameters: {faulty}"]
             why = "nothing that is computed with them is finite, whatever the batch."

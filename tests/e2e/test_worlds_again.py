@@ -87,6 +87,28 @@ if __name__ == "__main__":
 """
 
 
+_RPC = """
+import os
+import sys
+
+import torch.multiprocessing as mp
+from torch.distributed import rpc
+
+
+def work(index, port):
+    os.environ.update(MASTER_ADDR="localhost", MASTER_PORT=port)
+    for world in range(2):
+        rpc.init_rpc(f"worker{index}", rank=index, world_size=2)
+        if index:
+            print("asked", rpc.rpc_sync("worker0", pow, (world, 2)), flush=True)
+        rpc.shutdown()
+
+
+if __name__ == "__main__":
+    mp.spawn(work, (sys.argv[1],), 2)
+"""
+
+
 def run(folder: Path, way: str, fault: int = -1, guard: str = "on") -> Run:
     (folder / "script.py").write_text(_WORLDS)
     ports = ",".join(str(free_port()) for _ in range(3))
@@ -119,6 +141,15 @@ def test_processes_that_a_script_starts_itself_meet_as_without_a_launcher(way: s
     assert said.count("spawned [3.0, 3.0, 3.0]") == 2
     assert said.count("lockstep: processes that rank 0 has started are ranks of their own: nobody watches them.") == 1
     assert "`lockstep run -n N` starts N ranks" in said
+
+
+@pytest.mark.limit_s(90)
+def test_processes_that_a_script_starts_itself_call_each_other(tmp_path: Path) -> None:
+    """By torch's RPC, which meets in the same way, twice."""
+    (tmp_path / "script.py").write_text(_RPC)
+    said = Run(tmp_path, "run", "script.py", str(free_port())).end(0)
+    assert ("asked 0" in said, "asked 1" in said) == (True, True)
+    assert said.count("lockstep: processes that rank 0 has started are ranks of their own: nobody watches them.") == 1
 
 
 @pytest.mark.limit_s(90)

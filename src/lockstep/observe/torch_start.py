@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
+from functools import partial
 from typing import Any, final
 from urllib.parse import urlsplit
 
@@ -145,37 +146,42 @@ class Worlds:
 
     def attach(self) -> None:
         """From the import of torch.distributed on; also in processes that multiprocessing starts."""
-        name = "torch.distributed.distributed_c10d"
-        when_imported(name, lambda: Patches().replace(sys.modules[name], "rendezvous", self._meeting))
+        for name in ("torch.distributed.distributed_c10d", "torch.distributed"):  # that of groups, and that of RPC
+            when_imported(name, partial(self._replace, name))
         for start in ("SpawnProcess", "ForkServerProcess"):  # what is forked has all of this by itself
             Patches().replace_in("multiprocessing.context", start, "_Popen", self._starting)
+
+    def _replace(self, name: str) -> None:
+        Patches().replace(sys.modules[name], "rendezvous", self._meeting)
 
     def _starting(self, old: Callable[[Any], Any]) -> Any:
         def start(process: Any) -> Any:
             if process._target is not None:
-                process._target = functools.partial(_run_in_own_world, self._given, process._target)
+                process._target = partial(_run_in_own_world, self._given, process._target)
             return old(process)
 
         return staticmethod(start)
 
     def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        def rendezvous(url: str, rank: int, size: int, **kwargs: Any) -> Iterator[Any]:
+        @functools.wraps(old)
+        def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
             is_first = "0" in (str(rank), os.environ.get("RANK") if rank < 0 else "")
-            if is_first and os.getpid() != self._pid and "RANK" in self._given:  # else no launcher has given any
+            is_own = os.getpid() != self._pid and "RANK" in self._given  # else no launcher has given any
+            if is_first and is_own and not self._before:
                 sys.stderr.write(f"lockstep: processes that rank {self._given['RANK']} has started {_UNWATCHED}\n")
             port, agents = own_port(self._given, os.environ, {"init_method": url}), os.environ.get(_AGENTS, "")
-            nth, is_file = self._before[url, port, size], url.startswith("file:")
+            nth, is_file = self._before[url, port, world_size], url.startswith("file:")
             path, mark, query = url.partition("?")
             if is_file and nth:  # torch deletes that of the world before
                 path += f".{nth}"
             if port and agents:
                 os.environ[_AGENTS] = "False"
             try:
-                store, rank, its_size = next(old(path + mark + query, rank, size, **kwargs))
+                store, rank, its_size = next(old(path + mark + query, rank, world_size, **kwargs))
             finally:
                 if agents:
                     os.environ[_AGENTS] = agents
-            self._before[url, port, size] += 1
+            self._before[url, port, world_size] += 1
             if not is_file:
                 self._held, store = store, _anew(store, nth)
             yield store, rank, its_size

@@ -13,6 +13,8 @@ import pytest
 
 from command_runs import Run
 from lockstep.observe.profile.run_record import RankRecord
+from lockstep.observe.report.lanes import lanes_of
+from lockstep.observe.report.source import RunReader
 from lockstep.observe.tally import Tally, tally_from
 from whole_records import read_run
 
@@ -47,6 +49,15 @@ for step in range(1, 9):
         if dist.get_rank() == 1:
             pathlib.Path("gone").touch()
             os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+_COLLECTIVES = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+for each in range(30):
+    dist.all_reduce(torch.ones(3))
+dist.barrier()
+raise SystemExit(dist.get_rank() * {code})
 """
 
 _KILLED = """
@@ -204,6 +215,22 @@ def test_one_process(start: Callable[..., Run], tmp_path: Path) -> None:
     assert [one["step"] for one in values] == list(range(1, 56))
     assert all(one["loss"] >= 0 and one["lr"] == 0.5 for one in values)
     assert [next(iter(line)) for line in launch_of(folder)] == ["launch", "attempt", "ended", "over"]
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_program_without_a_step_is_told_as_one(start: Callable[..., Run], tmp_path: Path, code: int) -> None:
+    """One that fails as its launcher has seen it: where each rank stood."""
+    said = start(_COLLECTIVES.replace("{code}", str(code)), "--nproc-per-node", "2").end(int(code > 0))
+    run = RunReader(folder_of(said, tmp_path)).read().run
+    lanes = lanes_of(run, 0)
+    if code:
+        assert not any(record.lines for record in run.ranks.values())
+        return
+    assert [(lane["step"], lane["why"]) for lane in lanes["steps"]] == [(1, "whole")]
+    words = [word["text"] for word in lanes["words"]]
+    joined = [words[row[0]] for row in lanes["steps"][0]["ranks"][0]["ops"]]
+    assert joined == ["init_process_group", *["all_reduce float32 [3] sum"] * 30, "barrier"]
+    assert len(lanes["steps"][0]["joins"]) == len(joined)
 
 
 def test_loggers_that_are_still_beginning_get_all_where_another_rank_fails(tmp_path: Path) -> None:

@@ -99,7 +99,7 @@ def guard(tmp_path: Path, story: Story) -> Iterator[Guard]:
 
 def test_what_another_thread_began_last_hides_nothing(guard: Guard, story: Story) -> None:
     guard.enter("world", 0, REDUCE, FIRST)
-    guard.leave(guard.enter("side", 0, REDUCE, SECOND))
+    guard.recorder.leave(guard.enter("side", 0, REDUCE, SECOND))
     for one in story.ranks:
         one.call(group="side", site=SECOND)
     story.ranks[0].group("world", range(3))
@@ -156,7 +156,7 @@ def test_an_abort_may_be_another_ranks_fault(code: int, is_known: bool) -> None:
 
 def test_who_was_not_there_when_torch_gave_up_is_named(guard: Guard, story: Story) -> None:
     missing, other = story.ranks
-    guard.leave(guard.enter("world", 0, REDUCE, FIRST))
+    guard.recorder.leave(guard.enter("world", 0, REDUCE, FIRST))
     missing.group("world", range(3))
     missing.is_at("data.py:31 load", unmoved_s=3.8)
     other.call()
@@ -169,7 +169,7 @@ def test_who_was_not_there_when_torch_gave_up_is_named(guard: Guard, story: Stor
 
 
 def test_who_waits_for_another_is_not_blamed_for_a_timeout(guard: Guard, story: Story) -> None:
-    guard.leave(guard.enter("world", 0, REDUCE, FIRST))
+    guard.recorder.leave(guard.enter("world", 0, REDUCE, FIRST))
     middle, last = story.ranks
     middle.group("world", range(3))
     middle.waits(middle.message("recv float32 [4] from rank 2 tag 0", SECOND))
@@ -186,7 +186,7 @@ def test_nobody_is_blamed_where_torch_says_something_else(
     guard: Guard, story: Story, error: Exception, came: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lookout, "WORDS_S", 0.1)
-    guard.leave(guard.enter("world", 0, REDUCE, FIRST))
+    guard.recorder.leave(guard.enter("world", 0, REDUCE, FIRST))
     for one in story.ranks:
         one.group("world", range(3))
         if one.rank in came:

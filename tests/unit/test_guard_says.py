@@ -321,7 +321,7 @@ def test_in_a_long_run_it_looks_less_often_while_all_is_well(watched: Watched, m
     monkeypatch.setattr(guard._lookout, "_period_s", 0.0)
     watched.sees(running(3))
     assert moments() == often  # has been under way since before the last look
-    guard.leave(number)
+    guard.recorder.leave(number)
     monkeypatch.setattr(guard._lookout, "_period_s", 0.25)
     watched.sees(running(3))
     assert moments() == seldom

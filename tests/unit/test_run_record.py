@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from lockstep.observe.profile.run_record import (
     last_in_line,
     listed_after,
     steps_per_line,
+    without_wholes,
 )
 from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter, covered_ns
@@ -88,6 +90,19 @@ def test_later_start_replaces_the_steps_it_does_again(tmp_path: Path) -> None:
         (1, "a/0"), (2, "a/0"), (3, "a/0"), (4, "a/1"), (5, "a/1")
     ]  # fmt: skip
     assert {op.attempt for op in record.lines[-1].ops or ()} == {"a/1"}
+
+
+def test_what_ended_no_step_takes_the_place_of_none(tmp_path: Path) -> None:
+    world(steps=3, world_size=2).run(tmp_path)
+    start, *lines = file_of(tmp_path, 0).read_text().splitlines(True)
+    later, whole = start.replace('"a/0"', '"a/1"'), '{"step":1,"wall_us":5,"phases_us":[0,0,0,0,0,5],"whole":1}\n'
+    again, alone, other = (read_rank(text) for text in ([start, *lines, later, whole], [start, whole], [start, *lines]))
+    assert again is not None
+    assert alone is not None
+    assert other is not None
+    assert [line.step for line in again.lines] == [1, 2, 3]
+    assert [(line.step, line.whole) for line in alone.lines] == [(1, 1)]
+    assert without_wholes({0: alone, 1: other}) == {0: replace(alone, lines=(), attempts=()), 1: other}
 
 
 def test_long_run_stays_small_and_loses_no_step(tmp_path: Path) -> None:

@@ -180,6 +180,24 @@ def test_what_was_before_the_first_mark_belongs_to_no_step(read: StepClock) -> N
         assert second.began_ns == first.ended_ns
 
 
+@pytest.mark.parametrize(("trains", "phase"), [(False, OTHER), (True, FORWARD)])
+def test_what_was_before_the_beginning_that_is_given_belongs_to_no_step(
+    read: StepClock, trains: bool, phase: int
+) -> None:
+    """Of a program that has ended no step; what comes before a backward is forward, and else nobody knows."""
+    read.rest = FORWARD
+    read.begins_with_mark = True
+    for at in (DATA, FORWARD, DATA, BACKWARD if trains else FORWARD):
+        read.switch(at)
+    marks = [*read.marks]
+    began_ns = marks[2][1] + 1
+    read.begin_at(began_ns)
+    read.step_done(1, operations=0)
+    (step,) = read.steps
+    assert step.began_ns == began_ns
+    assert step.marks == [(phase, began_ns), marks[3], (BACKWARD if trains else OTHER, marks[4][1])]
+
+
 def test_wait_after_many_phases_of_one_step_is_kept(read: StepClock) -> None:
     """As of gradients that are summed over thousands of microbatches, and sent in the end."""
     for number in (7, 8):

@@ -100,10 +100,6 @@ class Guard:
         """An operation begins; its number. See `Record`."""
         return self.recorder.enter(seq, pack_words(group, text, site, label), is_message)
 
-    def leave(self, number: int) -> None:
-        """Operation `number` has ended."""
-        self.recorder.leave(number)
-
     def records(self, since: int, until: int) -> list[Record]:
         """Of this rank's flight record: numbers `since` to `until`, without that one, which are still there."""
         return self._account.records(since, until)

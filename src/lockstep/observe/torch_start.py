@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
+from time import monotonic_ns
 from typing import Any, final
 from urllib.parse import urlsplit
 
@@ -91,11 +92,12 @@ class Meetings:
             ranks = given.get("ranks")
             listed = "all ranks" if ranks is None else name_of("", False, ranks).strip()
             self._guard.group(_NEW_GROUP, range(self._guard.world_size))
+            began_ns = monotonic_ns()
             number = self._guard.enter(_NEW_GROUP, next(made), f"new_group {listed}", call_site())
             try:
                 return old(*args, **kwargs)
             finally:
-                self._guard.leave(number)
+                self._guard.recorder.stood(number, began_ns)
 
         return make
 
@@ -119,13 +121,14 @@ class Meetings:
                 sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
             self._guard.group(_INIT, range(size))
             port = own_port(self._given, os.environ, given)
+            began_ns = monotonic_ns()
             number = self._guard.enter(_INIT, next(made), f"{_INIT}:port={port}" if port else _INIT, site)
             if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
                 given["store"] = _anew(store, next(with_store))
             try:
                 return old(*bound.args, **bound.kwargs)
             finally:
-                self._guard.leave(number)
+                self._guard.recorder.stood(number, began_ns)
 
         return init_process_group
 

@@ -19,7 +19,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, takewhile
 from pathlib import Path
@@ -111,6 +111,7 @@ class Steps:
     hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed
     ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX
     spans: tuple[tuple[int, int], ...] = ()  # where `ops` are: phases, and when each began, since the step did
+    whole: int = 0  # 1: all of a program that has ended no step, from its first operation on
 
     def phase(self, name: str) -> int:
         """Microseconds in a phase."""
@@ -158,6 +159,12 @@ class Run:
         """The ranks that were there in the end: a run may go on with fewer."""
         last = self._last.attempt if self.ranks else ""
         return Run(self.folder, {r: record for r, record in self.ranks.items() if record.starts[-1].attempt == last})
+
+
+def without_wholes(ranks: Mapping[int, RankRecord]) -> dict[int, RankRecord]:
+    """Without what programs tell that have ended no step: beside the steps of other ranks it belongs to none."""
+    wholes = {rank for rank, record in ranks.items() if any(line.whole for line in record.lines)}
+    return {r: replace(record, lines=(), attempts=()) if r in wholes else record for r, record in ranks.items()}
 
 
 def steps_per_line(step: int) -> int:
@@ -282,7 +289,9 @@ class RankReader:
                     raise ValueError("it names no operation")
             elif kind == "step":
                 attempt = self._starts[-1].attempt
-                _replace(self._kept, steps_of(values, self._words, attempt), attempt)
+                steps = steps_of(values, self._words, attempt)
+                if not (steps.whole and self._kept):  # else there were steps before it was started again
+                    _replace(self._kept, steps, attempt)
             else:
                 self._notes.append(read_note(kind, values, self._starts[-1].attempt))
         except OtherFormat:

@@ -112,6 +112,22 @@ class Profile:
         if self.clock.step == 0:
             self._writer.withdraw()
 
+    def end(self) -> None:
+        """`close`, at the end of the process: a program that has ended no step is told as if it were one.
+
+        It begins with the first operation: what was before is the start of the program, of which a step knows nothing.
+        """
+        guard, clock = self._guard, self.clock
+        if guard is not None and clock.close_reader == self._give_way and clock.step == 0:
+            guard.recorder.take_up()
+            if (operations := guard.recorder.started) and clock.step == 0:
+                for first in guard.records(0, 1):
+                    clock.begin_at(first.entered_ns)
+                clock.after_step = clock.values = None
+                self._writer.is_whole = True
+                clock.step_done(1, operations)
+        self.close()
+
     def close(self) -> None:
         """Write what is left. What is recorded from now on goes nowhere."""
         if self.clock.close_reader != self._give_way:
@@ -190,5 +206,5 @@ def follow_program(guard: Guard, environ: Mapping[str, str], command: Sequence[s
     names = logger_names(environ.get(LOG, "")) if guard.rank == 0 else ()
     if names:  # opened by the first number: their imports take seconds
         profile.open_loggers = partial(open_loggers, names, Path(folder), {"command": list(command)})
-    atexit.register(profile.close)
+    atexit.register(profile.end)
     return profile

@@ -115,6 +115,7 @@ class RunWriter:
         window: steps whose operations are listed in any case.
         """
         self.clock = clock
+        self.is_whole = False  # what ends now is all of a program that has ended no step
         self.path = file_of(folder, rank)
         self._records = records
         self._about = Start(
@@ -273,6 +274,7 @@ class RunWriter:
             cuda_mib=self._memory[1],
             operations=line.operations,
             counted=line.counted,
+            whole=int(self.is_whole),
         )
 
     def _append(self, lines: Sequence[str]) -> None:

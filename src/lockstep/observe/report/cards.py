@@ -188,10 +188,12 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
     elif silent and not source.problems:
         text = "Nothing was recorded before the end, or another machine has its own folder of that name."
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
-    if ranks and not source.problems and not any(record.lines for record in ranks.values()):
+    lines = [line for record in ranks.values() for line in record.lines]
+    if ranks and not source.problems and all(line.whole for line in lines):
         when = "has ended yet" if status == "running" else "was ended"
+        text = "All of the program is shown as if it were one." if lines else "Times are known from the first step on."
         lever = "steps are told apart by step() of torch's optimizers; those within join(), where ranks differ, are not"
-        yield _card("note", f"No step {when}", "Times are known from the first step on.", lever=lever)
+        yield _card("note", f"No step {when}", text, lever=lever)
 
 
 # ------------------------------------------------------------------ what it costs

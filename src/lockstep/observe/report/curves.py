@@ -69,7 +69,7 @@ def _speed(run: Run) -> Mapping[str, Points]:
     for record in run.ranks.values():
         for line in record.lines:
             for name, done in (("steps/s", line.count), ("tokens/s", line.tokens), ("samples/s", line.samples)):
-                if done and line.wall_us > 0:
+                if done and line.wall_us > 0 and not line.whole:
                     found[name][line.step].append(done / (line.wall_us / 1e6))
     samples = found.pop("samples/s", None)
     if samples and "tokens/s" not in found:

@@ -76,6 +76,8 @@ def lanes_of(
 def choose(by_step: Mapping[int, Mapping[int, Steps]], findings: Iterable[int] = ()) -> list[Choice]:
     """Steps whose operations are listed: around each finding, a typical one, the slowest, the last; each once."""
     steps = sorted(by_step)
+    if any(line.whole for lines in by_step.values() for line in lines.values()):
+        return [Choice(step, "whole") for step in steps]
     steady = steps[_WARM_UP:] if len(steps) > 2 * _WARM_UP else steps
     if not steps:
         return []

@@ -62,11 +62,11 @@ function figures(run) {
   const sum = (of) => shares.reduce((all, each) => all + of(each), 0);
   const heat = page.document.heat;
   const step = heat && middleOf((heat.wall_us || []).flat().filter((each) => each !== null));
-  if (step) found.push(["step, median", time(step)]);
+  if (step && run.steps) found.push(["step, median", time(step)]);
   if (shares.length) {
     const overlap = page.document.overlap;
     const wall = sum((each) => each.wall_us);
-    found.push(["step, mean", time(wall / shares.length)]);
+    if (run.steps) found.push(["step, mean", time(wall / shares.length)]);
     if (overlap.tokens_per_s) found.push(["tokens/s", count(Math.round(overlap.tokens_per_s)), "all ranks"]);
     const counted = shares.length < run.world_size ? `of ${plural(shares.length, "rank")}` : "all ranks";
     if (overlap.samples_per_s) found.push(["samples/s", count(Math.round(overlap.samples_per_s)), counted]);
@@ -74,7 +74,8 @@ function figures(run) {
     const exposed = exposedShare(overlap, sum((each) => each.exposed_us) / wall);
     const waits = `, ${percent(sum((each) => Math.min(each.waited_us, each.exposed_us)) / wall)} waiting`;
     const part = isPartial(overlap) ? "" : waits;
-    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : `of a step${part}`]);
+    const whole = run.steps ? "of a step" : "of the program";
+    found.push(["exposed communication", exposed, exposed === UNKNOWN ? "" : whole + part]);
   }
   const strategy = page.document.owners?.strategy;
   if (strategy) found.push(["strategy", strategy]);

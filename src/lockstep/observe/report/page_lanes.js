@@ -6,6 +6,7 @@ const WHY = {
   typical: "a typical one",
   finding: "of a finding",
   open: "never ended",
+  whole: "all of the program, which ended no step",
 };
 let laneNow = null; // model of the step that is shown
 
@@ -122,7 +123,8 @@ function laneLead({ step, joins }) {
   const all = [...totals.values()].reduce((a, b) => a + b, 0);
   const [rank, most] = [...totals].reduce((a, b) => (b[1] > a[1] ? b : a), [null, 0]);
   const took = step.ended_us - step.began_us;
-  const length = `Step ${count(step.step)} took ${time(took)}`;
+  const what = step.why === "whole" ? "From its first operation on, the program" : `Step ${count(step.step)}`;
+  const length = `${what} took ${time(took)}`;
   const rest = step.estimated ? " Its phases changed too often to be kept: they are drawn as sums, without times." : "";
   if (step.ranks.length < 2 || ![...joins.values()].some(({ last }) => last !== null)) return `${length}.${rest}`;
   if (all < took * 0.02 || most < all * 0.4)

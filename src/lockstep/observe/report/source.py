@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import Note, OtherFormat, RankReader, RankRecord, Run
+from lockstep.observe.profile.run_record import Note, OtherFormat, RankReader, RankRecord, Run, without_wholes
 from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.open_step import Moment, moment_of, moments_in
 
@@ -160,6 +160,8 @@ class RunReader:
         if launch is not None and elsewhere is not None:
             ranks = {rank: record for rank, record in ranks.items() if _is_of(record, launch)}
         moments = () if launch is None else _moments(launch, ranks)
+        if moments or any(line.whole == 0 for record in ranks.values() for line in record.lines):
+            ranks = without_wholes(ranks)
         return Source(self.folder, Run(place, ranks), launch, tuple(self._broken.values()), moments)
 
     def cut_off(self) -> Iterator[str]:

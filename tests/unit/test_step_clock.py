@@ -191,10 +191,10 @@ def test_what_was_before_the_beginning_that_is_given_belongs_to_no_step(
         read.switch(at)
     marks = [*read.marks]
     began_ns = marks[2][1] + 1
-    read.begin_at(began_ns)
-    read.step_done(1, operations=0)
+    read.begin_at(began_ns, 5)
+    read.step_done(1, operations=9)
     (step,) = read.steps
-    assert step.began_ns == began_ns
+    assert (step.began_ns, step.operations) == (began_ns, (5, 9))
     assert step.marks == [(phase, began_ns), marks[3], (BACKWARD if trains else OTHER, marks[4][1])]
 
 

@@ -31,6 +31,7 @@ from lockstep.observe.profile.step_clock import PHASES
 
 VERSION = 1
 OPERATIONS_MAX, SPANS_MAX = 64, 128  # of one step that are listed
+WHOLE_MAX = 256  # of the operations of a program without steps
 TAIL_GROUP = "backward"  # of all that DistributedDataParallel waits for at its end; begins with that, of a few ranks
 _WARM_UP = 2  # first lines of a run
 _WORD = ("group", "text", "site", "label", "bytes")
@@ -109,9 +110,9 @@ class Steps:
     every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
     unlisted: int = 0  # operations that are not in `ops`, where the others are
     hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed
-    ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX
+    ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX, or WHOLE_MAX
     spans: tuple[tuple[int, int], ...] = ()  # where `ops` are: phases, and when each began, since the step did
-    whole: int = 0  # 1: all of a program that has ended no step, from its first operation on
+    whole: int = 0  # 1: not a step, but the last WHOLE_MAX operations of a program that has ended none
 
     def phase(self, name: str) -> int:
         """Microseconds in a phase."""

@@ -19,7 +19,7 @@ from lockstep.observe.pace import PACE
 from lockstep.observe.profile.device_values import read_later
 from lockstep.observe.profile.notes import Later, take_notes
 from lockstep.observe.profile.run_facts import run_facts
-from lockstep.observe.profile.run_record import listed_after
+from lockstep.observe.profile.run_record import WHOLE_MAX, listed_after
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
@@ -115,14 +115,15 @@ class Profile:
     def end(self) -> None:
         """`close`, at the end of the process: a program that has ended no step is told as if it were one.
 
-        It begins with the first operation: what was before is the start of the program, of which a step knows nothing.
+        That begins with its first operation, or with the first of the newest that make a picture.
         """
         guard, clock = self._guard, self.clock
         if guard is not None and clock.close_reader == self._give_way and clock.step == 0:
             guard.recorder.take_up()
             if (operations := guard.recorder.started) and clock.step == 0:
-                for first in guard.records(0, 1):
-                    clock.begin_at(first.entered_ns)
+                since = max(0, operations - WHOLE_MAX)
+                for first in guard.records(since, since + 1):
+                    clock.begin_at(first.entered_ns, since)
                 clock.after_step = clock.values = None
                 self._writer.is_whole = True
                 clock.step_done(1, operations)

@@ -157,19 +157,18 @@ class StepClock:
             self.began_ns, self.samples = monotonic_ns(), 0
             self.waits, self.marks, self.summed_ns = [], [(self.rest, self.began_ns)], ()
 
-    def begin_at(self, began_ns: int) -> None:
-        """What was before then belongs to no step; the thread itself says so. Without a backward there is no forward,
+    def begin_at(self, began_ns: int, operations: int) -> None:
+        """What was before then belongs to no step; the thread itself says so. operations: started before.
 
-        unless somebody has said when that runs.
+        Without a backward there is no forward, unless somebody has said when that runs.
         """
-        self.begins_with_mark = False
+        if self.summed_ns:
+            self.waits, self.summed_ns = [*self._last_waits, *self.waits], ()
         before = [phase for phase, at_ns in self.marks if at_ns <= began_ns]
-        if not before or self.summed_ns:
-            return
-        marks = [(before[-1], began_ns), *self.marks[len(before) :]]
+        marks = [(before[-1] if before else self.rest, began_ns), *self.marks[len(before) :]]
         is_guess = self.rest == FORWARD and all(phase != BACKWARD for phase, _ in marks)
         self.marks = [(OTHER if is_guess and phase == FORWARD else phase, at_ns) for phase, at_ns in marks]
-        self.began_ns = began_ns
+        self.began_ns, self._first, self.begins_with_mark = began_ns, operations, False
 
     def _begin_with_mark(self) -> None:
         self.begins_with_mark = False

@@ -20,6 +20,7 @@ from lockstep.observe.profile.run_record import (
     OPERATIONS_MAX,
     SPANS_MAX,
     TAIL_GROUP,
+    WHOLE_MAX,
     Start,
     Steps,
     file_of,
@@ -232,12 +233,13 @@ class RunWriter:
         found = read(*step.operations)
         records = [record for record in found if record.text != FROM_CPP]  # of these a note has the sum
         collectives = [record for record in records if not record.is_message]
-        every = 1 << max(0, -(-len(collectives) // OPERATIONS_MAX) - 1).bit_length()
+        most = WHOLE_MAX if self.is_whole else OPERATIONS_MAX
+        every = 1 << max(0, -(-len(collectives) // most) - 1).bit_length()
         listed = [record for record in collectives if record.seq % every == 0]  # all ranks list the same ones
         earlier = sorted({number for number, *_ in step.waits if 0 <= number < first})[-OPERATIONS_MAX:]
         carried = [one for number in earlier for one in read(number, number + 1) if not one.is_message]
         listed += [one for one in carried if one.seq % every == 0]  # again, as they were waited for
-        listed += messages_in(records, self._about.rank, step.step)
+        listed += messages_in(records, self._about.rank, None if self.is_whole else step.step)
         rows: list[list[int]] = []
         for word, seq, *times_ns, waited_ns in (*_rows(listed, step), *_tails(step, self.clock)):
             if word not in self._words:
@@ -252,7 +254,10 @@ class RunWriter:
         alone.add(step)
         line = replace(
             self._told(alone),
-            spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, SPANS_MAX)),
+            spans=tuple(
+                (phase, (at - step.began_ns) // 1000)
+                for phase, at in spans_in(step, 2 * most if self.is_whole else SPANS_MAX)
+            ),
             hidden_us=max(0, hidden_ns // 1000),
             every=every if every > 1 else 0,
             unlisted=len(records) + len(carried) - len(listed),
@@ -306,17 +311,23 @@ def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, f
     return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in known.items() if v is not None}
 
 
-def messages_in(records: Iterable[Record], rank: int, step: int) -> Iterator[Record]:
-    """Those that are known by both ranks: as of a group of these two, with numbers that are equal on both."""
+def messages_in(records: Iterable[Record], rank: int, step: int | None) -> Iterator[Record]:
+    """Those that are known by both ranks: as of a group of these two, with numbers that are equal on both.
+
+    step: None of a program without steps, in which each end counts all that it has begun.
+    """
     ways: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         message = read_message(record.text) if record.is_message else None
         if message is not None and message.peer is not None:
             ends = (rank, message.peer) if message.is_send else (message.peer, rank)
-            ways["{} {} > {}".format(record.group, *ends)].append(record)
+            way = "{} {} > {}".format(record.group, *ends)
+            ways[way if step is not None else f"{way} tag {message.tag}"].append(record)
     for way, ones in ways.items():
-        for number, one in enumerate(ones if len(ones) <= _MESSAGES_MAX else ()):
-            yield one._replace(group=way, seq=step * _MESSAGES_MAX + number)
+        if step is None:
+            yield from (one._replace(group=way) for one in ones)
+        elif len(ones) <= _MESSAGES_MAX:
+            yield from (one._replace(group=way, seq=step * _MESSAGES_MAX + at) for at, one in enumerate(ones))
 
 
 def _rows(records: Iterable[Record], step: Step) -> Iterator[Row]:

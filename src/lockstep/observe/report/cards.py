@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
-from lockstep.observe.profile.run_record import Run
+from lockstep.observe.profile.run_record import WHOLE_MAX, Run
 from lockstep.observe.profile.verdict import Verdict
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.report.curves import values_of
@@ -191,7 +191,11 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
     lines = [line for record in ranks.values() for line in record.lines]
     if ranks and not source.problems and all(line.whole for line in lines):
         when = "has ended yet" if status == "running" else "was ended"
-        text = "All of the program is shown as if it were one." if lines else "Times are known from the first step on."
+        text = (
+            f"The operations of the program, at most its last {WHOLE_MAX}, are shown as if they were one."
+            if lines
+            else "Times are known from the first step on."
+        )
         lever = "steps are told apart by step() of torch's optimizers; those within join(), where ranks differ, are not"
         yield _card("note", f"No step {when}", text, lever=lever)
 

@@ -123,7 +123,7 @@ function laneLead({ step, joins }) {
   const all = [...totals.values()].reduce((a, b) => a + b, 0);
   const [rank, most] = [...totals].reduce((a, b) => (b[1] > a[1] ? b : a), [null, 0]);
   const took = step.ended_us - step.began_us;
-  const what = step.why === "whole" ? "From its first operation on, the program" : `Step ${count(step.step)}`;
+  const what = step.why === "whole" ? "From its first recorded operation on, the program" : `Step ${count(step.step)}`;
   const length = `${what} took ${time(took)}`;
   const rest = step.estimated ? " Its phases changed too often to be kept: they are drawn as sums, without times." : "";
   if (step.ranks.length < 2 || ![...joins.values()].some(({ last }) => last !== null)) return `${length}.${rest}`;

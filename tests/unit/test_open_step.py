@@ -107,9 +107,10 @@ def test_moment_has_the_phases_of_that_step_to_the_wait_that_has_not_ended(tmp_p
     record = FlightRecord(recorders[1].path)
     said = status_of(record.status())
     assert said is not None
-    assert from_record(record, said).phases == phases
+    assert (from_record(record, said).phases, from_record(record, said).stood_step) == (phases, None)
     recorders[1].set_step(3)
     assert from_record(record, said).phases == (), "they are of the step before"
+    assert (from_record(record, said).step, from_record(record, said).stood_step) == (3, 2)
     record.close()
     for recorder in recorders:
         recorder.close()

@@ -275,8 +275,9 @@ def from_record(record: FlightRecord, said: Status | None) -> Status:
     waiting = waits_of([one for one in records if not one.left_ns])
     groups = {**said.groups, **{name: fold.progress() for name, fold in folds.items()}}
     last = records[-1] if records else None
-    phases = said.phases if said.step == header.step else ()  # else they are of a step that has ended
-    return replace(said, step=header.step, groups=groups, messages={}, waiting=waiting, last=last, phases=phases)
+    if said.step != header.step:  # what it said of its main thread is of a step that has ended
+        said = replace(said, step=header.step, stood_step=said.step, phases=())
+    return replace(said, groups=groups, messages={}, waiting=waiting, last=last)
 
 
 def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:

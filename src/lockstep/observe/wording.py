@@ -157,13 +157,16 @@ def waiters(waits: Sequence[Wait]) -> list[str]:
 
 
 def stacks(scene: Scene, ranks: Iterable[int]) -> list[str]:
-    """One line per stack, innermost frame first, that of the fewest ranks first: who differs is the suspect."""
+    """One line per stack, innermost frame first, that of the fewest ranks first: who differs is the suspect.
+
+    None of a rank that has been in later steps since.
+    """
     together: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(set(ranks) & set(scene.sights)):
         stack = scene.status(rank).stack
         if rank in scene.blocked and scene.blocked[rank].record.site in stack:  # what the operation does is no news
             stack = stack[: stack.index(scene.blocked[rank].record.site) + 1]
-        if stack:
+        if stack and scene.status(rank).stood_step is None:
             together.setdefault(stack, []).append(rank)
     ordered = sorted(together.items(), key=lambda item: (len(item[1]), item[1]))
     return [f"stack of {names(ranks)}: {' < '.join(reversed(stack))}" for stack, ranks in ordered]
@@ -176,8 +179,12 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     status = scene.status(rank)
     moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
     here = f": at {status.stack[-1]}{moved}" if status.stack else ""
-    last = "nothing yet" if status.last is None else operation(status.last)
-    return [f"{names([rank])} {how}{here}", f"  issued last: {last}", *told_before(status)]
+    last, issued = "nothing yet" if status.last is None else operation(status.last), "issued"
+    if status.stood_step is not None:
+        how += f" in {step_after(status.stood_step)}"
+        if status.last is not None and status.last.step < status.step - 1:  # what C++ starts is recorded a little later
+            last, issued = f"{last}, in {step_after(status.last.step)}", "recorded"
+    return [f"{names([rank])} {how}{here}", f"  {issued} last: {last}", *told_before(status)]
 
 
 def told_before(status: Status) -> list[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import pickle
 import threading
 import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -210,6 +212,19 @@ def one_file(rank: int, folder: Path) -> None:
     torch.save(model.state_dict(), folder / "same.pt")
 
 
+def one_file_of_arrays(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(small())
+    train(model, 2)
+    np.savez(folder / "same.npz", **{name: tensor.numpy() for name, tensor in model.state_dict().items()})
+
+
+def one_pickle(rank: int, folder: Path) -> None:
+    model = DistributedDataParallel(small())
+    train(model, 2)
+    with (folder / "same.pkl").open("wb") as file:
+        pickle.dump(model.state_dict(), file)
+
+
 WRONG: dict[Case, tuple[str, ...]] = {
     frozen_before: ("MODELS differ", "rank 1 has parameter '0.weight' with requires_grad False", "ModelMismatch"),
     frozen_after: ("FROZEN on some ranks only, in step 1", "rank 1 froze 0.weight"),
@@ -235,6 +250,8 @@ WRONG: dict[Case, tuple[str, ...]] = {
         "call sampler.set_epoch(epoch)",
     ),
     one_file: ("SAVE: ranks 0,1 wrote one file after step 2", "same.pt"),
+    one_file_of_arrays: ("SAVE: ranks 0,1 wrote one file after step 2", "same.npz", "test_torch_training.py:"),
+    one_pickle: ("SAVE: ranks 0,1 wrote one file after step 2", "same.pkl", "test_torch_training.py:"),
 }
 
 

@@ -412,6 +412,27 @@ def test_verdict(kind: str) -> None:
         assert advice.lever
 
 
+@pytest.mark.parametrize(("moves_us", "is_said"), [(410, False), (450, True)])  # 29 and 31 % of the step
+def test_communication_is_said_above_30_percent_of_the_step(moves_us: int, *, is_said: bool) -> None:
+    run = run_of(World(work_us=lambda rank, step: 1000, collectives=1, moves_us=moves_us))
+    assert [advice.kind for advice in judge(run).advice] == ["communication"] * is_said
+
+
+@pytest.mark.parametrize(("late_us", "is_said"), [(1140, False), (1180, True)])  # 9 and 11 % over the mean of three
+def test_a_rank_that_works_10_percent_longer_than_the_mean_is_a_straggler(late_us: int, *, is_said: bool) -> None:
+    """Though the others wait less than a tenth of the step for it."""
+    run = run_of(
+        World(work_us=lambda rank, step: late_us if rank == 2 else 1000, world_size=3, collectives=1, moves_us=900)
+    )
+    assert [advice.rank for advice in judge(run).advice if advice.kind == "straggler"] == [2] * is_said
+
+
+@pytest.mark.parametrize(("data_us", "is_said"), [(140, False), (170, True)])  # 14 and 17 % of the step
+def test_data_is_said_above_15_percent_of_the_step(data_us: int, *, is_said: bool) -> None:
+    run = run_of(World(work_us=lambda rank, step: 800, data_us=lambda rank, step: data_us, collectives=1, moves_us=50))
+    assert [advice.kind for advice in judge(run).advice] == ["data"] * is_said
+
+
 @pytest.mark.parametrize(("parts", "is_small"), [(32_000, True), (33_000, False)])
 def test_what_torch_gathers_is_as_small_as_all_parts_are(parts: int, *, is_small: bool) -> None:
     run = run_of(World(work_us=lambda rank, step: 20, moves_us=100, collectives=20, elements=parts))

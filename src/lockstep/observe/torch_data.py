@@ -130,11 +130,15 @@ class DataWatch:
         self._patches.add(lambda: self._guard.before_look.remove(self._add_up))
 
     def watch_saves(self) -> None:
-        """torch.save is there, or about to be."""
+        """torch.save is there, or about to be; what else weights are kept with is there too."""
+        import numpy
         import torch
         from torch import serialization
 
         self._patches.replace(serialization, "save", self._saving, torch)
+        self._patches.replace(serialization.pickle, "dump", self._saving)
+        for name in ("save", "savez", "savez_compressed"):
+            self._patches.replace(numpy, name, partial(self._saving, at=0))
 
     def watch_safetensors(self) -> None:
         """safetensors.torch is there."""
@@ -265,12 +269,13 @@ class DataWatch:
 
     # ------------------------------------------------------------------ files
 
-    def _saving(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        """A function that writes to its second argument."""
+    def _saving(self, old: Callable[..., Any], at: int = 1) -> Callable[..., Any]:
+        """A function that writes to its argument `at`."""
 
         @functools.wraps(old)
         def save(*args: Any, **kwargs: Any) -> Any:
-            target = args[1] if len(args) > 1 else kwargs.get("f", kwargs.get("filename"))
+            named = (kwargs[name] for name in ("f", "filename", "file") if name in kwargs)
+            target = args[at] if len(args) > at else next(named, None)
             if isinstance(target, io.FileIO | io.BufferedWriter | io.BufferedRandom):  # no other has a path for certain
                 target = getattr(target, "name", None)  # a number where a descriptor was opened
             if isinstance(target, str | os.PathLike):

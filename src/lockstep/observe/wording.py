@@ -179,12 +179,12 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     status = scene.status(rank)
     moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
     here = f": at {status.stack[-1]}{moved}" if status.stack else ""
-    last, issued = "nothing yet" if status.last is None else operation(status.last), "issued"
+    last, issued = "nothing yet" if status.last is None else operation(status.last), "issued last"
     if status.stood_step is not None:
         how += f" in {step_after(status.stood_step)}"
         if status.last is not None and status.last.step < status.step - 1:  # what C++ starts is recorded a little later
-            last, issued = f"{last}, in {step_after(status.last.step)}", "recorded"
-    return [f"{names([rank])} {how}{here}", f"  {issued} last: {last}", *told_before(status)]
+            last, issued = f"{last}, in {step_after(status.last.step)}", "recorded last"
+    return [f"{names([rank])} {how}{here}", f"  {issued}: {last}", *told_before(status)]
 
 
 def told_before(status: Status) -> list[str]:

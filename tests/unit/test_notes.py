@@ -169,10 +169,16 @@ def test_log_takes_numbers_of_any_make_and_refuses_the_rest() -> None:
             lockstep.log(loss=wrong)
     with pytest.raises(ConfigError, match="at_us"):
         lockstep.log(at_us=1)
+    for no_step in ({"loss": 0.5}, 3.5, "7"):  # as other loggers are called; it ended the log at the program's exit
+        with pytest.raises(
+            ConfigError, match=r"that is no step; its numbers have names: lockstep.log\(step, loss=loss\)"
+        ):
+            lockstep.log(no_step)  # type: ignore[arg-type]
+    lockstep.log(np.int64(8), loss=1)  # type: ignore[arg-type]
     end()
     assert mine.taken[0] == (7, {"loss": 0.5, "count": 3.0, "mean": 0.25, "is_good": 1.0})
     assert mine.taken[1][0] is None
-    assert len(mine.taken) == 2
+    assert mine.taken[2:] == [(8, {"loss": 1.0})]
 
 
 # ------------------------------------------------------------------ facts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from lockstep.errors import ConfigError
@@ -19,6 +20,11 @@ def log(step: int | None = None, **values: Any) -> None:
     program that neither `lockstep run` nor `lockstep train` has started.
     Raises: ConfigError for what is no number.
     """
+    try:
+        step = None if step is None else operator.index(step)
+    except TypeError as error:
+        usage = "its numbers have names: lockstep.log(step, loss=loss); of a dict: lockstep.log(step, **numbers)"
+        raise ConfigError(f"lockstep.log({type(step).__name__}): that is no step; {usage}") from error
     numbers: dict[str, Any] = {}
     for name, value in values.items():
         if getattr(value, "is_cuda", False) and value.numel() == 1:

@@ -96,6 +96,14 @@ def test_what_helps_stands_below_a_heading(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out.splitlines()[-1] == "lockstep, after 0.5 s: 1. RANK is 2"
 
 
+def test_what_helps_is_no_line_across(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """As torchrun draws one below its heading."""
+    monkeypatch.setattr(_Said, "said", ["torch.errors.ChildFailedError:", "=" * 40, "", "killed.py FAILED"])
+    monkeypatch.setattr(command, "Side", _Said)
+    assert command.demo(["killed"]) == 0
+    assert "stock torch, after 0.5 s: killed.py FAILED (" in capsys.readouterr().out
+
+
 def test_summary_says_what_torch_does_also_where_it_complains(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -41,9 +41,10 @@ def rank_in(
             recorder.leave(number)
     record = FlightRecord(recorder.path)
     waiting = tuple(one._replace(age_s=age_s) for one in waits_of([r for r in record.records() if not r.left_ns]))
+    last = record.records()[-1]
     record.close()
     groups = {"world": Progress((0, 1, 2), 1 + collectives, ())}
-    recorder.tell(Status(rank, 3, os.getpid(), "h", 2, groups=groups, waiting=waiting, **said).to_json())
+    recorder.tell(Status(rank, 3, os.getpid(), "h", 2, groups=groups, waiting=waiting, last=last, **said).to_json())
     return recorder
 
 
@@ -108,6 +109,8 @@ def test_moment_has_the_phases_of_that_step_to_the_wait_that_has_not_ended(tmp_p
     said = status_of(record.status())
     assert said is not None
     assert (from_record(record, said).phases, from_record(record, said).stood_step) == (phases, None)
+    recorders[1].enter(2, pack_words("world", _TEXT, "t.py:2 f"))
+    assert (from_record(record, said).phases, from_record(record, said).stood_step) == (phases, 2), "it has gone on"
     recorders[1].set_step(3)
     assert from_record(record, said).phases == (), "they are of the step before"
     assert (from_record(record, said).step, from_record(record, said).stood_step) == (3, 2)

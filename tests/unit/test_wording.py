@@ -28,17 +28,20 @@ def test_what_has_no_room_is_counted_and_a_word_without_end_is_cut() -> None:
 
 
 @pytest.mark.parametrize(
-    ("last_step", "recorded"),
+    ("stood_step", "last_step", "seen", "recorded"),
     [
-        (0, "recorded last: barrier #3 of group world, t.py:9, in step 1"),
-        (24, "issued last: barrier #3 of group world, t.py:9"),
+        (0, 0, "in step 1", "recorded last: barrier #3 of group world, t.py:9, in step 1"),
+        (0, 24, "in step 1", "issued last: barrier #3 of group world, t.py:9"),
+        (25, 25, "in step 26", "issued last: barrier #3 of group world, t.py:9"),
     ],
 )
-def test_where_a_rank_stood_in_an_earlier_step_is_not_said_of_this_one(last_step: int, recorded: str) -> None:
-    """As of one that was killed: its guard has looked at it for the last time in step 1, it came to step 26."""
+def test_where_a_rank_stood_before_is_not_said_of_its_end(
+    stood_step: int, last_step: int, seen: str, recorded: str
+) -> None:
+    """As of one that was killed: its guard has looked at it for the last time before that, in step 1 or in step 26."""
     last = Record(3, 3, last_step, 1, 2, 7, False, "world", "barrier", "t.py:9", "")
-    status = Status(0, 1, 4711, "b", step=25, stood_step=0, last=last, stack=("t.py:1 start",))
+    status = Status(0, 1, 4711, "b", step=25, stood_step=stood_step, last=last, stack=("t.py:1 start",))
     scene = Scene(0, {0: Sight(status, 0.3, is_gone=True)}, lambda _: [], Limits())
     where = whereabouts(scene, 0, "was last seen")
-    assert where == ["rank 0 was last seen in step 1: at t.py:1 start", f"  {recorded}"]
+    assert where == [f"rank 0 was last seen {seen}", f"  {recorded}"]
     assert stacks(scene, [0]) == []

@@ -275,8 +275,10 @@ def from_record(record: FlightRecord, said: Status | None) -> Status:
     waiting = waits_of([one for one in records if not one.left_ns])
     groups = {**said.groups, **{name: fold.progress() for name, fold in folds.items()}}
     last = records[-1] if records else None
-    if said.step != header.step:  # what it said of its main thread is of a step that has ended
-        said = replace(said, step=header.step, stood_step=said.step, phases=())
+    before = -1 if said.last is None else said.last.number
+    if said.step != header.step or (last is not None and last.number > before):  # its main thread has gone on since
+        phases = said.phases if said.step == header.step else ()  # else they are of a step that has ended
+        said = replace(said, step=header.step, stood_step=said.step, phases=phases)
     return replace(said, groups=groups, messages={}, waiting=waiting, last=last)
 
 

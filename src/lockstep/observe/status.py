@@ -84,7 +84,7 @@ class Status:
     last: Record | None = None  # the last that was started
     phases: tuple[tuple[int, int], ...] = ()  # of the main thread in this step, and when each began: see `StepClock`
     stack: tuple[str, ...] = ()  # of the main thread, outermost first: "train.py:31 train_step"; torch's own folded
-    stood_step: int | None = None  # in which it stood there, where the rank has been in later ones since
+    stood_step: int | None = None  # in which it stood there, where the rank has gone on since
     unmoved_s: float = 0.0  # for how long the main thread has been at that very place without using the processor
     looping_s: float = 0.0  # for how long it has waited in one loop, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong

@@ -159,7 +159,7 @@ def waiters(waits: Sequence[Wait]) -> list[str]:
 def stacks(scene: Scene, ranks: Iterable[int]) -> list[str]:
     """One line per stack, innermost frame first, that of the fewest ranks first: who differs is the suspect.
 
-    None of a rank that has been in later steps since.
+    None of a rank that has gone on since.
     """
     together: dict[tuple[str, ...], list[int]] = {}
     for rank in sorted(set(ranks) & set(scene.sights)):
@@ -181,7 +181,7 @@ def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
     here = f": at {status.stack[-1]}{moved}" if status.stack else ""
     last, issued = "nothing yet" if status.last is None else operation(status.last), "issued last"
     if status.stood_step is not None:
-        how += f" in {step_after(status.stood_step)}"
+        how, here = f"{how} in {step_after(status.stood_step)}", ""
         if status.last is not None and status.last.step < status.step - 1:  # what C++ starts is recorded a little later
             last, issued = f"{last}, in {step_after(status.last.step)}", "recorded last"
     return [f"{names([rank])} {how}{here}", f"  {issued}: {last}", *told_before(status)]

@@ -16,6 +16,8 @@ from lockstep.cli import demo_side
 from lockstep.cli.demo import says_all
 from lockstep.cli.demo_side import Side
 from lockstep.demos.catalog import DEMOS, Demo, Place
+from lockstep.observe import guard
+from lockstep.observe.settings import GuardSettings
 
 pytestmark = pytest.mark.limit_s(90)
 
@@ -117,6 +119,13 @@ def test_every_row_has_a_demo() -> None:
     assert {demo.row for demo in DEMOS.values()} == set(_ROWS)
 
 
+def test_looks_are_no_further_apart_than_the_bounds_need() -> None:
+    """What the other tests count in looks is so many seconds, where the machine has time for them."""
+    look_s = GuardSettings().look_s
+    assert _LOOKS * look_s <= 3
+    assert 2 * guard._CALM * look_s < 1, "in calm hours, too, what differs is named within a second"
+
+
 _NAMED = [name for name, demo in DEMOS.items() if not demo.quiet]
 
 
@@ -138,6 +147,7 @@ def test_culprit_is_named(name: str, tmp_path: Path) -> None:
         assert exit_code == expected, output
     else:
         assert exit_code in ((None, 1) if demo.places else (1,)), output
+        assert not demo.places or re.search(r'meet\.py", line 7\b', output), output  # each error has its call
 
 
 def _is_a_report(demo: Demo, output: str) -> None:

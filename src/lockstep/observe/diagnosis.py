@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
+from lockstep.observe.deadlock import find_cycle
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.endings import find_finished, find_gone, find_raised
-from lockstep.observe.hang import find_cycle, find_hang, find_stopped, find_waiting
+from lockstep.observe.hang import find_hang, find_stopped, find_waiting
 from lockstep.observe.scene import Limits, Records, Scene, message_text
 from lockstep.observe.status import Sight
 from lockstep.observe.training_findings import Training

@@ -399,14 +399,13 @@ def test_sub_groups_have_one_name_on_all_their_ranks(watched: Watched) -> None:
 
 def test_words_are_kept_but_not_without_end(silent: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     comm, watcher, _ = silent
-    monkeypatch.setattr("lockstep.observe.recording._REMEMBERED", 8)
+    monkeypatch.setattr("lockstep.observe.line_words._KEPT", 8)
     layer = comm.transport
     assert isinstance(layer, GuardLayer)
     for n in range(40):
         comm.all_reduce(torch.ones(n))
         comm.all_reduce(torch.ones(3), label=f"step {n}")
-        assert len(layer._known) <= 8
-        assert len(layer._of_lines) + len(layer._of_others) <= len(layer._codes) <= 8
+        assert max(len(layer._of_lines), len(layer._words.of_sites)) <= 8
     assert watcher.texts()[::2] == [f"all_reduce float32 [{n}] sum" for n in range(40)]
 
 

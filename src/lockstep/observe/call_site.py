@@ -111,12 +111,6 @@ def _up_from(frame: FrameType) -> tuple[str, int, FrameType]:
     return _site_of(found), steps, found
 
 
-def is_users_line(code: CodeType, instruction: int) -> bool:
-    """Whether this line of `code`, which `call_site` has named, is the user's own or stands for it."""
-    known = SITES.get((id(code), instruction))
-    return known is not None and known[2]
-
-
 def users_stack(frame: FrameType | None) -> tuple[str, ...]:
     """The frames from the outermost to `frame` that are the user's own, as `call_site` names them; all, if none is."""
     frames: list[FrameType] = []

@@ -9,21 +9,21 @@ from collections import Counter
 from collections.abc import Sequence
 from sys import _getframe
 from time import monotonic_ns
-from types import CodeType, FrameType
-from typing import TYPE_CHECKING, NoReturn, final
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work, signature
 from lockstep.comm.operands import pieces
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CommError
-from lockstep.observe.call_site import call_site, is_users, site_from
-from lockstep.observe.flight import MessageNumbers, Words, pack_words
+from lockstep.observe.call_site import call_site
+from lockstep.observe.flight import MessageNumbers, Words
+from lockstep.observe.line_words import Line, LineWords
 from lockstep.observe.scene import message_text
 
 if TYPE_CHECKING:
     from lockstep.observe.guard import Guard
 
-_REMEMBERED = 4096  # operations whose words are kept; those of a program whose shapes never repeat are packed anew
 _SIZES_MAX = 8  # of uneven parts that are written out
 _NAME_CHARS = 24  # that a record has for the name of a group
 
@@ -52,13 +52,10 @@ class GuardLayer(TransportLayer):
         super().__init__(inner)
         self.guard = guard
         self.recorder = guard.recorder
-        self._group = name
         self._is_world, self._owns_guard = is_world or owns_guard, owns_guard
         self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
-        self._known: dict[tuple[object, ...], Words] = {}
-        self._of_lines: dict[tuple[object, ...], Words] = {}
-        self._of_others: dict[tuple[object, ...], dict[str, Words]] = {}  # lines that are not the user's, by his
-        self._codes: list[CodeType] = []  # of these lines, which keep the numbers that they go by
+        self._words = LineWords(name)
+        self._of_lines = self._words.of_lines
         self._collectives = itertools.count()  # the number that the next one has
         self._messages = MessageNumbers()
         guard.group(name, inner.global_ranks)
@@ -109,32 +106,22 @@ class GuardLayer(TransportLayer):
                 self.recorder.leave(number)
             raise
 
-    def _learn(self, op: CommOp, frame: FrameType, line: tuple[object, ...]) -> Words:
+    def _learn(self, op: CommOp, frame: FrameType, line: Line) -> Words:
         """What `op` says, to be found by its line the next time; with the user's line, where that is another one."""
-        site, by_site = call_site(3), self._of_others.get(line, {})
-        words = by_site.get(site)
-        if words is None:
-            words = self._words_of(op, site)
-            if len(self._codes) >= _REMEMBERED:
-                for kept in (self._of_lines, self._of_others, self._codes):
-                    kept.clear()
-            self._codes.append(frame.f_code)
-            if is_users(frame.f_code.co_filename) and site_from(frame) == site:
-                self._of_lines[line] = words
-            else:
-                self._of_others[line] = {**by_site, site: words}
+        site = call_site(3)
+        key = (site, *line[2:])
+        words = self._words.of_sites.get(key) or self._said(op, key)
+        self._words.learn(line, frame, site, words)
         return words
 
     def _words_of(self, op: CommOp, site: str) -> Words:
         shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (*op.inputs, *op.outputs)])
         way = op.algorithm and op.algorithm.name
         key = (site, op.kind, len(op.inputs), shapes, op.reduce, op.peer, op.tag, op.label, way)
-        words = self._known.get(key)
-        if words is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            words = self._known[key] = pack_words(self._group, text_of(op, self.global_ranks), site, op.label)
-        return words
+        return self._words.of_sites.get(key) or self._said(op, key)
+
+    def _said(self, op: CommOp, key: tuple[Any, ...]) -> Words:
+        return self._words.keep(key, text_of(op, self.global_ranks), op.label)
 
     def over(self, inner: Transport) -> GuardLayer:
         """Named by its ranks, and by how many groups of just these have been made: equal on all of them."""

@@ -9,11 +9,12 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
-from types import CodeType
+from types import FrameType
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.call_site import call_site, is_users_line
-from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words, pack_words
+from lockstep.observe.call_site import call_site
+from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words
+from lockstep.observe.line_words import Line, LineWords
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
 
@@ -23,10 +24,7 @@ if TYPE_CHECKING:
 FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
 _ON_STREAMS = ("nccl", "xccl")  # a wait returns before the operation has ended, except for tensors on the CPU
 _NAME_CHARS = 20  # of the 24 that a record has: a name may come again, and is numbered then
-_KEPT = 4096  # words; more than a program has lines that communicate
 
-
-Line = tuple[int, int, tuple[Any, ...]]  # id of code, instruction; the fields of the Operation
 Pending = tuple[int, int]  # torch's number of a collective whose end its Flight Recorder tells, and that of the record
 
 
@@ -54,28 +52,22 @@ class WatchedGroup:
         self._recorder = recorder
         self.collectives = itertools.count()  # the number that the next one has
         self.messages = MessageNumbers()
-        self.words: dict[tuple[str, object], Words] = {}  # by the line, and the operation or what C++ said of it
-        self.of_lines: dict[Line, Words] = {}  # of calls from a line of the user's
-        self._codes: list[CodeType] = []  # of these lines, which keep the numbers that they go by
+        self._words = LineWords(name)  # by the operation, or what C++ said of it
+        self.of_lines = self._words.of_lines  # a line with the fields of the Operation
         self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 
-    def learn(self, line: Line, code: CodeType, depth: int) -> Words:
+    def learn(self, line: Line, frame: FrameType, depth: int) -> Words:
         """What is recorded of a call from Python; where its line is the user's own, `of_lines` has that from now on.
 
-        code: of that line, so many frames away.
+        frame: of that line, so many frames away.
         """
         site, operation = call_site(depth + 1), line[2]
-        words = self.words.get((site, operation)) or self._said(operation, site)
-        if is_users_line(code, line[1]):
-            if len(self._codes) >= _KEPT:
-                self.of_lines.clear()
-                self._codes.clear()
-            self._codes.append(code)
-            self.of_lines[line] = words
+        words = self._words.of_sites.get((site, operation)) or self._said(operation, site)
+        self._words.learn(line, frame, site, words)
         return words
 
     def _said(self, operation: tuple[Any, ...], site: str) -> Words:
-        return self._keep((site, operation), text_of(Operation(*operation), self.ranks), site)
+        return self._words.keep((site, operation), text_of(Operation(*operation), self.ranks))
 
     def catch_up(
         self,
@@ -102,7 +94,7 @@ class WatchedGroup:
             numbers = range(self.seen + 1, torch_number + 1)
             if known is None:
                 key = site, "by this line"
-                words = self.words.get(key) or self._keep(key, FROM_CPP, *key)
+                words = self._words.of_sites.get(key) or self._words.keep(key, FROM_CPP, key[1])
                 entered = self._recorder.enter_all(self.collectives, words, len(numbers), step, now_ns)
             else:
                 entries = [known.get(number) for number in numbers]
@@ -112,21 +104,15 @@ class WatchedGroup:
 
     def _enter_known(self, site: str, entry: Entry | None, step: int) -> int:
         key = site, entry.text if entry else ""
-        words = self.words.get(key) or self._keep(key, FROM_CPP, *key)
+        words = self._words.of_sites.get(key) or self._words.keep(key, FROM_CPP, key[1])
         return self._recorder.enter_all(self.collectives, words, 1, step, entry.began_ns if entry else 0)[0]
-
-    def _keep(self, key: tuple[str, object], text: str, site: str, label: str = "") -> Words:
-        if len(self.words) >= _KEPT:
-            self.words.clear()
-        words = self.words[key] = pack_words(self.name, text, site, label)
-        return words
 
     def started(self, torch_number: int, operation: tuple[Any, ...], site: str) -> int:
         """C++ has just started this, which now is torch's number; the rank's own thread says so. Its own number."""
         step = self._recorder.its_step()
         self._recorder.take_up()
         with self._lock:
-            words = self.words.get((site, operation)) or self._said(operation, site)
+            words = self._words.of_sites.get((site, operation)) or self._said(operation, site)
             (number,) = self._recorder.enter_all(self.collectives, words, 1, step)
             self.pending.append((torch_number, number))
             self.seen = torch_number

@@ -166,7 +166,7 @@ class TorchWatch:
                 if not is_ours:
                     operation, tensor = read(args, kwargs)
                     line = id(frame.f_code), frame.f_lasti, operation
-                    words = watched.of_lines.get(line) or watched.learn(line, frame.f_code, depth + 1)
+                    words = watched.of_lines.get(line) or watched.learn(line, frame, depth + 1)
                     seq = next(watched.messages[(name, *operation[5:])] if is_message else watched.collectives)
                     number = recorder.enter(seq, words, is_message)
                 work = old(group, *args, **kwargs)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lockstep.observe import histories, unpaired, wording
+from lockstep.observe import histories, wording
+from lockstep.observe.messages import PAIR_UP, unpaired, waiters
 from lockstep.observe.scene import GRACE_S, STILL_S, Scene, Wait
 from lockstep.observe.wait_chains import circle, point_of_life, waits_for
 from lockstep.observe.wording import Finding, names, step_after
@@ -56,22 +57,14 @@ def _report(scene: Scene, waits: Sequence[Wait]) -> Finding:
     ranks = [wait.rank for wait in waits]
     groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})
     ahead = _went_on(scene, waits)
-    odd, alone = unpaired.find_unpaired(scene, ranks)
+    odd, alone = unpaired(scene, ranks)
     culprits = ahead or odd or _outvoted(waits)
-    lines = unpaired.waiters(scene, [*waits, *waits_for(scene, ranks)], alone)
+    lines = waiters(scene, [*waits, *waits_for(scene, ranks)], alone)
     lines += [f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead]
-    return wording.compose(
-        scene,
-        "cycle",
-        point_of_life(scene, sorted(ranks)),
-        f"DEADLOCK in {step_after(scene.step)}: {_way(ranks, groups, culprits)}",
-        culprits,
-        lines,
-        why="each of them waits for the next one, so none can ever get on.",
-        fix=_fix(groups, ahead, odd),
-        least=wording.stacks(scene, ranks),
-        done=scene.step,
-    )
+    head = f"DEADLOCK in {step_after(scene.step)}: {_way(ranks, groups, culprits)}"
+    why, fix = "each of them waits for the next one, so none can ever get on.", _fix(groups, ahead, odd)
+    key, least = point_of_life(scene, sorted(ranks)), wording.stacks(scene, ranks)
+    return wording.compose(scene, "cycle", key, head, culprits, lines, why=why, fix=fix, least=least, done=scene.step)
 
 
 def _way(ranks: Sequence[int], groups: Sequence[str], culprits: Sequence[int]) -> str:
@@ -90,4 +83,4 @@ def _fix(groups: Sequence[str], ahead: Sequence[int], odd: Sequence[int]) -> str
         return f"use groups {', '.join(groups)} in the same order on every rank."
     if groups and not odd:
         return "send what another rank receives before the collective, or let that rank receive it later."
-    return unpaired.FIX
+    return PAIR_UP

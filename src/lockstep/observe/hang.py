@@ -8,9 +8,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from lockstep.observe import histories, unpaired, wording
+from lockstep.observe import histories, wording
 from lockstep.observe.flight import Record
-from lockstep.observe.messages import let_go
+from lockstep.observe.messages import PAIR_UP, let_go, unpaired, waiters
 from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.scene import SILENT_S, STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED
@@ -177,17 +177,9 @@ def _report_stopped(scene: Scene, ranks: Sequence[int]) -> Finding:
     if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
         lines.append(f"all but {names([scene.me])}: it may as well be that this host is cut off")
     lines += wording.waiters(waits)
-    return wording.compose(
-        scene,
-        "stopped",
-        point_of_life(scene, ranks),
-        f"STOPPED in {step_after(scene.step)}.",
-        ranks,
-        lines,
-        fix=fix,
-        least=wording.stacks(scene, [wait.rank for wait in waits]),
-        done=scene.step,
-    )
+    key, head = point_of_life(scene, ranks), f"STOPPED in {step_after(scene.step)}."
+    least = wording.stacks(scene, [wait.rank for wait in waits])
+    return wording.compose(scene, "stopped", key, head, ranks, lines, fix=fix, least=least, done=scene.step)
 
 
 def _report_hang(
@@ -195,7 +187,7 @@ def _report_hang(
 ) -> Finding:
     """more: see `_with_more_calls`."""
     waits = waits_for(scene, ranks) or [wait]
-    odd, alone = unpaired.find_unpaired(scene, ranks)
+    odd, alone = unpaired(scene, ranks)
     ranks = odd or ranks
     done = alone[0].record.step if alone else scene.step
     how = {rank: _not_there(scene, rank) for rank in ranks}
@@ -207,41 +199,30 @@ def _report_hang(
         fix = "see what it waits for: disk, network, a lock, a worker. Is that usual: a longer LOCKSTEP_HANG_S."
     lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, how[rank])]
     if alone:
-        what, why, fix, lines = "no match of messages", "", unpaired.FIX, []
+        what, why, fix, lines = "no match of messages", "", PAIR_UP, []
     if more:
         fix = f"look for a call that {names(more)} alone makes, in another thread perhaps."
         lines = [*more.values()]
-    lines += unpaired.waiters(scene, waits, alone)
-    return wording.compose(
-        scene,
-        "hang",
-        point_of_life(scene, ranks),
-        f"HANG: {what} for {seconds(wait.age_s)} in {step_after(done)}.",
-        ranks,
-        lines,
-        why=why,
-        fix=fix,
-        least=wording.stacks(scene, [*ranks, *(one.rank for one in waits)]),
-        done=done,
-    )
+    lines += waiters(scene, waits, alone)
+    key, head = point_of_life(scene, ranks), f"HANG: {what} for {seconds(wait.age_s)} in {step_after(done)}."
+    least = wording.stacks(scene, [*ranks, *(one.rank for one in waits)])
+    return wording.compose(scene, "hang", key, head, ranks, lines, why=why, fix=fix, least=least, done=done)
 
 
 def _report_transport(scene: Scene, wait: Wait, gone: Mapping[int, str]) -> Finding:
     """gone: see `let_go`."""
-    head = f"of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}"
+    head = f"HANG of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}"
     why = "no rank is to blame: what lies between them does not carry their data."
     fix = "`lockstep doctor` tries every pair: interfaces, firewall, shared memory, another job's port."
     lines = wording.waiters([found for found in scene.waits if found.is_part_of(wait)] or [wait])
     if gone:
-        head = f"for a lost message, for {seconds(wait.age_s)} in {step_after(scene.step)}."
+        head = f"HANG for a lost message, for {seconds(wait.age_s)} in {step_after(scene.step)}."
         why = "Gloo drops a message whose Work goes before it is through: the next takes its place, or none."
         fix = "keep what isend and irecv return, and wait() for it."
         lines += [*gone.values(), *wording.waiters(waits_for(scene, [wait.rank]))]
-    key = f"{wait.record.group}:{wait.record.seq}"
+    key, done = f"{wait.record.group}:{wait.record.seq}", scene.step
     least = wording.stacks(scene, (wait.rank, *wait.ranks))
-    return wording.compose(
-        scene, "transport", key, f"HANG {head}", [*gone], lines, why=why, fix=fix, least=least, done=scene.step
-    )
+    return wording.compose(scene, "transport", key, head, [*gone], lines, why=why, fix=fix, least=least, done=done)
 
 
 def _report_waiting(scene: Scene, wait: Wait, busy: Sequence[int]) -> Finding:

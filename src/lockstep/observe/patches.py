@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
-from typing import Any, final
+from typing import Any, TypeVar, final
 
 from lockstep.observe.torch_import import when_imported
 
+T = TypeVar("T")
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 _MISSING: Any = object()
 _PASSED_BY = " (importlib._bootstrap)"  # `warnings` passes by files of such a name when it looks for who called
@@ -51,6 +52,11 @@ class Patches:
     def add(self, *undo: Callable[[], None]) -> None:
         """Something else to be undone."""
         self._undo += undo
+
+    def insert(self, to: list[T], one: T) -> None:
+        """Add `one` to a list."""
+        to.append(one)
+        self.add(partial(to.remove, one))
 
     def undo(self) -> None:
         """Put all back, the last one first."""

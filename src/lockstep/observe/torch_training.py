@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -61,14 +61,11 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     undo += [BACKWARDS.attach(), OPTIMIZERS.attach()]
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
     BACKWARDS.failed = guard.saw
-    PACE.dues.append(watch.replicas.due_after)
-    guard.at_end.append(watch.finish)
-    guard.before_look.append(watch.gradients.forget)
+    watch.patches.insert(PACE.dues, watch.replicas.due_after)
+    watch.patches.insert(guard.at_end, watch.finish)
+    watch.patches.insert(guard.before_look, watch.gradients.forget)
     atexit.register(watch.end)
-    undo += [partial(guard.at_end.remove, watch.finish), partial(atexit.unregister, watch.end)]
-    undo.append(partial(PACE.dues.remove, watch.replicas.due_after))
-    undo.append(partial(guard.before_look.remove, watch.gradients.forget))
-    watch.until_closed(undo)
+    watch.patches.add(*undo, partial(atexit.unregister, watch.end))
     close_ours = weakref.WeakMethod(watch.close)
     os.register_at_fork(after_in_child=lambda: (close := close_ours()) and close())  # the facts are the parent's
     return watch.close
@@ -91,23 +88,19 @@ class TrainingWatch:
         self._pending: Callable[[], None] | None = None  # the check of the last step
         self._has_hurried = False  # to compare the first step whose gradients were not averaged
         self._is_over = False
-        self._patches = Patches()
-        self.replicas = ReplicaFacts(guard, self._models, environ, self._patches)
+        self.patches = Patches()
+        self.replicas = ReplicaFacts(guard, self._models, environ, self.patches)
         self.replicas.before_load = self._compare_last
         self._stepper: Callable[[], Any] = lambda: None  # the optimizer that has stepped last
         self._stamped: set[int] = set()  # ids of the optimizers that have taken the step
         self.gradients = GradientFacts(guard, lambda optimizer: self.models.named(optimizer))
-        self.models = ModelFacts(guard, self._models, self._patches)
-        self.cuts = CutFacts(guard, self._patches)
+        self.models = ModelFacts(guard, self._models, self.patches)
+        self.cuts = CutFacts(guard, self.patches)
         self.data = DataWatch(guard, self.models.team)
-
-    def until_closed(self, undo: Iterable[Callable[[], None]]) -> None:
-        """Call them at the end."""
-        self._patches.add(*undo)
 
     def close(self) -> None:
         """Put back what was replaced."""
-        self._patches.undo()
+        self.patches.undo()
         self.data.close()
 
     # ------------------------------------------------------------------ what is replaced
@@ -118,7 +111,7 @@ class TrainingWatch:
         from torch.distributed import distributed_c10d
 
         ending = partial(self._ending, distributed_c10d._world)
-        self._patches.replace(distributed_c10d, "destroy_process_group", ending, dist)
+        self.patches.replace(distributed_c10d, "destroy_process_group", ending, dist)
 
     def watch_join(self) -> None:
         """torch's Join is there: within it, ranks may have different numbers of steps."""
@@ -140,8 +133,8 @@ class TrainingWatch:
 
             return leave
 
-        self._patches.replace(Join, "__enter__", entering)
-        self._patches.replace(Join, "__exit__", leaving)
+        self.patches.replace(Join, "__enter__", entering)
+        self.patches.replace(Join, "__exit__", leaving)
 
     # ------------------------------------------------------------------ steps
 

@@ -47,32 +47,18 @@ _SEAM = tuple(os.path.join("lockstep", "comm", name) for name in ("torch_calls.p
 def attach(guard: Guard) -> Callable[[], None]:
     """Let `guard` see what torch.distributed does in this process, from its import on. The result ends that."""
     watch = TorchWatch(guard)
-    undo = [
+    watch.patches.add(
         when_imported("torch.distributed.distributed_c10d", watch.watch_calls),
         when_imported("torch.distributed._functional_collectives", watch.watch_functional),
         OPTIMIZERS.attach(),
         watch_groups(guard),
-    ]
+    )
+    watch.patches.insert(guard.before_look, watch.look)
+    watch.patches.insert(guard.aborts, watch.abort)
     OPTIMIZERS.steps = watch.steps
-    guard.before_look.append(watch.look)
-    guard.aborts.append(watch.abort)
-
-    def detach() -> None:
-        for call in undo:
-            call()
-        watch.close()
-        guard.before_look.remove(watch.look)
-        guard.aborts.remove(watch.abort)
-
-    here = weakref.ref(watch)
-
-    def forked() -> None:
-        mine = here()
-        if mine is not None:
-            mine.close()  # the record is the parent's
-
-    os.register_at_fork(after_in_child=forked)
-    return detach
+    undo_ours = weakref.WeakMethod(watch.patches.undo)
+    os.register_at_fork(after_in_child=lambda: (undo := undo_ours()) and undo())  # the record is the parent's
+    return watch.patches.undo
 
 
 # A call from Python that has returned its Work: number of the record, group, the Work, torch's number (0 for a message)
@@ -92,7 +78,7 @@ class TorchWatch:
         self._open: dict[int, _Open] = {}  # by id of the Work
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
         self._aborted: set[str] = set()
-        self._patches = Patches()
+        self.patches = Patches()
         self._flights: TorchFlightRecorder | None = None
         self._is_checking = guard.settings.mode == "check"
         self._in_flight: InFlight | None = None  # from its first operation on
@@ -122,16 +108,12 @@ class TorchWatch:
         self._replace(reducer, "__init__", self._remembering)
         self._replace(distributed_c10d, "_new_group_with_tag", self._meetings.making)
         dist = sys.modules["torch.distributed"]
-        self._patches.replace(distributed_c10d, "init_process_group", self._meetings.meeting, dist)
+        self.patches.replace(distributed_c10d, "init_process_group", self._meetings.meeting, dist)
 
     def watch_functional(self) -> None:
         """Functional collectives are there, which DTensor and torch.compile make."""
 
-        self._patches.add(watch_functional(self._groups.known))
-
-    def close(self) -> None:
-        """Put back what was replaced."""
-        self._patches.undo()
+        self.patches.add(watch_functional(self._groups.known))
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         # torch's C++ asks a Python subclass for its own `name`, and takes what we put into the class for one; it sees
@@ -141,7 +123,7 @@ class TorchWatch:
             new.__code__ = new.__code__.replace(co_name=name)  # type: ignore[attr-defined]
             return new
 
-        self._patches.replace(owner, name, named)
+        self.patches.replace(owner, name, named)
 
     def _noting(self, name: str, doors: set[int], old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""

@@ -151,7 +151,7 @@ step = guard.recorder._words[4]
 is_over.set()
 thread.join()
 train(2)
-print("locks", len(held) >= 7, "children", codes, "steps", step, guard.step)
+print("locks", len(held) >= 7, "children", codes, "steps", step, guard.recorder.step)
 dist.destroy_process_group()
 """
 

@@ -167,7 +167,7 @@ def steps_twice(rank: int, _: Path) -> None:
         optimizer.step()
     assert not any(brief)
     assert OPTIMIZERS.steps is not None
-    assert OPTIMIZERS.steps.guard.step == _STEPS
+    assert OPTIMIZERS.steps.guard.recorder.step == _STEPS
 
 
 def steps_around_a_closure(rank: int, _: Path) -> None:
@@ -186,7 +186,7 @@ def steps_around_a_closure(rank: int, _: Path) -> None:
         optimizer.step(closure)  # type: ignore[arg-type]
     assert brief[25]
     assert OPTIMIZERS.steps is not None
-    assert OPTIMIZERS.steps.guard.step == _STEPS
+    assert OPTIMIZERS.steps.guard.recorder.step == _STEPS
 
 
 WRONG: dict[Case, tuple[str, ...]] = {

@@ -272,10 +272,10 @@ def test_what_two_threads_are_at_is_over_when_both_are_through(recorder: FlightR
         mine.enter_context(guard.activity("join"))
         others.enter_context(guard.activity("checkpoint"))
         guard.step_done()  # within `join` of one thread, whatever another one does
-        assert guard.step == 0
+        assert guard.recorder.step == 0
     assert activity() == ""
     guard.step_done()
-    assert guard.step == 1
+    assert guard.recorder.step == 1
     guard.close()
 
 

@@ -342,10 +342,10 @@ def test_a_thread_after_whose_end_the_rank_does_nothing_was_its_training(
     monkeypatch.setattr(process_guard, "_listening", {guard})
     monkeypatch.setitem(process_guard._before, process_guard._thread_ended, shown.append)
     monkeypatch.setattr(sys, "last_value", None, raising=False)
-    guard.step, guard.recorder.started = before
+    guard.recorder.step, guard.recorder.started = before
     error = ValueError("label 7")
     process_guard._thread_ended(threading.ExceptHookArgs((ValueError, error, None, None)))
-    guard.step, guard.recorder.started = after
+    guard.recorder.step, guard.recorder.started = after
     process_guard._end()
     assert [one.exc_value for one in shown] == [error]
     assert process_guard.thread_error() is (error if is_training else None)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, DistributedSampler, IterableDataset
 
+from lockstep.observe.patches import Patches
 from lockstep.observe.profile.notes import Later, take_notes
 from lockstep.observe.torch_data import DataWatch
 
@@ -28,9 +29,10 @@ class Watched:
         self._told: dict[tuple[str, Any], Any] = {}
         self.notes: list[dict[str, Any]] = []
         self.may_share = False
-        self.watch = DataWatch(cast(Any, self), lambda: ("team/2", False, self.may_share))
+        patches = Patches()
+        self.watch = DataWatch(cast(Any, self), lambda: ("team/2", False, self.may_share), patches)
         self.watch.watch_loaders()
-        request.addfinalizer(self.watch.close)
+        request.addfinalizer(patches.undo)
         request.addfinalizer(take_notes(self))
 
     def tell(self, topic: str, key: int | str, value: Any) -> None:

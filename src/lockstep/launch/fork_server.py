@@ -27,8 +27,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.launch.preload import WITH_TORCH, is_installed
-from lockstep.launch.program import DEBUG, Program, read_program, run_program
+from lockstep.launch.program import Program, read_program, run_program
 from lockstep.launch.worker import die_with_launcher
+from lockstep.observe.last_words import DEBUG
 
 _REBORN = ("jemalloc_bg_thd",)  # of pyarrow's allocator, which knows of forks: each process starts its own again
 _HEADER = struct.Struct("!I")

@@ -24,7 +24,7 @@ import lockstep
 from lockstep.comm.pulse import open_pulse
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
 from lockstep.observe.guard import Guard
-from lockstep.observe.last_words import DEBUG, end_in_users_code, says_all, sees_another
+from lockstep.observe.last_words import end_in_users_code, sees_another
 from lockstep.observe.process_guard import STORE, begin, thread_error
 from lockstep.observe.profile.session import follow_program
 from lockstep.observe.torch_start import Worlds, meet_machines
@@ -178,9 +178,8 @@ def _say(error: BaseException, guard: Guard | None, environ: Mapping[str, str]) 
     error.__traceback__ = trace
     if guard is not None:
         error = guard.cause_of(error)
-    if says_all(error) and DEBUG not in os.environ:
-        end_in_users_code(error)
-        trace = error.__traceback__
+    end_in_users_code(error)
+    trace = error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, trace
     path = environ.get(ERROR_FILE)
     if path and not os.path.exists(path):  # else torch's @record has written it

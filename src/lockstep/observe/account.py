@@ -43,6 +43,7 @@ class Account:
         self._thread = threading.get_ident()
         self.motion = Motion(self._thread)
         self._recorder, self._record, self._host = recorder, FlightRecord(recorder.path), socket.gethostname()
+        self.records = self._record.records
         self._folds: dict[str, Folding] = {}
         self._channels: dict[str, int] | None = {}  # messages so far; None where not all of them are known
         self._under_way: dict[int, Record] = {}  # at the last look, by number
@@ -95,10 +96,6 @@ class Account:
     def oldest_ns(self) -> int:
         """When the oldest of what is under way began; 0 where nothing is. Any thread may ask."""
         return min((record.entered_ns for record in tuple(self._under_way.values())), default=0)
-
-    def records(self, since: int, until: int) -> list[Record]:
-        """Numbers `since` to `until`, without that one, which are still there."""
-        return self._record.records(since, until)
 
     def end(self, error: BaseException | None) -> None:
         """The rank leaves: by `error`, or because its program is done."""

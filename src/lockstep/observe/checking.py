@@ -66,7 +66,7 @@ class CheckLayer(TransportLayer):
             self._land_the_dropped()
         if self._is_over or op.kind in ("send", "recv", "batch_send_recv"):
             return self.inner.submit(op)
-        said = Said(self._guard.step, text_of(op, self.global_ranks), call_site())
+        said = Said(self._guard.recorder.step, text_of(op, self.global_ranks), call_site())
         if self._failure is None and self.world_size > 1:
             try:
                 self._compare(op, said)

@@ -24,7 +24,7 @@ from lockstep.observe.board import Board, Store
 from lockstep.observe.call_site import call_site
 from lockstep.observe.diagnosis import Finding, Limits
 from lockstep.observe.endings import CAUGHT
-from lockstep.observe.flight import FlightRecorder, Record, pack_words
+from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.hang import FAILING
 from lockstep.observe.last_words import last_words, peer_failed, sees_another, users_line
 from lockstep.observe.lookout import Lookout
@@ -65,6 +65,8 @@ class Guard:
         self._voice = Voice(self.rank, limits.evidence, board.records_of)
         self._lookout = Lookout(self.rank, self._account, board, self._voice, limits, self._period_s)
         self.facts, self.motion = self._account.facts, self._account.motion
+        self.leave, self.records = recorder.leave, self._account.records  # what `enter` began; from number to number
+        self.group = self._lookout.group
         self.before_look = self._lookout.before_look  # called by the thread, each time
         self.before_look.append(recorder.take_up)
         self.at_end: list[Callable[[], None]] = []  # called when the rank's program is done, before it has ended
@@ -87,10 +89,6 @@ class Guard:
         """See the ranks of other machines through `store`, which is for this guard alone."""
         self._board.use(store)
 
-    def group(self, name: str, ranks: Sequence[int]) -> None:
-        """There is a group of this name, of these ranks of the job, in its order."""
-        self._lookout.group(name, ranks)
-
     def name_of_world(self) -> str:
         """A name for the group of all ranks: each one that a process makes begins to count anew."""
         self._worlds += 1
@@ -99,15 +97,6 @@ class Guard:
     def enter(self, group: str, seq: int, text: str, site: str, label: str = "", *, is_message: bool = False) -> int:
         """An operation begins; its number. See `Record`."""
         return self.recorder.enter(seq, pack_words(group, text, site, label), is_message)
-
-    def records(self, since: int, until: int) -> list[Record]:
-        """Of this rank's flight record: numbers `since` to `until`, without that one, which are still there."""
-        return self._account.records(since, until)
-
-    @property
-    def step(self) -> int:
-        """How many steps this rank has done, with those of earlier starts that the program goes on from."""
-        return self.recorder.step
 
     def begin_after(self, step: int) -> None:
         """The program goes on from a checkpoint of `step`, alike on all ranks."""
@@ -251,7 +240,7 @@ class Guard:
         if found is not None:
             self.has_failed, self._raised = True, found.key
         text = _TORCHS_SOURCE.sub("", last_words(error).message)
-        self.facts.tell(CAUGHT, CAUGHT, [self.step, call_site(), in_words(type(error).__name__, text)])
+        self.facts.tell(CAUGHT, CAUGHT, [self.recorder.step, call_site(), in_words(type(error).__name__, text)])
         return error
 
     def _why(self, error: CommError) -> CommError:

@@ -136,7 +136,9 @@ def handled(error: BaseException | None) -> str:
 
 
 def end_in_users_code(error: BaseException) -> None:
-    """Leave out how it was met in our code and torch's: see `says_all`."""
+    """Leave out how it was met in our code and torch's, if it `says_all`: else, and where asked for, it stays whole."""
+    if not says_all(error) or DEBUG in os.environ:
+        return
     last, trace, own = None, error.__traceback__, own_before(error)
     while trace is not None:
         last = trace if is_users(trace.tb_frame.f_code.co_filename) else last

@@ -16,7 +16,7 @@ from types import TracebackType
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.last_words import DEBUG, end_in_users_code, last_words, says_all, users_line
+from lockstep.observe.last_words import DEBUG, end_in_users_code, last_words, users_line
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import in_words
@@ -105,8 +105,7 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
             at = f" at {where}" if (where := users_line(error)) else ""
             sys.stderr.write(f"lockstep: rank {guard.rank} was interrupted{at}\n")
             return
-    if says_all(error) and DEBUG not in os.environ:
-        end_in_users_code(error)
+    end_in_users_code(error)
     _before[_last_error](type(error), error, error.__traceback__)
 
 
@@ -119,10 +118,9 @@ def _thread_ended(args: threading.ExceptHookArgs) -> None:
             kind, message, where, *_ = last_words(error)
             said = f"one of its threads had ended: {in_words(kind, message)}{where and ', at '}{where}"
             guard.facts.tell(BEFORE, "thread", said)
-            _died[:] = [(error, guard.step or guard.recorder.started)]
+            _died[:] = [(error, guard.recorder.step or guard.recorder.started)]
             error = guard.as_shown(error)
-        if says_all(error) and DEBUG not in os.environ:
-            end_in_users_code(error)
+        end_in_users_code(error)
         args = threading.ExceptHookArgs((type(error), error, error.__traceback__, args.thread))
     _before[_thread_ended](args)
     traceback.clear_frames(args.exc_traceback)  # what they hold ends with the thread, as without us
@@ -133,8 +131,11 @@ def thread_error() -> BaseException | None:
 
     Python ends by 0 then. So does the rank, whose program may have meant that; the others that miss it do not.
     """
-    error, done = _died[0] if _died else (None, 0)  # operations where it counts no steps: C++'s may be entered later
-    return error if done and any((guard.step or guard.recorder.started) == done for guard in _listening) else None
+    if not _died:
+        return None
+    error, done = _died[0]
+    now = [one.recorder.step or one.recorder.started for one in _listening]  # of operations C++'s may be entered later
+    return error if done and done in now else None
 
 
 def _ignored(args: sys.UnraisableHookArgs) -> None:

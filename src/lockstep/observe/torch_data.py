@@ -107,8 +107,8 @@ class _Pass:
 class DataWatch:
     """Of one rank. `team` names the ranks that train together; may they have other numbers of batches, or the same?"""
 
-    def __init__(self, guard: Guard, team: Callable[[], tuple[str, bool, bool]]) -> None:
-        self._guard = guard
+    def __init__(self, guard: Guard, team: Callable[[], tuple[str, bool, bool]], patches: Patches) -> None:
+        self._guard, self._patches = guard, patches
         self.recorder, self.ranks = guard.recorder, guard.world_size
         self._team = team
         self._followed: Callable[[], Any] | None = None  # the first dataset trained on whose samples can be told
@@ -117,7 +117,6 @@ class DataWatch:
         self._newest: dict[str, _Pass] = {}  # that were told, by topic
         self.latest: Any = None  # pass that handed a batch out, before it was told
         self._whole: list[_Pass] = []  # each loader's last one that was told, where it was complete
-        self._patches = Patches()
 
     def watch_loaders(self) -> None:
         """torch.utils.data is there."""
@@ -126,8 +125,7 @@ class DataWatch:
         for name in ("__init__", "_reset"):  # workers that stay are only reset
             self._patches.replace(dataloader._BaseDataLoaderIter, name, self._beginning)
         self._patches.add(BATCHES.attach())
-        self._guard.before_look.append(self._add_up)
-        self._patches.add(lambda: self._guard.before_look.remove(self._add_up))
+        self._patches.insert(self._guard.before_look, self._add_up)
 
     def watch_saves(self) -> None:
         """torch.save is there, or about to be; what else weights are kept with is there too."""
@@ -145,10 +143,6 @@ class DataWatch:
         from safetensors import torch
 
         self._patches.replace(torch, "save_file", self._saving)
-
-    def close(self) -> None:
-        """Put back what was replaced."""
-        self._patches.undo()
 
     def finish(self) -> None:
         """The program is at its end, maybe within a pass."""

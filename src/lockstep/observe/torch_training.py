@@ -66,9 +66,9 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     watch.patches.insert(guard.before_look, watch.gradients.forget)
     atexit.register(watch.end)
     watch.patches.add(*undo, partial(atexit.unregister, watch.end))
-    close_ours = weakref.WeakMethod(watch.close)
-    os.register_at_fork(after_in_child=lambda: (close := close_ours()) and close())  # the facts are the parent's
-    return watch.close
+    undo_ours = weakref.WeakMethod(watch.patches.undo)
+    os.register_at_fork(after_in_child=lambda: (undo := undo_ours()) and undo())  # the facts are the parent's
+    return watch.patches.undo
 
 
 def _stay_out_of_graphs() -> None:
@@ -96,12 +96,7 @@ class TrainingWatch:
         self.gradients = GradientFacts(guard, lambda optimizer: self.models.named(optimizer))
         self.models = ModelFacts(guard, self._models, self.patches)
         self.cuts = CutFacts(guard, self.patches)
-        self.data = DataWatch(guard, self.models.team)
-
-    def close(self) -> None:
-        """Put back what was replaced."""
-        self.patches.undo()
-        self.data.close()
+        self.data = DataWatch(guard, self.models.team, self.patches)
 
     # ------------------------------------------------------------------ what is replaced
 
@@ -189,7 +184,7 @@ class TrainingWatch:
     def _ending(self, world: Any, old: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(old)
         def destroy_process_group(group: Any = None) -> None:
-            at = f"at {call_site()}, in {step_after(self._guard.step)}"
+            at = f"at {call_site()}, in {step_after(self._guard.recorder.step)}"
             if group is None:
                 self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
                 self.finish()

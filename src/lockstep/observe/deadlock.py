@@ -50,9 +50,6 @@ def _outvoted(waits: Sequence[Wait]) -> list[int]:
     return ranks
 
 
-# ------------------------------------------------------------------ in words
-
-
 def _report(scene: Scene, waits: Sequence[Wait]) -> Finding:
     ranks = [wait.rank for wait in waits]
     groups = sorted({wait.record.group for wait in waits if not wait.record.is_message})

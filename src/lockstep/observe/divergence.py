@@ -105,17 +105,24 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
         return _report_drift(scene, group, parting)
     if parting.is_origin and not parting.is_step:
         parting = histories.where_lines_part(parting)
-    fault, (usual, odd, *_) = histories.fault_of_odd(parting, is_counted=is_counted), parting
-    is_majority = len(classes[0]) > len(classes[1])
+    fault = histories.fault_of_odd(parting, is_counted=is_counted)
+    usual, odd = parting.usual, parting.odd
     everybody = {rank for ranks in classes for rank in ranks}
     counts, changed, are_first = uneven(scene.sights, everybody)
     knows = parting.is_origin and not are_first  # else nobody can say how long an epoch is
-    blamed = odd if is_majority else histories.unusual(parting) if knows else None
     unsynced, twice = _suspects(scene, everybody, parting.step)
     handling = {rank: said for rank in sorted(everybody) if (said := scene.status(rank).handling)}
+    blamed = None
+    if len(classes[0]) > len(classes[1]):
+        blamed = odd
+    elif knows:
+        blamed = histories.unusual(parting)
     if blamed is None:
         without = [side for side in (odd, usual) if {*unsynced, *twice, *changed, *handling} & set(side.ranks)]
-        blamed = without[0] if len(without) == 1 else histories.changed(parting) if knows and not without else None
+        if len(without) == 1:
+            blamed = without[0]
+        elif knows and not without:
+            blamed = histories.changed(parting)
     if blamed is usual:  # two ranks: the roles were only a guess
         parting, fault = parting.swapped(), histories.INVERSE[fault]
     culprits = tuple(sorted(everybody - set(parting.usual.ranks) if blamed is not None else everybody))
@@ -188,11 +195,11 @@ def _suspects(scene: Scene, ranks: Iterable[int], step: int) -> tuple[dict[int, 
     """Who ran fewer synchronised backwards in that step, and others in no_sync(); who ran more forwards in one."""
     told: dict[str, dict[int, list[tuple[int, Any]]]] = defaultdict(dict)
     for rank in sorted(ranks):
-        for topic, values in scene.status(rank).facts.items():
-            past = [
-                (int(key), value) for key, value in values.items() if topic.startswith("sync ") and int(key) <= step
-            ]
-            told[topic].update({rank: past} if past else {})
+        facts = scene.status(rank).facts
+        for topic in [topic for topic in facts if topic.startswith("sync ")]:
+            past = [(int(key), value) for key, value in facts[topic].items() if int(key) <= step]
+            if past:
+                told[topic][rank] = past
     unsynced, twice = dict[int, str](), dict[int, str]()
     for by_rank in told.values():
         last = {rank: past[-1][1] for rank, past in by_rank.items()}  # which holds
@@ -242,25 +249,20 @@ def _report(
     body += [f"{names(others)}: something else again"] * bool(others)
     is_one_call = differing and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
     other = "batches" if fault == "batches" else ""
-    is_told = fault == "handling" or (is_known and fault in ("skipped", "extra"))
-    advice = _FIX[fault if is_told else differing[0] if is_one_call else other]
+    if fault == "handling" or (is_known and fault in ("skipped", "extra")):
+        advice = _FIX[fault]
+    else:
+        advice = _FIX[differing[0] if is_one_call else other]
     head = "MISMATCH"
     if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `_synced` has it, whichever is seen first
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
     if any(later.step < one.step for side in (usual, odd) for one, later in pairwise(side.history)):
         step, advice = max(a.step, b.step), _FIX["threads"]  # whoever has no steps of its own counts as in the first
-    return wording.compose(
-        scene,
-        "mismatch",
-        group,
-        f"{head} in {step_after(step)}, group {group}.",
-        culprits,
-        body,
-        why=_WHY["order" if is_step or fault in ("skipped", "extra") else "same"],
-        fix=advice.format(culprits=names(culprits)),
-        least=wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S]),
-        done=step,
-    )
+    head = f"{head} in {step_after(step)}, group {group}."
+    why = _WHY["order" if is_step or fault in ("skipped", "extra") else "same"]
+    fix = advice.format(culprits=names(culprits))
+    least = wording.waiters([w for w in scene.waits if w.record.group == group and w.age_s >= GRACE_S])
+    return wording.compose(scene, "mismatch", group, head, culprits, body, why=why, fix=fix, least=least, done=step)
 
 
 def _counts(group: str, parting: Parting) -> str:

@@ -6,7 +6,6 @@ import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 from lockstep.observe import histories, wording
 from lockstep.observe.flight import Record
@@ -60,7 +59,7 @@ def _hang_at(scene: Scene, wait: Wait) -> Finding | None:
         return None
     kinds = set(states.values())
     if kinds and kinds <= {"stuck", "ended"}:
-        return _report_hang(scene, wait, sorted(states))
+        return _report_hang(scene, wait, sorted(states), {})
     if not kinds <= {"inside"} or not _nobody_moves(scene, wait):
         return None
     more = _with_more_calls(scene, wait)
@@ -182,9 +181,7 @@ def _report_stopped(scene: Scene, ranks: Sequence[int]) -> Finding:
     return wording.compose(scene, "stopped", key, head, ranks, lines, fix=fix, least=least, done=scene.step)
 
 
-def _report_hang(
-    scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[int, str] = MappingProxyType({})
-) -> Finding:
+def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[int, str]) -> Finding:
     """more: see `_with_more_calls`."""
     waits = waits_for(scene, ranks) or [wait]
     odd, alone = unpaired(scene, ranks)

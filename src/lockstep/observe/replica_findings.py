@@ -131,18 +131,11 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     why = "each rank trains another model, and averaging gradients does not bring them together again."
     why = "each rank keeps its piece of its own model: the whole is put together of different ones." if is_cut else why
     fix = f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank."
-    yield compose(
-        scene,
-        "replica",
-        f"{topic.name} later" if later else topic.name,
-        head,
-        odd,
-        [*lines, cause],
-        why=why,
-        fix="" if good is None else fix,
-        is_certain=(len(options) < len(found) or bool(later)) and not is_cut,
-        done=int(step) - 1,
-    )
+    fix = "" if good is None else fix
+    key, done = f"{topic.name} later" if later else topic.name, int(step) - 1
+    sure = (len(options) < len(found) or bool(later)) and not is_cut
+    body = [*lines, cause]
+    yield compose(scene, "replica", key, head, odd, body, why=why, fix=fix, is_certain=sure, done=done)
 
 
 def _apart_after(topic: Topic, step: str) -> str:

@@ -112,7 +112,6 @@ class TorchWatch:
 
     def watch_functional(self) -> None:
         """Functional collectives are there, which DTensor and torch.compile make."""
-
         self.patches.add(watch_functional(self._groups.known))
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

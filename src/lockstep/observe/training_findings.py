@@ -107,18 +107,12 @@ def _frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
             continue
         odd = odd_ranks(frozen) or tuple(rank for rank, value in frozen.items() if value)
         lines = [f"rank {r} froze {listed(value) or 'nothing'} after wrapping" for r, value in frozen.items()]
-        yield compose(
-            scene,
-            "model",
-            f"{topic.name} frozen",
-            f"FROZEN on some ranks only, in {step_after(step)}.",
-            odd,
-            [*lines, f"seen at {told[odd[0]][2]}"],
-            why="the other ranks wait for gradients that these do not have.",
-            fix="set requires_grad alike on all ranks, before DistributedDataParallel(model).",
-            is_certain=bool(told[odd[0]][1]),
-            done=int(step),
-        )
+        _, sure, site = told[odd[0]]
+        lines.append(f"seen at {site}")
+        key, head = f"{topic.name} frozen", f"FROZEN on some ranks only, in {step_after(step)}."
+        why = "the other ranks wait for gradients that these do not have."
+        fix, done = "set requires_grad alike on all ranks, before DistributedDataParallel(model).", int(step)
+        yield compose(scene, "model", key, head, odd, lines, why=why, fix=fix, is_certain=bool(sure), done=done)
         return
 
 

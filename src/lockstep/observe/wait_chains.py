@@ -84,14 +84,9 @@ def waits_for(scene: Scene, ranks: Iterable[int]) -> list[Wait]:
     """The operations in which others wait for `ranks`; also of one that stood at its line when that was seen last."""
     them = set(ranks)
     sure = [wait for wait in scene.blocked.values() if wait.rank not in them and them.intersection(roots(scene, wait))]
-    others = [
-        wait
-        for wait in scene.waits
-        if wait.rank not in them
-        and wait.rank not in scene.blocked
-        and any(wait.is_part_of(one) for one in sure)
-        and wait.record.site in scene.status(wait.rank).stack
-    ]
+    others = [wait for wait in scene.waits if wait.rank not in them and wait.rank not in scene.blocked]
+    others = [wait for wait in others if any(wait.is_part_of(one) for one in sure)]
+    others = [wait for wait in others if wait.record.site in scene.status(wait.rank).stack]
     return sorted([*sure, *others], key=lambda wait: wait.rank)
 
 

@@ -45,9 +45,8 @@ _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
 
 Records = Callable[[int, int], Sequence[Record]]  # of the flight record, from a number to a number
 Word = tuple[str, str, str, str]  # group, text, site, label
-Row = tuple[
-    Word, int, int, int, int, int
-]  # an operation: its number, entered, left, began to wait, waited; nanoseconds
+# an operation: its number, entered, left, began to wait, waited; nanoseconds
+Row = tuple[Word, int, int, int, int, int]
 
 
 def attempt_of(environ: Mapping[str, str]) -> str:

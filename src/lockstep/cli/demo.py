@@ -49,10 +49,8 @@ def demo(words: Sequence[str]) -> int:
         _list()
         return 0
     if args.name not in DEMOS:
-        near = nearest(args.name, DEMOS)
-        raise ConfigError(
-            f"there is no demo {args.name!r}: did you mean `lockstep demo {near}`? `lockstep demo` lists all"
-        )
+        hint = f"did you mean `lockstep demo {nearest(args.name, DEMOS)}`? `lockstep demo` lists all"
+        raise ConfigError(f"there is no demo {args.name!r}: {hint}")
     if not 0 < args.seconds < 1e6:
         raise ConfigError(f"--seconds {args.seconds:g}: it is a number above 0")
     one = DEMOS[args.name]

@@ -25,9 +25,8 @@ def samples(words: Sequence[str]) -> int:
     args = parser.read(words)
     path = args.run / _LOG if args.run.is_dir() else args.run
     if not path.is_file():
-        raise ConfigError(
-            f"{path} does not exist: give the directory of a run, as `lockstep samples runs/gpt2-tiny 10`"
-        )
+        fix = "give the directory of a run, as `lockstep samples runs/gpt2-tiny 10`"
+        raise ConfigError(f"{path} does not exist: {fix}")
     try:
         lines = list(_answers(args, path))
         sys.stdout.write("".join(line + "\n" for line in lines))

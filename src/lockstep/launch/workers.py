@@ -211,9 +211,8 @@ def environment_of(worker: Any, group: Any, generation: int) -> dict[str, str]:
         devices = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         visible = [name.strip() for name in devices.split(",")] if devices else None
         if visible is not None and worker.local_rank >= len(visible):
-            raise LaunchError(
-                f"local rank {worker.local_rank} has no GPU: CUDA_VISIBLE_DEVICES={devices} names {len(visible)}"
-            )
+            why = f"CUDA_VISIBLE_DEVICES={devices} names {len(visible)}"
+            raise LaunchError(f"local rank {worker.local_rank} has no GPU: {why}")
         env["CUDA_VISIBLE_DEVICES"] = str(worker.local_rank) if visible is None else visible[worker.local_rank]
         env["LOCAL_RANK"] = "0"
     return env

@@ -172,36 +172,45 @@ def find_gone(scene: Scene) -> Finding | None:
 def find_finished(scene: Scene) -> Finding | None:
     """Ranks that came to their end while others want one more operation of them."""
     for wait in scene.waits:
-        absent, is_message, grace_s = wait.absent, wait.record.is_message, scene.limits.grace_s
-        if is_message and wait.rank not in scene.blocked:
-            has_failed = not grace_s and wait.rank == scene.me and scene.status(wait.rank).last == wait.record
-            absent = wait.ranks if has_failed else ()  # what was begun there may not have been sent
-        if wait.age_s < grace_s or wait.is_any:
-            continue
-        group, early = wait.record.group, [r for r in sorted(absent) if _has_left(scene, r, wait.record.group)]
-        if early:
-            fix = "give all ranks as many batches, or use join(); make a call under `if rank == 0` on all, or none."
-            if any(scene.is_running(rank) for rank in early):
-                fix = "destroy a group after the last call in it that any rank makes, and then on all of its ranks."
-            ends = alike({r: how_it_ended(scene.sights[r], group).removeprefix(f"rank {r} ") for r in early})
-            lines = [f"{names(ranks)} {text}," for text, ranks in ends.items()]
-            lines += dict.fromkeys(text for rank in early for text in wording.told_before(scene.status(rank)))
-            blamed, head = early, "FINISHED too early, in"
-            lines.append(_wanted(wait))
-            is_one_end = len({_count(scene.status(rank), group) for rank in early}) == 1 and not is_message
-            if is_message and (counts := tally(scene, wait.rank, wait.record)):
-                lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
-            elif (found := uneven(scene.sights, everybody := {wait.rank, *wait.ranks}))[0]:
-                lines += found[0]
-                fix = "as many batches on all ranks: check what each skips as it goes on, its sampler and its data."
-                if len(early) * 2 >= len(everybody) and found[1] != {*early}:  # no majority has the right number
-                    blamed, head = [*early, *everybody.difference(early)], "FINISHED with other numbers of batches, in"
-            elif 2 * len(early) > len(everybody) and is_one_end:
-                blamed, head = [one.rank for one in scene.waits if one.is_part_of(wait)], "FINISHED on most ranks, in"
-            waits = [wait for wait in scene.waits if set(early).intersection(wait.absent)]
-            step = min(scene.status(rank).step for rank in early)
-            return _finding(scene, "finished", blamed, head, step, lines, fix, waits)
+        if wait.age_s >= scene.limits.grace_s and not wait.is_any:
+            early = [rank for rank in sorted(_awaited_in(scene, wait)) if _has_left(scene, rank, wait.record.group)]
+            if early:
+                return _report_finished(scene, wait, early)
     return None
+
+
+def _awaited_in(scene: Scene, wait: Wait) -> Sequence[int]:
+    if not wait.record.is_message or wait.rank in scene.blocked:
+        return wait.absent
+    has_failed = not scene.limits.grace_s and wait.rank == scene.me and scene.status(wait.rank).last == wait.record
+    return wait.ranks if has_failed else ()  # what was begun there may not have been sent
+
+
+def _report_finished(scene: Scene, wait: Wait, early: list[int]) -> Finding:
+    group, is_message, everybody = wait.record.group, wait.record.is_message, {wait.rank, *wait.ranks}
+    ends = alike({rank: how_it_ended(scene.sights[rank], group).removeprefix(f"rank {rank} ") for rank in early})
+    lines = [f"{names(ranks)} {text}," for text, ranks in ends.items()]
+    lines += dict.fromkeys(text for rank in early for text in wording.told_before(scene.status(rank)))
+    lines.append(_wanted(wait))
+    blamed, head = early, "FINISHED too early, in"
+    fix = "give all ranks as many batches, or use join(); make a call under `if rank == 0` on all, or none."
+    if any(scene.is_running(rank) for rank in early):
+        fix = "destroy a group after the last call in it that any rank makes, and then on all of its ranks."
+    is_one_end = len({_count(scene.status(rank), group) for rank in early}) == 1 and not is_message
+    counts = tally(scene, wait.rank, wait.record) if is_message else []
+    batches, changed, _ = uneven(scene.sights, everybody)
+    if counts:
+        lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
+    elif batches:
+        lines += batches
+        fix = "as many batches on all ranks: check what each skips as it goes on, its sampler and its data."
+        if len(early) * 2 >= len(everybody) and changed != {*early}:  # no majority has the right number
+            blamed, head = [*early, *everybody.difference(early)], "FINISHED with other numbers of batches, in"
+    elif 2 * len(early) > len(everybody) and is_one_end:
+        blamed, head = [one.rank for one in scene.waits if one.is_part_of(wait)], "FINISHED on most ranks, in"
+    waits = [wait for wait in scene.waits if set(early).intersection(wait.absent)]
+    step = min(scene.status(rank).step for rank in early)
+    return _finding(scene, "finished", blamed, head, step, lines, fix, waits)
 
 
 def _has_left(scene: Scene, rank: int, group: str) -> bool:
@@ -217,21 +226,29 @@ def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding
 
     is_note: of size the other way round, which Gloo lets through.
     """
+    fix = "send and receive one dtype and shape; or one of the two has left out a message before."
     for (_, ends, _), (sent, asked) in channels_of(scene, rank).items():
         is_counted = all(e in scene.sights and scene.status(e).messages for e in ends)  # else they may be no pairs
         for number in sorted(sent.keys() & asked.keys()):
             pair = sent[number], asked[number]
-            is_less, is_more = bits(pair[1]) < bits(pair[0]), bits(pair[0]) < bits(pair[1])
-            is_other = is_counted and is_garbled(*pair)
-            if is_other or (is_more and is_counted if is_note else is_less):
-                calls = [f"  rank {end}: {wording.call(one)}" for end, one in zip(ends, pair, strict=True)]
-                than = "less" if is_less else "another dtype" if is_other else "more"
+            than = _misfit(*pair, is_counted=is_counted, is_note=is_note)
+            if than:
                 lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
-                fix = "send and receive one dtype and shape; or one of the two has left out a message before."
-                is_said = than == "more"
+                lines += [f"  rank {end}: {wording.call(one)}" for end, one in zip(ends, pair, strict=True)]
+                is_said, step = than == "more", min(record.step for record in pair)
                 kind, head = ("messages", "SIZES of messages differ in") if is_said else ("mismatch", "MISMATCH in")
-                return _finding(scene, kind, sorted(ends), head, min(r.step for r in pair), lines + calls, fix, [])
+                return _finding(scene, kind, sorted(ends), head, step, lines, fix, [])
     return None
+
+
+def _misfit(sent: Record, asked: Record, *, is_counted: bool, is_note: bool) -> str:
+    """What was asked for, "less" than was sent say; "" where that is not looked for: see `find_too_large`."""
+    is_less = bits(asked) < bits(sent)
+    if is_counted and is_garbled(sent, asked):
+        return "less" if is_less else "another dtype"
+    if is_note:
+        return "more" if is_counted and bits(sent) < bits(asked) else ""
+    return "less" if is_less else ""
 
 
 def find_left_over(scene: Scene) -> Finding | None:

@@ -73,11 +73,6 @@ class Topic(NamedTuple):
         return sorted(self.told, key=int)
 
     @property
-    def kind(self) -> str:
-        """What is told."""
-        return self.name.partition(" ")[0]
-
-    @property
     def place(self) -> str:
         """Which ranks these are, and which of what they have."""
         return self.name.partition(" ")[2]

@@ -77,9 +77,6 @@ def is_garbled(sent: Record, asked: Record) -> bool:
     return len(dtypes) == 2 and not dtypes & _BYTES and dtypes not in _AS_REAL and bits(sent) > 0 < bits(asked)
 
 
-# ------------------------------------------------------------------ without their other half
-
-
 def unpaired(scene: Scene, ranks: Sequence[int]) -> tuple[list[int], list[Wait]]:
     """Messages of `ranks`, which stand still, that lack their other half; and who of both ends left its habit there."""
     found = [one for one in scene.waits if one.record.is_message and {one.rank, *one.absent} & set(ranks)]

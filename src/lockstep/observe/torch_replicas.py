@@ -280,9 +280,8 @@ class ReplicaFacts:
         if optimizer is None or id(optimizer) in self._models:
             return
         known = {id(p) for one in self._models.values() for p in getattr(one.module(), "parameters", tuple)()}
-        listed = [
-            (f"{at} of group {n}", p) for n, g in enumerate(optimizer.param_groups) for at, p in enumerate(g["params"])
-        ]
+        groups = enumerate(optimizer.param_groups)
+        listed = [(f"{at} of group {n}", p) for n, group in groups for at, p in enumerate(group["params"])]
         loose = {name: param for name, param in listed if id(param) not in known}
         if not loose:
             return

@@ -56,16 +56,15 @@ def attach_training(guard: Guard) -> Callable[[], None]:
         ("safetensors.torch", watch.data.watch_safetensors),
         ("torch._dynamo.trace_rules", _stay_out_of_graphs),
     ]
-    undo = [when_imported(module, begin) for module, begin in watches]
+    watch.patches.add(*[when_imported(module, begin) for module, begin in watches])
     watch.cuts.watch()
-    undo += [BACKWARDS.attach(), OPTIMIZERS.attach()]
+    watch.patches.add(BACKWARDS.attach(), OPTIMIZERS.attach(), partial(atexit.unregister, watch.end))
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
     BACKWARDS.failed = guard.saw
     watch.patches.insert(PACE.dues, watch.replicas.due_after)
     watch.patches.insert(guard.at_end, watch.finish)
     watch.patches.insert(guard.before_look, watch.gradients.forget)
     atexit.register(watch.end)
-    watch.patches.add(*undo, partial(atexit.unregister, watch.end))
     undo_ours = weakref.WeakMethod(watch.patches.undo)
     os.register_at_fork(after_in_child=lambda: (undo := undo_ours()) and undo())  # the facts are the parent's
     return watch.patches.undo

@@ -165,17 +165,15 @@ class TorchWatch:
                     self._follow(watched, number, work, tensor, is_message)
                 else:
                     opened[id(work)] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
-                if self._is_checking:
-                    self._check(watched, work, operation, tensor, site_from(frame), is_message)
+                if self._is_checking and not is_message:
+                    self._check(watched, work, operation, tensor, site_from(frame))
             return work
 
         return call
 
-    def _check(
-        self, watched: WatchedGroup, work: Any, operation: Any, tensor: Any, site: str, is_message: bool
-    ) -> None:
+    def _check(self, watched: WatchedGroup, work: Any, operation: Any, tensor: Any, site: str) -> None:
         """In the first steps: keep what the tensor is like, to see whether it is so still when it is waited for."""
-        if work is None or tensor is None or is_message or not tensor.is_cpu or self._recorder.step >= CHECKED_STEPS:
+        if work is None or tensor is None or not tensor.is_cpu or self._recorder.step >= CHECKED_STEPS:
             return
         text = text_of(Operation(*operation), watched.ranks)
         what = f"{text} at {site}, {step_after(self._recorder.step)}, rank {self._guard.rank}"

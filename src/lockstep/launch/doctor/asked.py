@@ -97,8 +97,8 @@ def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:
     if largest == 1:
         port, source = _own_port(args, environ)
         refuse_meeting(1, None, port)
-        alone = (*words, "--standalone"), 1, _count(processes), "", port, source
-        return Asked(*alone, is_json=args.json, wait_s=args.wait_s)
+        words, here = [*words, "--standalone"], _count(processes)
+        return Asked(tuple(words), 1, here, port=port, source=source, is_json=args.json, wait_s=args.wait_s)
     words += ["--nnodes", args.nnodes]
     if args.rdzv_backend == "static" and smallest != largest:
         raise ConfigError("--nnodes A:B needs a rendezvous that counts: --rdzv-backend c10d --rdzv-endpoint HOST:PORT")
@@ -172,9 +172,8 @@ def _truth(text: str | None) -> bool | None:
 
 
 def _parser(environ: Mapping[str, str]) -> Words:
-    made = Words(
-        "lockstep doctor", description=_DESCRIPTION, formatter_class=RawDescriptionHelpFormatter, allow_abbrev=False
-    )
+    form = RawDescriptionHelpFormatter
+    made = Words("lockstep doctor", description=_DESCRIPTION, formatter_class=form, allow_abbrev=False)
     made.add_argument("--json", action="store_true", help="one JSON object with all checks, in place of lines")
     wait = "how long to wait for other machines, and for an answer (default: 60)"
     made.add_argument("--wait-s", "--wait_s", type=float, default=60.0, metavar="SECONDS", help=wait)

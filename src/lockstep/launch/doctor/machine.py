@@ -15,6 +15,7 @@ _RANK_BYTES = _GIB // 2  # a process that has imported torch and does little
 _SHM_BYTES = _GIB // 2  # of one rank: the gradients of GPT-2 small in float32
 _FILES, _FILES_PER_RANK = 32, 4  # of a rank, or of who starts it; each other rank is a socket or two
 _CLOCK_JUMP_S = 0.05
+_ASKED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # for an interface
 _VIRTUAL = ("docker", "br-", "virbr", "veth", "cni", "flannel", "tun", "tap")
 
 
@@ -88,9 +89,6 @@ def check_interfaces(
             Check("ok", "interfaces", f"{listed}; Gloo takes {gloo or 'what its name leads to'}, NCCL {nccl or 'none'}")
         )
     return checks
-
-
-_ASKED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
 
 def _check_asked_interface(variable: str, value: str, interfaces: Sequence[Interface]) -> Check | None:

@@ -37,8 +37,8 @@ def examine_machine(asked: Asked, environ: Mapping[str, str]) -> Iterator[Check]
     yield from machine.check_memory(memory(), processes)
     directory = _SHM if _SHM.is_dir() else Path("/tmp")
     space = os.statvfs(directory)
-    free = space.f_bavail * space.f_frsize
-    is_open, total = os.access(directory, os.W_OK), space.f_blocks * space.f_frsize
+    total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
+    is_open = os.access(directory, os.W_OK)
     yield machine.check_shared_memory(str(directory), total, free, processes, is_open)
     yield from machine.check_limits(limits(), processes, processes * asked.machines)
     devices = [path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()]

@@ -19,6 +19,7 @@ from lockstep.launch.doctor.asked import Asked, read_asked
 from lockstep.launch.doctor.check import Check, has_failed, size, summary
 from lockstep.launch.doctor.machine import Limits, Memory, Port
 from lockstep.launch.doctor.variables import KNOWN, check_variables, meant_by
+from lockstep.observe.settings import GuardSettings
 
 INF = float("inf")
 GIB = 2**30
@@ -285,6 +286,17 @@ def test_what_no_launcher_takes_is_a_check_and_does_not_end_the_examination(
     assert examination.examine(ALONE, {}, said.append) == 0
     assert ("FAIL", f"none was started: {error}") in [check[::2] for check in said]
     assert said[-1].name == "clock"
+
+
+def test_a_setting_that_is_refused_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"LOCKSTEP_GUARD": "foo"}
+    monkeypatch.setattr(examination, "_meet", lambda *_: None)
+    monkeypatch.setattr(examination, "_examine_ranks", lambda *_: GuardSettings.of(environ))
+    said: list[Check] = []
+    examination.examine(ALONE, environ, said.append)
+    assert [(check.name, check.fix) for check in said if check.status == "FAIL"] == [
+        ("variables", "unset LOCKSTEP_GUARD")
+    ]
 
 
 def test_where_too_few_files_can_be_opened_no_store_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,7 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("--numa-binding=node", "train.py"), "there is none here"),
         (("--nproc-per-node=9999", "train.py"), "so many would only kill it"),
         (("--nproc-per-node=2",), "missing: SCRIPT. `lockstep run --help` explains"),
+        (("--nproc", "2", "train.py"), "--nproc is not the whole name of an option: write one of --nproc-per-node, --"),
         (("--wacth", "train.py"), "unknown option --wacth: did you mean --watch?"),
         (("--guard=onn", "train.py"), "--guard takes one of 'off', 'on', 'strict', 'check', not 'onn'"),
         (("pack",), "pack is a folder: name the script in it"),

@@ -274,6 +274,16 @@ def test_end_of_a_run_says_where_its_report_lies(tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("is_one", [False, True])
+def test_line_of_the_report_begins_a_line_where_the_ranks_print(
+    is_one: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    full_run(tmp_path, steps=5)
+    monkeypatch.setattr("os.path.sameopenfile", lambda first, second: is_one and {first, second} == {1, 2})
+    tell_record({RUN: str(tmp_path)}, is_quiet=False)
+    assert capsys.readouterr().err.startswith("\nlockstep: report: " if is_one else "lockstep: report: ")
+
+
 def test_end_of_a_run_is_what_it_is_where_nothing_can_be_said_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

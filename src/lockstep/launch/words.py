@@ -21,6 +21,7 @@ _WRONG = {  # argparse's sentences, and ours
     rf"{_FLAG}: invalid choice: (.+) \(choose from (.+)\)": r"\1 takes one of \3, not \2",
     rf"{_FLAG}: expected one argument": r"\1 needs a value",
     r"the following arguments are required: (.+)": r"missing: \1",
+    r"ambiguous option: (.+) could match (.+)": r"\1 is not the whole name of an option: write one of \2",
 }
 
 

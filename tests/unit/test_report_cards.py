@@ -160,6 +160,47 @@ def test_causes_of_the_end_and_what_was_found_after_it(tmp_path: Path) -> None:
     assert "The run was stopped before its end" in [card["title"] for card in stopped]
 
 
+@pytest.mark.parametrize(
+    ("cause", "is_one"),
+    [
+        ("rank 1 failed at train.py:9: ValueError: no", True),
+        ("rank 0 failed at train.py:3: PeerFailed: HANG: rank 1 does not arrive", True),
+        ("rank 0 failed at train.py:5: KeyError: 'other'", False),
+    ],
+)
+def test_finding_and_the_end_that_it_led_to_are_one_card(tmp_path: Path, cause: str, is_one: bool) -> None:
+    _EVEN.run(tmp_path)
+    say(tmp_path, 0, 10, "raised")
+    began = began_ns(tmp_path)
+    add_launch(
+        tmp_path,
+        {"launch": "a", "command": [], "time_ns": began, "pid": 1 << 30, "host": "h"},
+        {"attempt": "a/0", "world_size": 2, "time_ns": began},
+        {"ended": "a/0", "code": 1, "causes": [cause, "rank 0 saw it"], "time_ns": began + 9},
+    )
+    errors = [card for card in cards(tmp_path, "failed") if card["severity"] == "error"]
+    assert len(errors) == 1 if is_one else 2
+    assert (f"The run failed: {cause}\nrank 0 saw it" in errors[0]["text"]) is is_one
+    assert errors[0]["lever"] == "call it on all ranks"
+
+
+def test_what_was_found_again_after_a_restart_is_of_the_newest_start(tmp_path: Path) -> None:
+    _EVEN.run(tmp_path)
+    say(tmp_path, 0, 10, "raised")
+    began, later = began_ns(tmp_path), tmp_path / "later"
+    _EVEN.run(later)
+    say(later, 1, 10, "raised")
+    for rank in (0, 1):
+        append_attempt(tmp_path, rank, later, "a/1")
+    add_launch(
+        tmp_path,
+        {"launch": "a", "command": [], "time_ns": began, "pid": 1 << 30, "host": "h"},
+        {"attempt": "a/0", "world_size": 2, "time_ns": began},
+        {"attempt": "a/1", "world_size": 2, "time_ns": began + 10**12},
+    )
+    assert [card["severity"] for card in cards(tmp_path, "failed") if "HANG" in card["title"]] == ["error"]
+
+
 def test_launcher_that_ended_alone_is_an_error_too(tmp_path: Path) -> None:
     _EVEN.run(tmp_path)
     add_launch(tmp_path, {"launch": "a", "command": [], "time_ns": 1, "pid": 1 << 30, "host": "h"})

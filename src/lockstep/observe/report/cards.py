@@ -79,6 +79,8 @@ def _findings(source: Source) -> Iterator[Card]:
         is_end = finding["kind"] == "hang" and source.launch is not None and bool(source.launch.code)
         severe: Severity = "error" if (finding["is_certain"] or is_end) and not is_past else "warning"
         is_slow = finding["kind"] == "waiting" and not finding["is_certain"]
+        if not is_past and _tells_of_end(source, finding):
+            rest += "\nThe run failed: " + "\n".join(last[0].causes)
         severity: Severity = "note" if is_slow or _was_asked(source, finding) else severe
         yield _card(severity, head, rest, ranks=finding["culprits"], step=step, lever=" ".join(fixes))
 
@@ -89,12 +91,13 @@ def _was_asked(source: Source, finding: Mapping[str, Any]) -> bool:
 
 
 def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None]]:
-    """(finding, the attempt, the step that it is about, or that its first rank was in), each once.
+    """(finding, the attempt, the step that it is about, or that its first rank was in), once, of the newest attempt.
 
     None for one that is not known, and for one that a later attempt has done again: what is recorded is not it.
     """
     found: dict[str, tuple[Mapping[str, Any], str, int | None]] = {}
-    for rank, note in source.notes("finding"):
+    order = {attempt.name: number for number, attempt in enumerate(attempts_of(source))}
+    for rank, note in sorted(source.notes("finding"), key=lambda told: -order.get(told[1].attempt, -1)):
         done = note.fields.get("done")
         step = step_at(source.run, rank, note.attempt, note.at_us) if done is None else done + 1
         record = source.run.ranks[rank]
@@ -128,17 +131,26 @@ def step_at(run: Run, rank: int, attempt: str, at_us: int) -> int | None:
     return ended[-1] + 1 if ended else None
 
 
+def _tells_of_end(source: Source, finding: Mapping[str, Any]) -> bool:
+    """Whether the launcher's causes of the end of the last start are of the same fault: its rank, or its words."""
+    cause = next(iter(attempts_of(source)[-1].causes), "")
+    head = finding["text"].removeprefix("lockstep: ").partition("\n")[0]
+    is_of_rank = set(_named(cause)) & set(finding["culprits"])
+    return bool(finding["is_certain"] and cause and (is_of_rank or head in cause))
+
+
 def _ends(source: Source, status: Status) -> Iterator[Card]:
     """How each start ended, and the run."""
     attempts, launch = attempts_of(source), source.launch
     failed = [number for number, attempt in enumerate(attempts, 1) if attempt.code not in (None, 0, *STOPPED)]
     for number in failed:
-        causes = attempts[number - 1].causes or ("its launcher does not say why",)
+        attempt = attempts[number - 1]
+        causes = attempt.causes or ("its launcher does not say why",)
         ranks = _named(causes[0])
         if number < len(attempts):
             title = f"Start {number} of {len(attempts)} failed, and the run was started again"
             yield _card("warning", title, "\n".join(causes), ranks=ranks)
-        else:
+        elif not any(_tells_of_end(source, one) for one, name, _ in findings_of(source) if name == attempt.name):
             yield _card("error", f"The run failed: {causes[0]}", "\n".join(causes[1:]), ranks=ranks)
     for text in launch.found if launch else ():
         head, _, rest = text.removeprefix("lockstep: ").partition("\n")
@@ -156,9 +168,8 @@ def _not_finite(source: Source) -> Iterator[Card]:
         if not math.isfinite(value):
             first[name] = min(first.get(name, (step, rank)), (step, rank))
     for name, (step, rank) in first.items():
-        yield _card(
-            "error", f"{name} is not finite from step {step} on", f"first on rank {rank}", ranks=[rank], step=step
-        )
+        title = f"{name} is not finite from step {step} on"
+        yield _card("error", title, f"first on rank {rank}", ranks=[rank], step=step)
 
 
 def _unlike(source: Source) -> Iterator[Card]:

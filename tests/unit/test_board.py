@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observe.board import Board, flight_path
-from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.board import Board, flight_path, sight_of
+from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.status import FINISHED, LastWords, Mark, Progress, Sight, Status, Waiting
 from lockstep.testing.waiting import wait_until
 
@@ -204,6 +204,23 @@ def test_a_killed_rank_is_seen_to_be_gone_and_its_record_is_read(make: Make, tmp
     assert [waiting.record for waiting in seen.waiting] == [record]
     assert seen.last == record
     assert seen.groups["world"].marks == (Mark(0, 7, record.digest),)
+
+
+@pytest.mark.parametrize("is_newer", [False, True])
+def test_of_a_rank_that_is_gone_a_stack_from_before_its_last_call_is_not_kept(make: Make, is_newer: bool) -> None:
+    recorder, board = make(0, [0])
+    words = pack_words("world", "barrier", "train.py:9 f")
+    if not is_newer:
+        recorder.leave(recorder.enter(0, words))
+    board.tell(status(0, stack=("train.py:2 f",)))
+    if is_newer:
+        recorder.leave(recorder.enter(0, words))
+    record = FlightRecord(recorder.path)
+    for how, is_kept in ((None, True), ("was killed by SIGKILL", not is_newer)):
+        sight = sight_of(record, how=how, is_urgent=True)
+        assert sight is not None
+        assert sight.status.stack == ("train.py:2 f",) * is_kept
+    record.close()
 
 
 def test_two_machines_see_each_other_through_the_store(make: Make) -> None:

@@ -134,6 +134,8 @@ def sub_group() -> list[PaperRank]:
 def chain() -> list[PaperRank]:
     """Rank 0 waits for rank 1, rank 1 for rank 2 in another group, and rank 2 sleeps."""
     ranks = world(3)
+    for one in ranks:
+        one.call(site="a.py:1 begin")
     ranks[0].waits(ranks[0].call(group="world", site="a.py:1 f"), 15)
     ranks[1].group("pair", [1, 2])
     ranks[1].waits(ranks[1].call(group="pair", site="b.py:2 g"), 14)

@@ -19,6 +19,7 @@ from rank_sights import (
 )
 
 from lockstep.observe.diagnosis import diagnose
+from lockstep.observe.scene import INIT, NEW_GROUP
 from lockstep.observe.stacks import CHILDREN
 
 
@@ -239,3 +240,31 @@ def test_whoever_may_yet_send_to_one_that_receives_from_any_is_waited_for() -> N
     finding = diagnosed(ranks)
     assert finding is not None
     assert (finding.kind, finding.culprits) == ("waiting", (1,)), finding.text
+
+
+@pytest.mark.parametrize(
+    ("begun", "unmoved_s", "others", "kind"),  # by a call in which group; what the others have done, and wait in
+    [
+        ("", 14, (0, "world"), "waiting"),  # it builds what the others will use
+        (INIT, 14, (0, "world"), "waiting"),
+        ("", 301, (0, "world"), "hang"),
+        ("world", 14, (0, "world"), "hang"),
+        (INIT, 14, (1, "world"), "hang"),
+        (INIT, 14, (0, NEW_GROUP), "hang"),  # which all make together
+    ],
+)
+def test_a_rank_that_has_not_begun_is_waited_for_longer(
+    begun: str, unmoved_s: float, others: tuple[int, str], kind: str
+) -> None:
+    ranks = world(3)
+    for one in ranks:
+        if begun or one.rank != 1:
+            one.call("barrier", "train.py:3 main", begun or INIT)
+        if one.rank != 1:
+            one.step, group = others
+            one.waits(one.call(REDUCE, FIRST, group), unmoved_s)
+    ranks[1].is_at("data.py:7 build", unmoved_s=unmoved_s)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == (kind, (1,)), finding.text
+    assert "at data.py:7 build" in finding.text
+    assert ("rank 1 is still starting" in finding.text) is (kind == "waiting")

@@ -228,6 +228,14 @@ def test_what_a_rank_told_before_its_end_is_said(has_raised: bool) -> None:
     assert f"\n    {told}\n  rank 0 {'waits in' if has_raised else 'wanted a'} " in found_in(ranks).text
 
 
+def test_where_a_rank_that_is_gone_was_seen_has_an_age() -> None:
+    ranks = waiting_for_rank_1(3, 2.5)
+    kill(ranks[1])
+    assert "rank 1 was last seen 1.3 s ago: at data.py:31 load_batch" in found_in(ranks).text
+    ranks[1].status_fields["stack"] = ()  # as where its record is newer
+    assert "rank 1 was last seen 1.3 s ago\n    issued last: all_reduce" in found_in(ranks).text
+
+
 def test_a_stack_from_before_the_operation_is_not_shown() -> None:
     """A busy thread is hardly ever asked where it is."""
     ranks = waiting_for_rank_1(3, 1.5)

@@ -389,7 +389,7 @@ _ENDINGS = (
         (
             r"GONE in step 1\..*Culprit: rank 1",
             r"rank 1 \(pid \d+\) was killed by SIGKILL",
-            rf"rank 1 was last seen.*\n +issued last: {_SUM} #499 .*{at('killed', 14)}",
+            rf"rank 1 was last seen .* ago.*\n +issued last: {_SUM} #499 .*{at('killed', 14)}",
         ),
     ),
     Demo(

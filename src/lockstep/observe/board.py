@@ -257,6 +257,9 @@ def sight_of(
     status = said or status_of(record.status())
     if is_urgent or how is not None or age_s > _SILENT_S:
         status = from_record(record, status)
+        last = status.last
+        if how is not None and last is not None and max(last.entered_ns, last.left_ns) > record.header().alive_ns:
+            status = replace(status, stack=())  # it went on after that was seen
     is_stopped = how is None and age_s > _SILENT_S and process_state(record.header().pid) == "T"
     return None if status is None else Sight(status, age_s, how is not None, how or "", is_stopped)
 

@@ -58,10 +58,11 @@ def _report(scene: Scene, waits: Sequence[Wait]) -> Finding:
     culprits = ahead or odd or _outvoted(waits)
     lines = waiters(scene, [*waits, *waits_for(scene, ranks)], alone)
     lines += [f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead]
-    head = f"DEADLOCK in {step_after(scene.step)}: {_way(ranks, groups, culprits)}"
+    done = scene.done_by(ranks)
+    head = f"DEADLOCK in {step_after(done)}: {_way(ranks, groups, culprits)}"
     why, fix = "each of them waits for the next one, so none can ever get on.", _fix(groups, ahead, odd)
     key, least = point_of_life(scene, sorted(ranks)), wording.stacks(scene, ranks)
-    return wording.compose(scene, "cycle", key, head, culprits, lines, why=why, fix=fix, least=least, done=scene.step)
+    return wording.compose(scene, "cycle", key, head, culprits, lines, why=why, fix=fix, least=least, done=done)
 
 
 def _way(ranks: Sequence[int], groups: Sequence[str], culprits: Sequence[int]) -> str:

@@ -46,6 +46,7 @@ _FIX = {
     "steps": "call optimizer.step() on every rank in every step.",
     "threads": "two threads use this group: give one its own, by dist.new_group(), or async_save(process_group=).",
     "handling": "see to that error; in a `finally` or an `except` make no call that the other ranks do not make.",
+    "many": "that line makes many calls: look for one that a rank leaves out, as by a callback, or changes.",
     "batches": "give all ranks as many batches: DistributedSampler pads or drops to that; or `model.join()`.",
 }
 SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
@@ -247,8 +248,10 @@ def _report(
     body += [*unsynced.values(), *signs, *deeds]
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
-    is_one_call = differing and a.step == b.step and (a.site == b.site or len(differing) == 1) and differing != ["kind"]
-    other = "batches" if fault == "batches" else ""
+    is_of_many = histories.is_line_of_many(parting)
+    is_one_place = a.step == b.step and (a.site == b.site or len(differing) == 1) and not is_of_many
+    is_one_call = differing and differing != ["kind"] and is_one_place
+    other = "batches" if fault == "batches" else "many" if is_of_many else ""
     if fault == "handling" or (is_known and fault in ("skipped", "extra")):
         advice = _FIX[fault]
     else:

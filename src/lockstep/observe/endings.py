@@ -12,7 +12,7 @@ from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_m
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status, in_words
-from lockstep.observe.wording import Finding, Kind, names, ordinal, step_after, times
+from lockstep.observe.wording import Finding, Kind, names, ordinal, seconds, step_after, times
 
 CLOSED = "closed"  # topic of the groups that a rank has destroyed: where, by the group's name
 CAUGHT = "caught"  # topic and key of what a rank tells of an error of the ranks that its program was given
@@ -144,7 +144,7 @@ def find_raised(scene: Scene) -> Finding | None:
     claim = _claim(None, {rank: scene.sights[rank] for rank in origins})
     culprits = origins if claim is None or claim.of is None else [claim.of]
     fix = f"see to the error of {names(origins)}; the others only wait." if culprits == origins else _FIXES[-1][1]
-    sights, step = [scene.sights[rank] for rank in origins], scene.status(origins[0]).step
+    sights, step = [scene.sights[rank] for rank in origins], scene.done_by(origins)
     lines = [line for sight in sights for line in (*_quote(sight), *wording.told_before(sight.status))]
     return _finding(scene, "raised", culprits, "RAISED in", step, lines, fix, waits)
 
@@ -163,10 +163,10 @@ def find_gone(scene: Scene) -> Finding | None:
     in_order = sorted(alike, key=lambda rank: (sights[rank].how, rank))  # which say how long after the first
     ranks = in_order if sign in ("SIGSTOP", "out of memory", "SIGKILL") else [first]
     lines = [line for rank in ranks for line in _quote(sights[rank])]
-    lines += [line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")]
+    for rank in ranks:
+        lines += wording.whereabouts(scene, rank, f"was last seen {seconds(sights[rank].age_s)} ago")
     waits = [wait for wait in scene.waits if set(ranks).intersection(_without(scene, wait))]
-    step = min(scene.status(rank).step for rank in ranks)
-    return _finding(scene, "gone", sorted(ranks), "GONE in", step, lines, fix, waits)
+    return _finding(scene, "gone", sorted(ranks), "GONE in", scene.done_by(ranks), lines, fix, waits)
 
 
 def find_finished(scene: Scene) -> Finding | None:
@@ -209,8 +209,7 @@ def _report_finished(scene: Scene, wait: Wait, early: list[int]) -> Finding:
     elif 2 * len(early) > len(everybody) and is_one_end:
         blamed, head = [one.rank for one in scene.waits if one.is_part_of(wait)], "FINISHED on most ranks, in"
     waits = [wait for wait in scene.waits if set(early).intersection(wait.absent)]
-    step = min(scene.status(rank).step for rank in early)
-    return _finding(scene, "finished", blamed, head, step, lines, fix, waits)
+    return _finding(scene, "finished", blamed, head, scene.done_by(early), lines, fix, waits)
 
 
 def _has_left(scene: Scene, rank: int, group: str) -> bool:

@@ -74,7 +74,8 @@ def find_waiting(scene: Scene) -> Finding | None:
     """Somebody works while others wait: no fault, but worth a line; later where it is known to be long work."""
     notice_s = max(scene.limits.notice_s, scene.hang_s)
     long_s = _LONG_WORK_TIMES * notice_s
-    limits_s = {"looping": scene.hang_s, "moving": notice_s, "unseen": long_s, "active": long_s}
+    limits_s = {"looping": scene.hang_s, "starting": scene.hang_s, "moving": notice_s}
+    limits_s |= {"unseen": long_s, "active": long_s}
     for wait in scene.waits:
         if wait.age_s < scene.hang_s:
             return None
@@ -176,9 +177,9 @@ def _report_stopped(scene: Scene, ranks: Sequence[int]) -> Finding:
     if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
         lines.append(f"all but {names([scene.me])}: it may as well be that this host is cut off")
     lines += wording.waiters(waits)
-    key, head = point_of_life(scene, ranks), f"STOPPED in {step_after(scene.step)}."
-    least = wording.stacks(scene, [wait.rank for wait in waits])
-    return wording.compose(scene, "stopped", key, head, ranks, lines, fix=fix, least=least, done=scene.step)
+    key, done = point_of_life(scene, ranks), scene.done_by(ranks)
+    head, least = f"STOPPED in {step_after(done)}.", wording.stacks(scene, [wait.rank for wait in waits])
+    return wording.compose(scene, "stopped", key, head, ranks, lines, fix=fix, least=least, done=done)
 
 
 def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[int, str]) -> Finding:
@@ -186,7 +187,7 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
     waits = waits_for(scene, ranks) or [wait]
     odd, alone = unpaired(scene, ranks)
     ranks = odd or ranks
-    done = alone[0].record.step if alone else scene.step
+    done = alone[0].record.step if alone else scene.done_by(ranks)
     how = {rank: _not_there(scene, rank) for rank in ranks}
     are = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'}"
     what, why = "nothing has moved", "every rank must issue the same collectives in the same order."
@@ -211,14 +212,14 @@ def _report_transport(scene: Scene, wait: Wait, gone: Mapping[int, str]) -> Find
     head = f"HANG of the transport: all ranks are there, and nothing has moved for {seconds(wait.age_s)}"
     why = "no rank is to blame: what lies between them does not carry their data."
     fix = "`lockstep doctor` tries every pair: interfaces, firewall, shared memory, another job's port."
-    lines = wording.waiters([found for found in scene.waits if found.is_part_of(wait)] or [wait])
+    waits = [found for found in scene.waits if found.is_part_of(wait)] or [wait]
+    lines, done = wording.waiters(waits), scene.done_by(gone or [found.rank for found in waits])
     if gone:
-        head = f"HANG for a lost message, for {seconds(wait.age_s)} in {step_after(scene.step)}."
+        head = f"HANG for a lost message, for {seconds(wait.age_s)} in {step_after(done)}."
         why = "Gloo drops a message whose Work goes before it is through: the next takes its place, or none."
         fix = "keep what isend and irecv return, and wait() for it."
         lines += [*gone.values(), *wording.waiters(waits_for(scene, [wait.rank]))]
-    key, done = f"{wait.record.group}:{wait.record.seq}", scene.step
-    least = wording.stacks(scene, (wait.rank, *wait.ranks))
+    key, least = f"{wait.record.group}:{wait.record.seq}", wording.stacks(scene, (wait.rank, *wait.ranks))
     return wording.compose(scene, "transport", key, head, [*gone], lines, why=why, fix=fix, least=least, done=done)
 
 
@@ -228,14 +229,17 @@ def _report_waiting(scene: Scene, wait: Wait, busy: Sequence[int]) -> Finding:
     end, fix = wording.NO_FAULT, ""
     if any(state(scene, rank) == "looping" for rank in busy):
         end, fix = "; is that a loop without an end?", "end that loop, or see why what it waits for never comes."
-    head = f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(scene.step)}{end}"
+    done = scene.done_by(busy)
+    head = f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(done)}{end}"
     key = f"{wait.record.group}:{wait.record.site}:{busy}"
-    return wording.compose(scene, "waiting", key, head, busy, lines, fix=fix, done=scene.step)
+    return wording.compose(scene, "waiting", key, head, busy, lines, fix=fix, done=done)
 
 
 def _at_work(scene: Scene, rank: int) -> str:
     if rank not in scene.sights:
         return _not_there(scene, rank)
+    if state(scene, rank) == "starting":
+        return "is still starting"
     status = scene.status(rank)
     what = status.activity
     if scene.sights[rank].is_working:
@@ -246,7 +250,7 @@ def _at_work(scene: Scene, rank: int) -> str:
 
 
 def _report_timed_out(scene: Scene, wait: Wait, ranks: Sequence[int], line: str) -> Finding:
-    step = scene.status(scene.me).step
+    step = scene.done_by(ranks or (scene.me,))
     are = "is" if len(ranks) == 1 else "are"
     them = f"{names(ranks)} {are} not there" if ranks else "nobody has set it"
     lines = [text for rank in ranks for text in wording.whereabouts(scene, rank, _not_there(scene, rank))]

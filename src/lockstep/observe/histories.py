@@ -265,6 +265,13 @@ def calls_in(side: Side, step: int) -> Counter[tuple[str, str]]:
     return Counter((record.text, record.site) for record in side.history if record.step == step)
 
 
+def is_line_of_many(parting: Parting) -> bool:
+    """Whether both came to it by one line of the user's that made calls of other kinds before, as a trainer's does."""
+    before = [one for side in (parting.usual, parting.odd) for one in side.history if one.seq < parting.a.seq]
+    kinds = {one.text.partition(" ")[0] for one in before if one.site == parting.a.site and one.text}
+    return parting.a.site == parting.b.site and len(kinds) > 1
+
+
 def what_differs(first: str, second: str) -> list[str]:
     """Of `_NAMES`: what two texts do not share. The kind says it all."""
     if not first or not second:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple, final
@@ -19,6 +19,7 @@ from lockstep.observe.status import RUNNING, Progress, Sight, Status, Waiting
 SILENT_S = 3.0  # a guard speaks more than twice a second: one that is silent for so long is not being run
 GRACE_S = 1.0  # what was under way when a rank ended has come through, or never will
 STILL_S = 2.0  # whoever has stood still for so long has done so while all others were looked at
+INIT, NEW_GROUP = "init_process_group", "new_group"  # groups of these calls, which are of all ranks of the job
 _HANG_STEPS = 5
 _MESSAGE = re.compile(r"(send|recv)\b.* (?:to|from) rank (\d+|any) tag (-?\d+)$")
 
@@ -99,6 +100,10 @@ class Scene:
     def status(self, rank: int) -> Status:
         """What `rank`, which has been heard of, said last."""
         return self.sights[rank].status
+
+    def done_by(self, ranks: Iterable[int]) -> int:
+        """The steps that all of `ranks` have ended: what is said of them is of the one after it."""
+        return min((self.status(rank).step for rank in ranks if rank in self.sights), default=self.step)
 
     def is_running(self, rank: int) -> bool:
         """True where `rank` was at work when it was last seen, and its process is there."""

@@ -18,12 +18,12 @@ from urllib.parse import urlsplit
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
+from lockstep.observe.scene import INIT, NEW_GROUP
 from lockstep.observe.torch_groups import is_the_job, name_of
 from lockstep.observe.torch_import import when_imported
 
 _ADDRESS, _PORT, _AGENTS = "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"
 _MEET = timedelta(seconds=5)
-_NEW_GROUP, _INIT = "new_group", "init_process_group"  # of all ranks of the job
 _UNWATCHED = "are ranks of their own: nobody watches them. Next: leave that out, `lockstep run -n N` starts N ranks"
 _HERE = ("localhost", "127.0.0.1", "::1")
 
@@ -91,9 +91,9 @@ class Meetings:
                 return old(*args, **kwargs)
             ranks = given.get("ranks")
             listed = "all ranks" if ranks is None else name_of("", False, ranks).strip()
-            self._guard.group(_NEW_GROUP, range(self._guard.world_size))
+            self._guard.group(NEW_GROUP, range(self._guard.world_size))
             began_ns = monotonic_ns()
-            number = self._guard.enter(_NEW_GROUP, next(made), f"new_group {listed}", call_site())
+            number = self._guard.enter(NEW_GROUP, next(made), f"new_group {listed}", call_site())
             try:
                 return old(*args, **kwargs)
             finally:
@@ -119,10 +119,10 @@ class Meetings:
             for misfit in misfits(self._given, os.environ, given, self._guard.rank):
                 here = f"rank {self._guard.rank}: init_process_group at {site}: {misfit}"
                 sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
-            self._guard.group(_INIT, range(size))
+            self._guard.group(INIT, range(size))
             port = own_port(self._given, os.environ, given)
             began_ns = monotonic_ns()
-            number = self._guard.enter(_INIT, next(made), f"{_INIT}:port={port}" if port else _INIT, site)
+            number = self._guard.enter(INIT, next(made), f"{INIT}:port={port}" if port else INIT, site)
             if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
                 given["store"] = _anew(store, next(with_store))
             try:

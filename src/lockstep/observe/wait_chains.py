@@ -10,12 +10,14 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from lockstep.observe.endings import is_asked_to_stop
-from lockstep.observe.scene import STILL_S, Scene, Wait
+from lockstep.observe.scene import INIT, NEW_GROUP, STILL_S, Scene, Wait
 from lockstep.observe.stacks import CHILDREN
+from lockstep.observe.status import Status
 
+_START_TIMES = 30  # as long as the limit: building or fetching what all need, before anything else
 _LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
 
-Root = Literal["unseen", "ended", "asked", "silent", "active", "moving", "looping", "stuck", "inside"]
+Root = Literal["unseen", "ended", "asked", "silent", "active", "moving", "looping", "starting", "stuck", "inside"]
 
 
 def roots(scene: Scene, wait: Wait) -> list[int]:
@@ -55,7 +57,17 @@ def state(scene: Scene, rank: int) -> Root:
         return "stuck"
     if sight.status.looping_s >= _LOOP_SHARE * scene.hang_s:
         return "looping"
-    return "stuck" if sight.status.unmoved_s >= max(scene.hang_s, STILL_S) else "moving"
+    if sight.status.unmoved_s < max(scene.hang_s, STILL_S):
+        return "moving"
+    return "starting" if _is_starting(scene, sight.status) else "stuck"
+
+
+def _is_starting(scene: Scene, status: Status) -> bool:
+    """Before its first call a rank may build or fetch what the others wait for; but a group is made by all."""
+    if status.step < scene.step or status.unmoved_s >= _START_TIMES * scene.hang_s:
+        return False
+    has_begun = status.last is not None and status.last.group != INIT
+    return not has_begun and all(wait.record.group != NEW_GROUP for wait in scene.waits)
 
 
 def activity(scene: Scene, rank: int) -> str:

@@ -128,7 +128,7 @@ _SAID = {  # name -> ranks, program, what is said
         "optimizer = torch.optim.SGD([weight], lr=0.1)\nfor step in range(1, 60):\n    dist.all_reduce(torch.ones(2))\n"
         "    if rank == 1 or rank == 2 and step != 10:\n        dist.all_reduce(torch.ones(5), group=group)  # here\n"
         "    weight.grad = torch.ones(3)\n    optimizer.step()",
-        r"DEADLOCK in step 11.*Culprit: rank 2\n(?s:.*)rank 1 waits in .* of group 1 \[1, 2\], train\.py:HERE"
+        r"DEADLOCK in step 10:.*Culprit: rank 2\n(?s:.*)rank 1 waits in .* of group 1 \[1, 2\], train\.py:HERE"
         r"(?s:.*)rank 2 is in step 11 already",
     ),
     "groups made for other ranks": (

@@ -73,6 +73,7 @@ def test_value_of_the_wrong_type_ends_with_code_2(words: list[str], capsys: pyte
     ("words", "answer"),
     [
         (["tran"], "unknown command 'tran'"),
+        (["help"], "did you mean `lockstep --help`?"),
         (["--versio"], "did you mean `lockstep --version`?"),
         (["train", "-n", "0"], "at least one process"),
         (["train", "-n", "-1"], "at least one process"),

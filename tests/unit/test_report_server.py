@@ -280,8 +280,10 @@ def test_line_of_the_report_begins_a_line_where_the_ranks_print(
 ) -> None:
     full_run(tmp_path, steps=5)
     monkeypatch.setattr("os.path.sameopenfile", lambda first, second: is_one and {first, second} == {1, 2})
-    tell_record({RUN: str(tmp_path)}, is_quiet=False)
-    assert capsys.readouterr().err.startswith("\nlockstep: report: " if is_one else "lockstep: report: ")
+    for is_quiet in (True, False):  # quiet: the launcher has said a line before
+        tell_record({RUN: str(tmp_path)}, is_quiet=is_quiet)
+        is_apart = is_one and not is_quiet
+        assert capsys.readouterr().err.startswith("\nlockstep: report: " if is_apart else "lockstep: report: ")
 
 
 def test_end_of_a_run_is_what_it_is_where_nothing_can_be_said_of_it(

@@ -107,7 +107,7 @@ def _command(name: str, words: Sequence[str]) -> int:
         print(f"lockstep {lockstep.__version__}" if name == "--version" else HELP)
         return 0
     if name not in _COMMANDS:
-        near = nearest(name, ("--help", "--version") if name.startswith("-") else _COMMANDS)
+        near = nearest(name, ("--help", "--version", *(() if name.startswith("-") else _COMMANDS)))
         raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
     current_folder()
     command = getattr(import_module(f"lockstep.cli.{name}"), name)

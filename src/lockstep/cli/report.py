@@ -73,8 +73,8 @@ def tell_record(environ: Mapping[str, str], *, is_quiet: bool) -> None:
     except Exception as error:  # noqa: BLE001 (the run is over, and its end is not ours)
         say(f"no report of {place}: {type(error).__name__}: {error}")
     else:
-        tell("\n" if os.path.sameopenfile(1, 2) else "")  # what the ranks printed last may have no end of line
-        tell("" if is_quiet else trace)
+        begins_line = is_quiet or not os.path.sameopenfile(1, 2)  # else what a rank printed last may have no end
+        tell(("" if begins_line else "\n") + ("" if is_quiet else trace))
         say(f"report: {shown(folder / PAGE)}")
 
 

@@ -267,6 +267,14 @@ def test_nothing_is_said(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "evidence").exists()
 
 
+def test_a_rank_that_prepares_the_data_before_its_first_call_is_no_hang(tmp_path: Path) -> None:
+    body = "if rank == 1:\n    time.sleep(4)\ntrain(DDP(torch.nn.Linear(4, 2)), 5)\n"
+    output = _run(tmp_path, "", body)
+    assert len(complaints(output)) == 1
+    assert re.search(r"lockstep: waiting for rank 1 for \d\.\d s in step 1; no fault so far\n", output)
+    assert re.search(r"\n  rank 1 is still starting: at train\.py:21 <module>, unmoved for ", output)
+
+
 def test_nothing_is_said_of_a_rank_that_a_debugger_holds(tmp_path: Path) -> None:
     (tmp_path / "debugger.py").write_text(_DEBUGGER)
     output = _run(tmp_path, "debugger", _DEBUGGED, warm=False)

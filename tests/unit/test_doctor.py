@@ -118,7 +118,7 @@ def test_a_rank_that_slurm_or_a_shell_started_is_a_machine_with_one() -> None:
         (["--wait-s", "0"], {}, "above 0"),
         ([], {"TORCHELASTIC_RUN_ID": "x", "RANK": "0", "WORLD_SIZE": "1"}, "starts ranks itself"),
         (["train.py"], {}, "unexpected 'train.py'"),
-        (["--nproc", "2"], {}, "unknown option --nproc: did you mean --nproc-per-node?"),
+        (["--nproc-per", "2"], {}, "unknown option --nproc-per: did you mean --nproc-per-node?"),
         (["--wait-s", "soon"], {}, "--wait-s takes a number, not 'soon'. `lockstep doctor --help` explains"),
         (["-n", "9999"], {}, "so many would only kill it"),
     ],

@@ -48,6 +48,11 @@ def read(folder: Path, *words: str) -> Launch:
 # ------------------------------------------------------------------ flags
 
 
+@pytest.mark.parametrize("flag", ["-n", "--nproc", "--nproc-per-node"])
+def test_number_of_processes_has_the_short_names_that_train_has(folder: Path, flag: str) -> None:
+    assert read(folder, flag, "3", "train.py").config.nproc_per_node == 3
+
+
 def test_torchruns_words_mean_what_they_mean_there(folder: Path) -> None:
     job = read(
         folder, "--nproc_per_node=3", "--max-restarts", "2", "-r", "0:3,1:1", "-t", "2", "--log-dir", "kept",
@@ -150,7 +155,7 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("--numa-binding=node", "train.py"), "there is none here"),
         (("--nproc-per-node=9999", "train.py"), "so many would only kill it"),
         (("--nproc-per-node=2",), "missing: SCRIPT. `lockstep run --help` explains"),
-        (("--nproc", "2", "train.py"), "--nproc is not the whole name of an option: write one of --nproc-per-node, --"),
+        (("--node", "2", "train.py"), "--node is not the whole name of an option: write one of --node-rank, --"),
         (("--wacth", "train.py"), "unknown option --wacth: did you mean --watch?"),
         (("--guard=onn", "train.py"), "--guard takes one of 'off', 'on', 'strict', 'check', not 'onn'"),
         (("pack",), "pack is a folder: name the script in it"),
@@ -284,6 +289,7 @@ def test_guess_is_right_where_it_matters(words: tuple[str, ...], program: Progra
         ((), {}, False),
         (("--nproc-per-node=2",), {}, True),
         (("--nproc_per_node", "4"), {}, True),
+        (("--nproc", "4"), {}, True),
         (("--nproc-per-node", "1"), {}, False),
         ((), {"PET_NPROC_PER_NODE": "gpu"}, True),
         (("--nproc-per-node=2",), {"OMP_NUM_THREADS": "8"}, False),

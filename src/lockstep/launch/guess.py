@@ -12,7 +12,7 @@ from pathlib import Path
 
 from lockstep.launch.program import Program
 
-_PROCESSES = ("-n", "--nproc-per-node", "--nproc_per_node")
+_PROCESSES = ("-n", "--nproc", "--nproc-per-node", "--nproc_per_node")
 
 
 def guess_program(words: Sequence[str]) -> Program | None:

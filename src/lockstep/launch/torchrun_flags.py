@@ -74,7 +74,9 @@ def parser() -> Words:
         if action.dest in _POSITIONAL:
             action.metavar, action.required = _POSITIONAL[action.dest]
     own = made.add_argument_group("beyond torchrun")
-    own.add_argument("-n", dest="nproc_per_node", metavar="N|A:B", default=argparse.SUPPRESS, help="--nproc-per-node")
+    hidden = argparse.SUPPRESS
+    for short in ("-n", "--nproc"):  # as for `lockstep train`
+        own.add_argument(short, dest="nproc_per_node", metavar="N|A:B", default=hidden, help="--nproc-per-node")
     start = "warm: fork workers from a process that has imported torch and the script's installed packages, where that "
     start += "is possible; fresh: start an interpreter for each (default: warm)"
     own.add_argument("--start", choices=("warm", "fresh"), default="warm", help=start)

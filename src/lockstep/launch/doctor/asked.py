@@ -17,7 +17,7 @@ _FLAGS = (
     "nproc-per-node nnodes node-rank rdzv-backend rdzv-endpoint rdzv-id rdzv-conf master-addr master-port local-addr"
 )
 _DEFAULTS = {"nnodes": "1:1", "rdzv-backend": "static", "rdzv-id": "none", "node-rank": None, "master-port": None}
-_SHORT = {"nproc-per-node": ("-n",)}  # as for `lockstep train`
+_SHORT = {"nproc-per-node": ("-n", "--nproc")}  # as for `lockstep train`
 _DESCRIPTION = """Check this machine, and with several the way between them, before a run is started.
 
 On one machine it starts its own processes (2, unless --nproc-per-node says more). On several: run the same command on
@@ -182,6 +182,6 @@ def _parser(environ: Mapping[str, str]) -> Words:
     for name in _FLAGS.split():
         snake, default = name.replace("-", "_"), _DEFAULTS.get(name, "")
         given = environ.get(f"PET_{snake.upper()}", default)
-        names = dict.fromkeys((*_SHORT.get(name, ()), f"--{name}", f"--{snake}"))
+        names = dict.fromkeys((f"--{name}", f"--{snake}", *_SHORT.get(name, ())))
         own.add_argument(*names, type=int if default is None else str, default=given)
     return made

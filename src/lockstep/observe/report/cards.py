@@ -135,8 +135,7 @@ def _tells_of_end(source: Source, finding: Mapping[str, Any]) -> bool:
     """Whether the launcher's causes of the end of the last start are of the same fault: its rank, or its words."""
     cause = next(iter(attempts_of(source)[-1].causes), "")
     head = finding["text"].removeprefix("lockstep: ").partition("\n")[0]
-    is_of_rank = set(_named(cause)) & set(finding["culprits"])
-    return bool(finding["is_certain"] and cause and (is_of_rank or head in cause))
+    return finding["is_certain"] and (head in cause or not {*finding["culprits"]}.isdisjoint(_named(cause)))
 
 
 def _ends(source: Source, status: Status) -> Iterator[Card]:

@@ -121,8 +121,11 @@ def test_report_lies_there_however_the_run_ends(
     if how == "garbage":
         assert "Some of the record cannot be read" in titles(document, "warning")
     else:
-        assert says in titles(document)
-        assert "rank 1" in titles(document)
+        (fault,) = [card for card in document["cards"] if card["severity"] == "error"]  # and its end: one card
+        assert "Culprit: rank 1" in fault["title"]
+        found, _, end = fault["text"].partition("The run failed: rank 1 ")
+        assert says in found
+        assert says in end
         assert document["run"]["steps"] == (0 if how == "early" else 8)
         assert blamed(document) == [(1, 1 if how == "early" else 9)]
 

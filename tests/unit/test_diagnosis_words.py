@@ -32,6 +32,20 @@ def test_every_finding_has_the_step_that_its_culprit_has_not_ended(
     assert finding.done == 3
 
 
+@pytest.mark.parametrize(("steps", "fix"), [(0, "give it the same shape on every rank"), (3, "make the same calls on")])
+def test_a_call_that_was_left_out_is_not_told_to_have_the_shape_of_the_next(steps: int, fix: str) -> None:
+    """Where both ranks have been at both lines before; else each may have its own."""
+    ranks = world(2)
+    for _ in range(steps):
+        for one in ranks:
+            one.call("all_reduce float32 [4] sum", "train.py:7 main")
+            one.call("all_reduce float32 [9] sum", "train.py:8 main")
+            one.step += 1
+    ranks[0].waits(ranks[0].call("all_reduce float32 [4] sum", "train.py:7 main"), 3)
+    ranks[1].waits(ranks[1].call("all_reduce float32 [9] sum", "train.py:8 main"), 3)
+    assert f"Likely fix: {fix}" in found_in(ranks).text
+
+
 def test_a_line_of_many_calls_is_not_told_to_change_the_one_that_differs() -> None:
     """Of a trainer, which one rank leaves early: the line that users know of has started all."""
     ranks = world(2)

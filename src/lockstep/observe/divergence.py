@@ -249,8 +249,9 @@ def _report(
     others = set(culprits) - {*usual.ranks, *odd.ranks}
     body += [f"{names(others)}: something else again"] * bool(others)
     is_of_many = histories.is_line_of_many(parting)
-    is_one_place = a.step == b.step and (a.site == b.site or len(differing) == 1) and not is_of_many
-    is_one_call = differing and differing != ["kind"] and is_one_place
+    is_one_place = a.step == b.step and (a.site == b.site or len(differing) == 1)
+    is_left_out = is_of_many or histories.are_lines_of_both(parting)
+    is_one_call = differing and differing != ["kind"] and is_one_place and not is_left_out
     other = "batches" if fault == "batches" else "many" if is_of_many else ""
     if fault == "handling" or (is_known and fault in ("skipped", "extra")):
         advice = _FIX[fault]

@@ -272,6 +272,13 @@ def is_line_of_many(parting: Parting) -> bool:
     return parting.a.site == parting.b.site and len(kinds) > 1
 
 
+def are_lines_of_both(parting: Parting) -> bool:
+    """Whether the two calls are of two lines, each of which both have been at before: one of them was left out."""
+    lines = {parting.a.site, parting.b.site}
+    sides = (parting.usual, parting.odd)
+    return len(lines) > 1 and all(lines <= {r.site for r in side.history if r.seq < parting.a.seq} for side in sides)
+
+
 def what_differs(first: str, second: str) -> list[str]:
     """Of `_NAMES`: what two texts do not share. The kind says it all."""
     if not first or not second:

@@ -21,10 +21,17 @@ class Run:
     """One `lockstep` process, in a session of its own, and what it wrote to both of its outputs.
 
     warm: it and its ranks are forks that have torch, which is all that tells them from what a user starts.
+    inside: what stands before the command, as `nsenter --net=FILE`.
     """
 
     def __init__(
-        self, folder: Path, *words: str, launcher: Sequence[str] = (), warm: bool = False, **variables: str
+        self,
+        folder: Path,
+        *words: str,
+        launcher: Sequence[str] = (),
+        warm: bool = False,
+        inside: Sequence[str] = (),
+        **variables: str,
     ) -> None:
         self.output = folder / f"output-{time.monotonic_ns()}"
         environ = {
@@ -36,7 +43,7 @@ class Run:
         }
         with self.output.open("w") as file:
             self.process = (warm_programs.Popen if warm else subprocess.Popen)(
-                [sys.executable, *launcher, "-m", "lockstep", *words],
+                [*inside, sys.executable, *launcher, "-m", "lockstep", *words],
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environ,

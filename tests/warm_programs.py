@@ -17,14 +17,15 @@ import threading
 import types
 import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from itertools import takewhile
 from multiprocessing import forkserver, reduction
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NoReturn
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CLONE_NEWNET = 0x40000000  # <sched.h>
+_SPACES = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "net": 0x40000000, "time": 0x80}  # <sched.h>: CLONE_NEW...
 _PRELOAD = ["lockstep.testing.preload", "pytest"]
 
 
@@ -47,7 +48,7 @@ def start(folder: Path, words: Sequence[str], environ: Mapping[str, str], stderr
 class Popen:
     """`subprocess.Popen` for a command of this interpreter, as far as our tests use it.
 
-    Before it may stand `nsenter --net=FILE`.
+    Before it may stand `nsenter --net=FILE`, with more namespaces.
     """
 
     def __init__(
@@ -62,14 +63,15 @@ class Popen:
         start_new_session: bool = True,
         preexec_fn: object = None,  # ties it to a parent that it has not: it goes with the process that is forked
     ) -> None:
-        network = command[1].removeprefix("--net=") if command[0] == "nsenter" else ""
-        python, *words = command[2:] if network else command
+        options = list(takewhile(lambda word: word.startswith("--"), command[1:])) if command[0] == "nsenter" else []
+        spaces = dict(map(_read_space, options))
+        python, *words = command[len(options) + 1 :] if options else command
         assert (python, stdin) == (sys.executable, subprocess.DEVNULL)
         get_ready()
         out = stdout if isinstance(stdout, int) else stdout.fileno()
         err = out if stderr == subprocess.STDOUT else stderr
         args = (str(cwd), words, dict(env), _Handed(out), _Handed(err))
-        more = {"in_session": start_new_session, "network": network}
+        more = {"in_session": start_new_session, "spaces": spaces}
         self._process = _CONTEXT.Process(target=_run, args=args, kwargs=more, daemon=True)
         self._process.start()
         assert self._process.pid is not None
@@ -103,6 +105,12 @@ class Popen:
             if self.returncode is not None:
                 self._process.close()
         return self.returncode
+
+
+def _read_space(word: str) -> tuple[str, str]:
+    """Name and file of one of nsenter's namespaces."""
+    name, _, path = word.removeprefix("--").partition("=")
+    return name, path
 
 
 class _Handed:
@@ -174,13 +182,14 @@ def _run(
     stderr: int,
     *,
     in_session: bool = False,
-    network: str = "",
+    spaces: Mapping[str, str] | None = None,
 ) -> None:
     if in_session:
         os.setsid()
-    if network:
-        with open(network) as file:
-            assert ctypes.CDLL(None).setns(file.fileno(), _CLONE_NEWNET) == 0
+    with ExitStack() as opened:
+        files = {name: opened.enter_context(open(path)) for name, path in (spaces or {}).items()}
+        for name, file in files.items():
+            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _SPACES[name]) == 0, (name, ctypes.get_errno())
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)

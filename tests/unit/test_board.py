@@ -7,15 +7,16 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from lockstep.observe.board import Board, flight_path, sight_of
+from lockstep.observe.board import Board, flight_path, send_ends, sight_of
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
-from lockstep.observe.status import FINISHED, LastWords, Mark, Progress, Sight, Status, Waiting
+from lockstep.observe.status import FINISHED, RUNNING, LastWords, Mark, Progress, Sight, Status, Waiting
 from lockstep.testing.waiting import wait_until
 
 Make = Callable[..., tuple[FlightRecorder, Board]]
@@ -176,7 +177,7 @@ def test_a_rank_that_has_not_begun_is_not_seen(make: Make, tmp_path: Path) -> No
 
 _CHILD = """
 import os, sys
-from lockstep.observe.board import Board, flight_path
+from lockstep.observe.board import Board, flight_path, send_ends
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.status import Status
 recorder = FlightRecorder(flight_path(sys.argv[1], 1), 1, 2)
@@ -258,6 +259,46 @@ def test_an_end_is_told_to_other_machines_at_once(make: Make) -> None:
     theirs.tell(status(1))
     theirs.tell(replace(status(1), state=FINISHED))
     assert mine.sights()[1].status.state == FINISHED
+
+
+@pytest.mark.parametrize("way", ["by itself", "its launcher says", "another rank of its machine sees"])
+def test_what_a_rank_of_another_machine_did_last_is_kept_for_its_end(
+    make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Nobody is there any more who could be asked for it."""
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    other, theirs = make(1, [1], folder="b", store=store)
+    for seq in range(300):
+        other.enter(seq, pack_words("world", "barrier", "train.py:3 main"))
+    theirs.tell(status(1))
+    assert mine.sights()[1].status.state == RUNNING
+    if way == "by itself":
+        theirs.tell(replace(status(1), state=FINISHED))
+    elif way == "its launcher says":
+        send_ends(tmp_path / "b", {1: "was killed by SIGKILL"}, store)
+    else:
+        _, third = make(2, [1, 2], world_size=3, folder="b", store=store)
+        monkeypatch.setattr(third, "_how_it_ended", lambda rank, record: "" if rank == 1 else None)
+        assert third.sights()[1].is_gone
+    monkeypatch.setattr("lockstep.observe.board.time.sleep", never)
+    assert mine.sights()[1].is_gone == (way != "by itself")
+    assert [record.seq for record in mine.records_of(1)] == [*range(300)]
+
+
+def test_a_silent_rank_of_another_machine_is_not_asked(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it does not say by itself it would not answer: who waits for that looks at nobody, and is silent as well."""
+    store, now_s = DictStore(), time.monotonic()
+    _, mine = make(0, [0], store=store)
+    store.set("guard/status/1", status(1).to_json().decode())
+    assert 1 in mine.sights()
+    monkeypatch.setattr("lockstep.observe.board.time.monotonic", lambda: now_s + 2)
+    monkeypatch.setattr("lockstep.observe.board.time.sleep", never)
+    assert mine.records_of(1) == []
+
+
+def never(*_: object) -> None:
+    raise AssertionError
 
 
 def test_a_store_whose_holder_has_ended_is_no_error(make: Make) -> None:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from lockstep.comm.handshake import Store
 from lockstep.comm.preflight import process_state, state_and_cpu_s
@@ -23,13 +23,21 @@ FLIGHTS = "flight-*"  # names of the records' files
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
 _OPEN = 8  # operations under way that are shown
-_SHOWN = 128  # records that travel between machines
+_KEPT = "guard/last/{}"  # records of a rank that has ended
 _PERIOD_S = 0.3  # at least, between two statuses through the store: two looks, or one in calm hours
 _GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
 _SILENT_S = 1.0  # what a rank said longer ago is completed from its record
 _WORKS = 0.02  # of a core: less is not work
 
 _T = TypeVar("_T")
+
+
+class _Heard(NamedTuple):
+    """What a rank of another machine said last."""
+
+    text: bytes
+    sight: Sight  # at that moment
+    at_s: float  # when it was first seen
 
 
 def flight_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -64,9 +72,9 @@ class Board:
         self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
         self._first = min(here)  # whose record holds what was found on this machine
         self._peers: dict[int, Peers] = {}
-        self._heard: dict[int, tuple[bytes, float]] = {}  # of ranks of other machines: what they said last, and when
+        self._heard: dict[int, _Heard] = {}  # of ranks of other machines
         self._mine: Status | None = None  # what this rank said last
-        self._told_s = 0.0
+        self._told_s, self._has_left = 0.0, False
         self._answered = ""
         self._is_lost = False  # the store
         self._spent_s = 0.0  # in asking it: while it does not answer, no rank can be heard, and none is silent
@@ -90,6 +98,9 @@ class Board:
         now_s = time.monotonic()
         if self._store is not None and (now_s - self._told_s >= _PERIOD_S or status.state != RUNNING):
             self._told_s = now_s
+            if status.state != RUNNING and not self._has_left:
+                self._has_left = True
+                self._put(_KEPT.format(self._recorder.rank), _in_json(self._records[self._recorder.rank]))
             self._put(f"guard/status/{self._recorder.rank}", text.decode())
             self._answer()
 
@@ -108,18 +119,20 @@ class Board:
                 seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)
+                    self._put(_KEPT.format(rank), _in_json(record))
                     self._put(f"guard/status/{rank}", _gone_status(sight))
         for rank in self._away if self._store is not None else ():
             said = self._ask(f"guard/status/{rank}")
             now_s = time.monotonic() - self._spent_s
-            if said is not None and self._heard.get(rank, (b"", 0.0))[0] != said:
-                self._heard[rank] = (said, now_s)
-            if rank in self._heard:
-                text, heard_s = self._heard[rank]
-                how, is_gone, said = text.rpartition(b"\n")
-                status = status_of(said)
+            heard = self._heard.get(rank)
+            if said is not None and (heard is None or heard.text != said):
+                how, is_gone, last = said.rpartition(b"\n")
+                status = status_of(last)
                 if status is not None:
-                    seen[rank] = Sight(status, now_s - heard_s, bool(is_gone), how.decode().removeprefix(_GONE))
+                    sight = Sight(status, 0.0, bool(is_gone), how.decode().removeprefix(_GONE))
+                    heard = self._heard[rank] = _Heard(said, sight, now_s)
+            if heard is not None:
+                seen[rank] = heard.sight._replace(age_s=now_s - heard.at_s)
         return seen
 
     def _is_working(self, sight: Sight, now_s: float) -> bool:
@@ -138,10 +151,14 @@ class Board:
 
     def records_of(self, rank: int) -> list[Record]:
         """What `rank` did last, oldest first; [] where that cannot be had. May block for a second or two."""
-        record = self._record_of(rank)
+        record, heard = self._record_of(rank), self._heard.get(rank)
         if record is not None:
             return record.records()
-        if self._store is None:
+        if heard is None or self._store is None:
+            return []
+        if heard.sight.is_gone or heard.sight.status.state != RUNNING:
+            return _from_json(self._ask(_KEPT.format(rank)))
+        if time.monotonic() - self._spent_s - heard.at_s > _ANSWER_S:  # nor will it answer now
             return []
         key = f"guard/records/{rank}/{self._recorder.rank}-{time.monotonic_ns()}"
         self._put(f"guard/wanted/{rank}", key)
@@ -149,7 +166,7 @@ class Board:
         while not self._is_lost and time.monotonic() < deadline:
             said = self._ask(key)
             if said is not None:
-                return [Record(*fields) for fields in json.loads(said)]
+                return _from_json(said)
             time.sleep(0.05)
         return []
 
@@ -158,7 +175,7 @@ class Board:
         wanted = self._ask(f"guard/wanted/{self._recorder.rank}")
         if wanted is not None and wanted.decode() != self._answered:
             self._answered = wanted.decode()
-            self._put(self._answered, json.dumps(self._records[self._recorder.rank].records()[-_SHOWN:]))
+            self._put(self._answered, _in_json(self._records[self._recorder.rank]))
 
     def announce(self, finding: str) -> str:
         """Put `finding` up for all to see, unless there is one; the one that is up."""
@@ -234,11 +251,19 @@ def send_ends(folder: Path, ends: Mapping[int, str], store: Store) -> None:
     """A launcher says how processes of this machine ended, by rank, to the guards of the others."""
     for rank, how in ends.items():
         with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
-            record = FlightRecord(flight_path(folder, rank))
-            sight = sight_of(record, how=how)
-            record.close()
-            if sight is not None:
-                store.set(f"guard/status/{rank}", _gone_status(sight))
+            with contextlib.closing(FlightRecord(flight_path(folder, rank))) as record:
+                sight = sight_of(record, how=how)
+                if sight is not None:
+                    store.set(_KEPT.format(rank), _in_json(record))
+                    store.set(f"guard/status/{rank}", _gone_status(sight))
+
+
+def _in_json(record: FlightRecord) -> str:
+    return json.dumps(record.records())
+
+
+def _from_json(said: bytes | None) -> list[Record]:
+    return [Record(*fields) for fields in json.loads(said or "[]")]
 
 
 def _gone_status(sight: Sight) -> str:

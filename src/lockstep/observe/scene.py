@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import NamedTuple, final
 
 from lockstep.observe.flight import Record
@@ -87,7 +87,7 @@ class Scene:
     def __init__(self, me: int, sights: Mapping[int, Sight], records_of: Records, limits: Limits) -> None:
         self.me = me
         self.sights = sights
-        self.records_of = records_of
+        self.records_of = cache(records_of)  # of this moment; from another machine they take a while
         self.limits = limits
         self.step = max((sight.status.step for sight in sights.values()), default=0)
 

@@ -87,6 +87,11 @@ class Agent(SimpleElasticAgent):
             self._worker_group.spec.local_world_size = decision.processes
             self._start_anew()
 
+    @property
+    def is_cut_off(self) -> bool:
+        """The other machines cannot be told anything."""
+        return self._machines is not None and self._machines.is_mute
+
     def leave_early(self) -> None:
         """A signal came before there were workers to pass it on to: let the other machines stop too."""
         if self._machines is not None:

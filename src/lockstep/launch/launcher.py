@@ -120,7 +120,8 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         return INTERRUPTED if newest in (None, NONE) else REQUEUE
     finally:
         is_over = not signals.count and (agent is None or agent.exit_code not in (REQUEUE, INTERRUPTED))
-        if handler is not None and is_over:  # or no other machine could join later
+        is_cut_off = agent is not None and agent.is_cut_off
+        if handler is not None and is_over and not is_cut_off:  # or no other machine could join later
             with suppress(Deadline):  # where the machine that holds the store stands still
                 within(_CLOSE_S, handler.shutdown)
 

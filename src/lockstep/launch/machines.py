@@ -23,7 +23,7 @@ _ANSWER_S = 5.0  # a store answers in milliseconds; that of a machine that was s
 
 @final
 class Machines:
-    """The machines of one start. Where the one that holds the store is gone or stands still, nothing is heard any more.
+    """The machines of one start. While the one that holds the store is gone or cut off, nothing is heard of the others.
 
     here: number of this machine. can_spare_one: the others go on without this one, as under torchrun. run: a store of
     all starts, where each machine is needed: who stops while it joins may be counted among those of the next start.
@@ -38,6 +38,7 @@ class Machines:
         self._signals = signals
         self._here, self._count = here, count
         self._is_lost = False  # the store
+        self._unanswered: Aside[Any] | None = None  # torch waits for minutes, and goes on where a cable is mended
         self.can_spare_one = can_spare_one
 
     def tell_stop(self, number: int) -> None:
@@ -62,9 +63,9 @@ class Machines:
         Returns: the largest `committed` of those that came.
         """
         deadline, patience = time.monotonic() + limit_s, max(self._signals.count, 1)
-        self.ask(lambda: self._channel.put(f"ended/{self._here}", committed), None)
         ended = [committed]
-        while not self._is_lost and time.monotonic() < deadline and self._signals.count <= patience:
+        while not self.is_mute and time.monotonic() < deadline and self._signals.count <= patience:
+            self.ask(lambda: self._channel.put(f"ended/{self._here}", committed), None)
             ended = self.ask(lambda: self._channel.read_all("ended", self._count), ended)
             if len(ended) == self._count:
                 self.linger()
@@ -81,19 +82,24 @@ class Machines:
 
         Torch's rendezvous and the ranks find out what became of the machine that held the store, and say it.
         """
-        if self._is_lost:
+        if self.is_mute:
             return default
         aside, count = Aside(call), self._signals.count
         deadline = time.monotonic() + (_ANSWER_S if count < 2 else _ASK_S)  # two: the user will not wait
         while not aside.is_done(0.05):
-            self._is_lost = time.monotonic() > deadline
-            if self._is_lost or self._signals.count > count:
+            self._unanswered = aside if time.monotonic() > deadline else None
+            if self._unanswered is not None or self._signals.count > count:
                 return default
         try:
             return aside.result()
         except LaunchError:
             self._is_lost = True
             return default
+
+    @property
+    def is_mute(self) -> bool:
+        """Nothing can be heard of the others, now or any more."""
+        return self._is_lost or (self._unanswered is not None and not self._unanswered.is_done(0))
 
     def _wait(self, seconds: float) -> None:
         """For so long, or until the next signal that asks to stop."""

@@ -23,7 +23,7 @@ class PaperRank:
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
-        self.step = 0
+        self.step, self.host = 0, "b"
         self.records: list[Record] = []
         self.status_fields: dict[str, object] = {}
         self.folds: dict[str, Folding] = {}
@@ -98,7 +98,7 @@ class PaperRank:
             "last": records[-1] if records else None,
             **self.status_fields,
         }
-        status = Status(self.rank, self.world_size, 4710 + self.rank, "b", **fields)  # type: ignore[arg-type]
+        status = Status(self.rank, self.world_size, 4710 + self.rank, self.host, **fields)  # type: ignore[arg-type]
         return Sight(
             Status.from_json(status.to_json()), self.age_s, self.is_gone, self.how, self.is_stopped, self.is_working
         )

@@ -297,6 +297,69 @@ def test_a_silent_rank_of_another_machine_is_not_asked(make: Make, monkeypatch: 
     assert mine.records_of(1) == []
 
 
+def test_ranks_of_two_machines_ask_each_other_at_once(make: Make) -> None:
+    """Each of them answers while it waits."""
+    store = DictStore()
+    both = [make(rank, [rank], folder=str(rank), store=store) for rank in range(2)]
+    for rank, (recorder, board) in enumerate(both):
+        recorder.enter(0, pack_words("world", "barrier", "train.py:3 main"))
+        board.tell(status(rank))
+    for _, board in both:
+        board.sights()
+    found: dict[int, int] = {}
+
+    def ask(rank: int) -> None:
+        found[rank] = len(both[rank][1].records_of(1 - rank))
+
+    threads = [threading.Thread(target=ask, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {0: 1, 1: 1}
+
+
+def test_machines_that_find_something_at_once_have_one_finding(make: Make) -> None:
+    store = DictStore()
+    boards = [make(rank, [rank], folder=str(rank), store=store)[1] for rank in range(2)]
+    assert [board.announce(f"of rank {rank}") for rank, board in enumerate(boards)] == ["of rank 0"] * 2
+    assert [board.announced() for board in boards] == ["of rank 0"] * 2
+
+
+def test_a_store_that_cannot_be_reached_for_a_while(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's calls return when the cable is mended: meanwhile nobody waits for them, and the others fall silent."""
+    monkeypatch.setattr("lockstep.observe.board._STORE_S", 0.05)
+    store, is_mended = DictStore(), threading.Event()
+    _, mine = make(0, [0], store=store)
+    store.set("guard/status/1", status(1, step=1).to_json().decode())
+    assert mine.sights()[1].status.step == 1
+    answers = store.check
+    monkeypatch.setattr(store, "check", lambda keys: is_mended.wait() and answers(keys))
+    try:
+        seen = [mine.sights()[1] for _ in range(3)]
+        mine.tell(status(0, state=FINISHED))
+        assert mine.announce("x") == "x"
+        assert {one.status.step for one in seen} == {1}
+        assert 0 < seen[0].age_s < seen[1].age_s < seen[2].age_s
+    finally:
+        is_mended.set()
+    store.set("guard/status/1", status(1, step=2).to_json().decode())
+    assert wait_until(lambda: mine.sights()[1].status.step == 2, 10.0)
+
+
+def test_a_launcher_says_who_is_stopped_until_that_one_speaks_again(make: Make, tmp_path: Path) -> None:
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    _, theirs = make(1, [1], folder="b", store=store)
+    theirs.tell(status(1, step=3))
+    send_ends(tmp_path / "b", {1: None}, store)
+    (sight,) = mine.sights().values()
+    assert (sight.is_stopped, sight.is_gone, sight.how, sight.status.rank) == (True, False, "", 1)
+    theirs._told_s = 0.0
+    theirs.tell(status(1, step=4))
+    assert not mine.sights()[1].is_stopped
+
+
 def never(*_: object) -> None:
     raise AssertionError
 

@@ -55,6 +55,8 @@ class RecordedRank(PaperRank):
 class Story:
     """A board on which something happens when it is looked at for the third time."""
 
+    here = frozenset({0, 1, 2})
+
     def __init__(self, folder: Path) -> None:
         self.ranks = [RecordedRank(rank, folder) for rank in (1, 2)]
         self.looks = 0

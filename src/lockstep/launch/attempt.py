@@ -7,6 +7,7 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from string import Template
@@ -24,16 +25,18 @@ from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.processes import WorkerProcess, reap_strangers
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StopSignals
-from lockstep.launch.watch import Watch, process_states
+from lockstep.launch.watch import STOPPED, Watch, process_states
 from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
-from lockstep.observe.board import send_ends, tell_ends
+from lockstep.observe.board import put_up_in, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.post_mortem import post_mortem, words_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
+from lockstep.observe.wording import Finding
 
+_NEWS_S = 2.0  # for what has happened here to be seen from other machines
 _LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
 
 
@@ -91,6 +94,7 @@ class Attempt:
         self._limits.log.attempt(self._name, group.workers[0].world_size, self._flights)
         self._started_s, self._oom_kills = time.monotonic(), out_of_memory_kills()
         self._told: set[int] = set()  # ranks whose end the guards know of
+        self._stopped: set[int] = set()  # ranks that were, at the last look
         self._lacks_room = False  # where that is written
         self._look_s = self._ask_s = 0.0  # when the watch looks next, and when the other machines are asked
 
@@ -181,7 +185,11 @@ class Attempt:
             return
         self._look_s = now_s + _LOOK_S
         self._limits.log.flush()
-        stuck = self._watch.look(now_s, process_states(pids), beats)
+        states = process_states(pids)
+        stopped = {rank for rank, state in states.items() if state == STOPPED}
+        self._send(dict.fromkeys(stopped - self._stopped))
+        self._stopped = stopped
+        stuck = self._watch.look(now_s, states, beats)
         if stuck is not None:
             what = f"{stuck.what} ({stuck.detail})" if stuck.detail else stuck.what
             self.workers.kill_stuck({local: what for local, rank in self.ranks.items() if rank in stuck.ranks})
@@ -204,7 +212,11 @@ class Attempt:
                 say(f"the guards hear less of how ranks end: {error.strerror}; make room in $TMPDIR")
             self._lacks_room = True
             return
-        if self._machines is not None and self._guards.store is not None:
+        self._send(ends)
+
+    def _send(self, ends: Mapping[int, str | None]) -> None:
+        """To the guards of other machines: see `send_ends`."""
+        if ends and self._machines is not None and self._guards.store is not None:
             self._machines.ask(partial(send_ends, self._flights, ends, self._guards.store), None)
 
     # ------------------------------------------------------------------ when all have ended
@@ -213,7 +225,7 @@ class Attempt:
         """What has become of them, read from what they left, which is removed. Once, when all have ended."""
         beats = read_pulses(self._pulses)
         self._pulses.unlink()
-        found = post_mortem(self._flights)
+        found = post_mortem(self._flights) or self._found_elsewhere()
         if found:
             tell(found + "\n")
         ended = with_aborts(self._ended(), found)
@@ -224,6 +236,20 @@ class Attempt:
             self._machines.tell_stop(heard.number)
         shall_stop = self._course.request is not None or any(one.was_stopped for one in ended)
         return Outcome(ended, beats, max(one.at_s for one in ended) - self._started_s, shall_stop)
+
+    def _found_elsewhere(self) -> str:
+        """Of ranks that C++ has aborted here before their guards looked: what those of other machines see in that."""
+        ended, deadline = self._ended(), time.monotonic() + _NEWS_S
+        is_known = any(one.words is not None or one.failure is not None for one in ended)
+        if self._guards.store is None or is_known or all(one.exit_code != -signal.SIGABRT for one in ended):
+            return ""
+        while self._machines is not None and time.monotonic() < deadline:
+            up = self._machines.ask(partial(put_up_in, self._guards.store), "")
+            if up:
+                found = Finding.from_json(up)
+                return found.text if found.kind == "mismatch" else ""
+            self._signals.wait([], _LOOK_S)
+        return ""
 
     def _ended(self) -> list[Ended]:
         words = words_in(self._flights)

@@ -10,10 +10,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar, final
+from typing import Any, NamedTuple, TypeVar, final
 
 from lockstep.comm.handshake import Store
-from lockstep.comm.preflight import process_state, state_and_cpu_s
+from lockstep.comm.preflight import Aside, process_state, state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
@@ -22,10 +22,13 @@ from lockstep.observe.status import RUNNING, Folding, Sight, Status, Waiting
 FLIGHTS = "flight-*"  # names of the records' files
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
+_STORE_S = 1.0  # and the store to answer
 _OPEN = 8  # operations under way that are shown
+_FINDING = "guard/finding"
 _KEPT = "guard/last/{}"  # records of a rank that has ended
 _PERIOD_S = 0.3  # at least, between two statuses through the store: two looks, or one in calm hours
 _GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
+_STOPPED = "stopped"  # before that of one that is
 _SILENT_S = 1.0  # what a rank said longer ago is completed from its record
 _WORKS = 0.02  # of a core: less is not work
 
@@ -66,6 +69,7 @@ class Board:
         self._folder = Path(folder)
         self._has_launcher = has_launcher
         self._recorder = recorder
+        self.here = frozenset(here)  # ranks of this machine
         self._here = tuple(rank for rank in here if rank != recorder.rank)
         self._away = tuple(rank for rank in range(recorder.world_size) if rank not in here)
         self.use(store)
@@ -77,7 +81,8 @@ class Board:
         self._told_s, self._has_left = 0.0, False
         self._answered = ""
         self._is_lost = False  # the store
-        self._spent_s = 0.0  # in asking it: while it does not answer, no rank can be heard, and none is silent
+        self._asked: Aside[Any] | None = None  # what it was asked last, perhaps without an answer so far
+        self._spent_s = 0.0  # until it answered: meanwhile no rank can be heard, and none is silent
         self._gone: set[int] = set()  # ranks of this machine whose end the others know of
         self._used: dict[int, tuple[float, float, bool]] = {}  # by silent rank: when, time on cores until then, works
 
@@ -119,17 +124,19 @@ class Board:
                 seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)
-                    self._put(_KEPT.format(rank), _in_json(record))
-                    self._put(f"guard/status/{rank}", _gone_status(sight))
-        for rank in self._away if self._store is not None else ():
-            said = self._ask(f"guard/status/{rank}")
-            now_s = time.monotonic() - self._spent_s
+                    self._put(_KEPT.format(rank), _in_json(self._records[rank]))
+                    self._put(f"guard/status/{rank}", _last_status(sight))
+        keys = [f"guard/status/{rank}" for rank in self._away]
+        told = self._try(lambda store: [store.get(key) if store.check([key]) else None for key in keys])
+        now_s = time.monotonic() - self._spent_s
+        for rank, said in zip(self._away, told or [None] * len(keys), strict=True):
             heard = self._heard.get(rank)
             if said is not None and (heard is None or heard.text != said):
-                how, is_gone, last = said.rpartition(b"\n")
-                status = status_of(last)
+                how, _, last = said.decode().rpartition("\n")
+                status = status_of(last.encode())
                 if status is not None:
-                    sight = Sight(status, 0.0, bool(is_gone), how.decode().removeprefix(_GONE))
+                    is_gone = how.startswith(_GONE)
+                    sight = Sight(status, 0.0, is_gone, how[len(_GONE) :] if is_gone else "", how == _STOPPED)
                     heard = self._heard[rank] = _Heard(said, sight, now_s)
             if heard is not None:
                 seen[rank] = heard.sight._replace(age_s=now_s - heard.at_s)
@@ -161,12 +168,13 @@ class Board:
         if time.monotonic() - self._spent_s - heard.at_s > _ANSWER_S:  # nor will it answer now
             return []
         key = f"guard/records/{rank}/{self._recorder.rank}-{time.monotonic_ns()}"
-        self._put(f"guard/wanted/{rank}", key)
         deadline = time.monotonic() + _ANSWER_S
         while not self._is_lost and time.monotonic() < deadline:
+            self._put(f"guard/wanted/{rank}", key)  # each time: another one's wish may have taken its place
             said = self._ask(key)
             if said is not None:
                 return _from_json(said)
+            self._answer()  # it may be waiting for mine
             time.sleep(0.05)
         return []
 
@@ -179,20 +187,15 @@ class Board:
 
     def announce(self, finding: str) -> str:
         """Put `finding` up for all to see, unless there is one; the one that is up."""
-        record = self._record_of(self._first)
-        up = finding if record is None else record.put_up(finding.encode()).decode()
-        if up == finding:
-            first = self._try(lambda store: store.compare_set("guard/finding", "", finding))
-            up = up if first is None else first.decode()
-        return up
+        first = self._try(lambda store: store.compare_set(_FINDING, "", finding))
+        up, record = finding if first is None else first.decode(), self._record_of(self._first)
+        return up if record is None else record.put_up(up.encode()).decode()
 
     def announced(self) -> str:
         """The finding that is up; "" where there is none."""
         record = self._record_of(self._first)
         up = "" if record is None else record.notice().decode()
-        if not up:
-            up = (self._ask("guard/finding") or b"").decode()
-        return up
+        return up or self._try(put_up_in) or ""
 
     def _record_of(self, rank: int) -> FlightRecord | None:
         if rank not in self._records and rank in self._here:
@@ -218,17 +221,19 @@ class Board:
         self._try(lambda store: store.set(key, text))
 
     def _try(self, call: Callable[[Store], _T]) -> _T | None:
-        """None where there is no store, or whoever held it has ended: then what was heard stays."""
-        if self._store is None or self._is_lost:
+        """None where there is no store, or whoever holds it has ended or does not answer: then what was heard stays."""
+        store, begun_s = self._store, time.monotonic()
+        if store is None or self._is_lost or not (self._asked is None or self._asked.is_done(0)):
             return None
-        begun_s = time.monotonic()
+        self._asked = asked = Aside(lambda: call(store))
+        if not asked.is_done(_STORE_S):  # a cable that was cut: torch waits for minutes, and goes on where it is mended
+            return None
+        self._spent_s += time.monotonic() - begun_s
         try:
-            return call(self._store)
+            return asked.result()
         except RuntimeError:
             self._is_lost = True
             return None
-        finally:
-            self._spent_s += time.monotonic() - begun_s
 
     def close(self) -> None:
         """Give back the memory."""
@@ -247,15 +252,23 @@ def tell_ends(folder: Path, ends: Mapping[int, str]) -> None:
         partial.replace(partial.with_suffix(""))
 
 
-def send_ends(folder: Path, ends: Mapping[int, str], store: Store) -> None:
-    """A launcher says how processes of this machine ended, by rank, to the guards of the others."""
+def send_ends(folder: Path, ends: Mapping[int, str | None], store: Store) -> None:
+    """A launcher says how processes of this machine ended, by rank, to the guards of the others; None: it is stopped,
+    until it speaks again.
+    """
     for rank, how in ends.items():
         with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
-            with contextlib.closing(FlightRecord(flight_path(folder, rank))) as record:
-                sight = sight_of(record, how=how)
-                if sight is not None:
-                    store.set(_KEPT.format(rank), _in_json(record))
-                    store.set(f"guard/status/{rank}", _gone_status(sight))
+            record = FlightRecord(flight_path(folder, rank))
+            sight, records = sight_of(record, how=how), _in_json(record)
+            record.close()
+            if sight is not None:
+                store.set(_KEPT.format(rank), records)
+                store.set(f"guard/status/{rank}", _last_status(sight))
+
+
+def put_up_in(store: Store) -> str:
+    """What a guard of any machine has found; "" where none has."""
+    return store.get(_FINDING).decode() if store.check([_FINDING]) else ""
 
 
 def _in_json(record: FlightRecord) -> str:
@@ -266,8 +279,8 @@ def _from_json(said: bytes | None) -> list[Record]:
     return [Record(*fields) for fields in json.loads(said or "[]")]
 
 
-def _gone_status(sight: Sight) -> str:
-    return f"{_GONE}{sight.how}\n{sight.status.to_json().decode()}"
+def _last_status(sight: Sight) -> str:
+    return f"{_GONE + sight.how if sight.is_gone else _STOPPED}\n{sight.status.to_json().decode()}"
 
 
 def sight_of(

@@ -24,12 +24,14 @@ from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
 from lockstep.observe.voice import Voice
+from lockstep.observe.wording import names, step_after
 
 WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a look, and what it takes
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
+_UNENDED = ("hang", "unreachable")  # kinds of findings after which a launcher may have to end a rank
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
 
 
@@ -125,24 +127,27 @@ class Lookout:
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)
-        told = [sight.status.stalled for sight in sights.values()]
-        is_named = any(one is not None and one.kind == "hang" and self._rank in one.ranks for one in told)
+        told = [sight.status.stalled for sight in sights.values() if sight.status.stalled is not None]
+        # whose launcher cannot be reached nobody ends: who waits for them is ended
+        is_named = any((self._rank in one.ranks) is (one.kind == "hang") for one in told if one.kind in _UNENDED)
         self.stuck_s = sights[self._rank].status.unmoved_s if is_named else 0.0
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():
                 self._voice.say_if_news(note, sights)
             self._look_at_messages(sights if is_first or is_last else {}, is_last=is_last)
-        if not is_last and (not is_first or self._looked_s < self._blind_until_s):
+        near = {rank: sight for rank, sight in sights.items() if rank in self._board.here}
+        speaks_here = self._is_first(near)  # what may pass is said on each machine, for it may be looked at alone
+        if not is_last and (not speaks_here or self._looked_s < self._blind_until_s):
             return
         found = self._diagnosed(sights, self._limits)
-        if found is None or not self._voice.is_news(found, sights):
+        if found is None or not self._voice.is_news(found, sights if found.is_certain else near):
             return
         if found.is_certain:
             sights = self._board.sights(is_urgent=True)  # it may come of what another rank did a moment before
             first = self._diagnosed(sights, self._limits)
             self.put_up(first if first is not None and first.is_certain else found, sights)
-        elif is_first:  # only said: it may pass
+        elif speaks_here:  # only said: it may pass
             self.finding, self._stood = found, stalled_by(found, sights, "")
             self._voice.say_with_evidence(found, sights)
 
@@ -241,7 +246,7 @@ class Lookout:
             if found is None:
                 self._voice.say_if_over(sights)
                 last, stood = self.finding, self._stood  # it might have passed, but not for what has failed by it
-                may_pass = last is not None and last.kind in ("hang", "stopped", "waiting")
+                may_pass = last is not None and last.kind in ("hang", "stopped", "unreachable", "waiting")
                 if may_pass and stood is not None and not goes_on(stood, sights):
                     return last
                 found = find_timed_out(self._scene(self._failed(sights)), str(error), users_line(error))
@@ -257,9 +262,20 @@ class Lookout:
                 sights = self._board.sights(is_urgent=True)
             said = left_first(self._rank, sights, is_final=passed_s >= _NEWS_S, lost=lost)
             if said is not None or passed_s >= WORDS_S:
-                return said
+                return said or _fell_silent(sights[self._rank], sights)
             time.sleep(0.02)
             passed_s = time.monotonic() - begun_s
+
+
+def _fell_silent(mine: Sight, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
+    """Of another machine, where nobody is left to tell how they ended: not even their launcher."""
+    away = [one for one in sights.values() if one.status.state == RUNNING and one.status.host != mine.status.host]
+    quiet = [one.status for one in away if one.age_s > _STALE_S and not one.is_gone]
+    if not quiet:
+        return None
+    who = names([one.rank for one in quiet if one.host == quiet[0].host])
+    where, step = quiet[0].host, step_after(quiet[0].step)
+    return quiet[0].rank, f"in {step} {who} on {where} fell silent, and the launcher there: killed, or {where} is down"
 
 
 def _may_be_another(found: Finding) -> bool:

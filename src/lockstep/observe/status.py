@@ -164,7 +164,7 @@ class Sight(NamedTuple):
     age_s: float  # since it last said so
     is_gone: bool  # its process has ended; only known of this machine, and through a launcher
     how: str = ""  # it ended, as its launcher says: "was killed by SIGKILL"; "" where none does
-    is_stopped: bool = False  # by SIGSTOP, as the kernel says; only known of this machine
+    is_stopped: bool = False  # by SIGSTOP, as the kernel says; of another machine through its launcher
     is_working: bool = False  # its guard is silent, but its process uses a core; only known of this machine
 
 

@@ -106,7 +106,7 @@ class Voice:
         """Also what may pass; as the end of what was said before, where it is that."""
         here, found = place_of(sys.stderr), self._with_place(found)
         self.say(found, sequel(found, self.stalled, sights, here))
-        if found.kind in ("stopped", "hang"):
+        if found.kind in ("stopped", "unreachable", "hang"):
             self.stalled = stalled_by(found, sights, here)
         if self._evidence:
             with self.spared("keeping the evidence"):

@@ -19,7 +19,7 @@ _WRAPPER = textwrap.TextWrapper(COLUMNS - 6, subsequent_indent="  ", break_on_hy
 BEFORE = "before"  # topic of sentences that a rank tells of itself: what may explain why it is not with the others
 NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
-_MAY_PASS = ("steps", "stopped", "hang", "transport")  # kinds of which nothing is raised, and the evidence is kept
+_MAY_PASS = ("steps", "stopped", "unreachable", "hang", "transport")  # never raised; their evidence is kept
 _BLAMELESS = ("cycle", "waiting", "caught")  # of which the head names the ranks
 _NOTES = ("waiting", "gradient", "data", "caught", "messages")  # that are only said
 
@@ -31,6 +31,7 @@ Kind = Literal[
     "finished",
     "cycle",  # ranks wait for each other
     "stopped",
+    "unreachable",  # all ranks of a machine, from another one
     "hang",
     "timeout",  # torch has waited long enough for them
     "transport",  # all are there, and nothing moves; or a message that a rank has dropped
@@ -74,7 +75,7 @@ class Finding:
         if self.kind == "waiting":
             words = f"timed out {self.words.replace(NO_FAULT, '')}\n  Work that long: init_process_group(timeout=...)"
             return errors.CollectiveTimeout(words, self.culprits)
-        if self.kind in ("hang", "stopped", "timeout"):
+        if self.kind in ("hang", "stopped", "unreachable", "timeout"):
             return errors.CollectiveTimeout(self.words, self.culprits)
         if self.kind in ("raised", "finished", "gone"):
             return errors.PeerFailed(self.words, self.culprits[0] if self.culprits else None)

@@ -1,0 +1,59 @@
+"""A machine that is not heard any more: its network, or all of it, and no rank that is to blame."""
+
+from __future__ import annotations
+
+import pytest
+from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running
+
+from lockstep.errors import CollectiveTimeout
+
+
+def two_machines(silent_s: float = 3.4, age_s: float = 4.0) -> list[PaperRank]:
+    """Four ranks, the last two of them on another machine; all stand in one operation."""
+    ranks = running(4)
+    for one in ranks:
+        one.waits(one.call(REDUCE, FIRST), age_s)
+        one.host, one.age_s = ("near", 0.0) if one.rank < 2 else ("far", silent_s)
+    return ranks
+
+
+def has_not_come(one: PaperRank) -> None:
+    one.open.clear()
+    one.folds, one.records = running(4)[one.rank].folds, running(4)[one.rank].records
+    one.is_at("train.py:31 train_step")
+
+
+@pytest.mark.parametrize("has_come", [True, False])
+def test_all_ranks_of_a_machine_that_fell_silent_are_named_together(has_come: bool) -> None:
+    ranks = two_machines()
+    if not has_come:
+        for one in ranks[2:]:
+            has_not_come(one)
+    found = found_in(ranks)
+    assert (found.kind, found.culprits, found.is_certain) == ("unreachable", (2, 3), False)
+    assert found.text.startswith("lockstep: UNREACHABLE in step 4.  Culprits: ranks 2,3\n")
+    assert "\n  ranks 0,1 wait in all_reduce float32 [4] sum #6 of group world, train.py:40 train_step" in found.text
+    assert "\n  nothing has come from far (ranks 2,3) for 3.4 s: " in found.text
+    assert "`ping far`" in found.text
+    assert isinstance(found.comm_error(), CollectiveTimeout)
+
+
+def test_nothing_is_said_before_somebody_has_waited_for_them() -> None:
+    assert diagnosed(two_machines(silent_s=2.5)) is None
+    assert diagnosed(two_machines(age_s=2.5)) is None
+
+
+def test_one_of_several_is_stopped() -> None:
+    """Its machine is heard through the other."""
+    ranks = two_machines()
+    has_not_come(ranks[2])
+    ranks[3].age_s = 0.2
+    assert (found_in(ranks).kind, found_in(ranks).culprits) == ("stopped", (2,))
+
+
+def test_whom_its_launcher_says_to_be_stopped_is_no_machine() -> None:
+    ranks = two_machines()
+    for one in ranks[2:]:
+        has_not_come(one)
+        one.is_stopped = True
+    assert (found_in(ranks).kind, found_in(ranks).culprits) == ("stopped", (2, 3))

@@ -37,29 +37,29 @@ class TwoMachines:
         said = self._keepers[machine].stdout
         assert said is not None
         assert said.read(1) == b"\n"
-        self.run(machine, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-        self.run(machine, "hostname", f"machine{machine}")
+        self.execute(machine, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+        self.execute(machine, "hostname", f"machine{machine}")
 
     def _join(self) -> None:
         first, second = (str(keeper.pid) for keeper in self._keepers)
         _run("ip", "link", "add", "link0", "netns", first, "type", "veth", "peer", "name", "link0", "netns", second)
         for machine, address in enumerate(ADDRESSES):
-            self.run(machine, "ip", "address", "add", f"{address}/24", "dev", "link0")
+            self.execute(machine, "ip", "address", "add", f"{address}/24", "dev", "link0")
             for name in ("lo", "link0"):
-                self.run(machine, "ip", "link", "set", name, "up")
+                self.execute(machine, "ip", "link", "set", name, "up")
 
     def inside(self, machine: int) -> list[str]:
         """What stands before a command that runs on `machine`."""
         folder = f"/proc/{self._keepers[machine].pid}/ns"
         return ["nsenter", *(f"--{option}={folder}/{name}" for option, name in self._spaces.items())]
 
-    def run(self, machine: int, *command: str) -> None:
+    def execute(self, machine: int, *command: str) -> None:
         """Run `command` on `machine`, to its end."""
         _run(*self.inside(machine), *command)
 
     def plug(self, *, is_in: bool) -> None:
         """Pull the cable out, or put it back in."""
-        self.run(1, "ip", "link", "set", "link0", "up" if is_in else "down")
+        self.execute(1, "ip", "link", "set", "link0", "up" if is_in else "down")
 
     def close(self) -> None:
         """What still runs there loses its network."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_SPACES = {"mount": 0x20000, "uts": 0x4000000, "ipc": 0x8000000, "net": 0x40000000, "time": 0x80}  # <sched.h>: CLONE_NEW...
+_SPACES = {"mount": 1 << 17, "uts": 1 << 26, "ipc": 1 << 27, "net": 1 << 30, "time": 1 << 7}  # <sched.h>: CLONE_NEW*
 _PRELOAD = ["lockstep.testing.preload", "pytest"]
 
 
@@ -189,7 +189,7 @@ def _run(
     with ExitStack() as opened:
         files = {name: opened.enter_context(open(path)) for name, path in (spaces or {}).items()}
         for name, file in files.items():
-            assert ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _SPACES[name]) == 0, (name, ctypes.get_errno())
+            assert ctypes.CDLL(None).setns(file.fileno(), _SPACES[name]) == 0, name
     os.environ.clear()
     os.environ.update(environ)
     os.chdir(folder)

@@ -23,7 +23,7 @@ def run(made: Hosts, folder: Path, words: list[list[str]], **variables: str) -> 
     """Exit code and output of the doctor of each host. variables: of the second."""
     doctors = []
     for host in range(2):
-        command = [*made._inside(host), sys.executable, "-m", "lockstep", "doctor", *words[host]]
+        command = [*made.inside(host), sys.executable, "-m", "lockstep", "doctor", *words[host]]
         environ = {**os.environ, **(variables if host else {})}
         with (folder / f"host{host}").open("wb") as file:
             doctors.append(warm_programs.Popen(command, env=environ, cwd=folder, stdout=file, stderr=subprocess.STDOUT))
@@ -52,7 +52,7 @@ def test_two_hosts_and_what_keeps_them_apart(hosts: Hosts, tmp_path: Path) -> No
         assert code == 1, said
         assert "FAIL way rank 0's machine is announced as" in said
         assert "add: --local-addr 10.99.0.1" in said
-    inside = hosts._inside(1)
+    inside = hosts.inside(1)
     for words in (
         ["link", "add", "wrong0", "type", "veth", "peer", "name", "wrong1"],
         ["address", "add", "10.88.0.1/24", "dev", "wrong0"],

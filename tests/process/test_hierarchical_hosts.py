@@ -1,8 +1,4 @@
-"""Two hosts with two ranks each, on one machine: two network namespaces that see each other through a pair of veth.
-
-Ranks of one namespace are one machine to lockstep; loopback does not join them with the other's. Skipped where the
-tools (iproute2, util-linux) or the privilege are missing.
-"""
+"""Two hosts with two ranks each, made of one machine: the ranks of one host are one machine to lockstep."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import contextlib
 import itertools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -33,13 +28,12 @@ from lockstep.comm.reduction import tree_reduce
 from lockstep.comm.transport import TransportLayer
 from lockstep.errors import CommError, TransportClosed
 from lockstep.parallel.named_state import whole_tensors
-from lockstep.testing.waiting import wait_until
+from two_machines import ADDRESSES, TwoMachines, skip_without_machines
 
 RANKS_PER_HOST = 2
 WORLD_SIZE = 2 * RANKS_PER_HOST
 TIMEOUT_S = 20.0
 _PATIENCE_S = 100.0  # for all processes, most of it for their imports
-_ADDRESSES = ("10.99.0.1", "10.99.0.2")  # nobody else sees them, nor the port
 _PORT = "29500"
 
 
@@ -51,33 +45,8 @@ class Ended(NamedTuple):
     log: str
 
 
-class Hosts:
-    """Two namespaces without names, each kept alive by one process; so nothing can stay when this process is gone."""
-
-    def __init__(self) -> None:
-        self._keepers = [
-            subprocess.Popen(["unshare", "--net", "cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
-            for _ in _ADDRESSES
-        ]
-        try:
-            self._join()
-        except BaseException:
-            self.close()
-            raise
-
-    def _join(self) -> None:
-        own = os.readlink("/proc/self/ns/net")
-        for keeper in self._keepers:
-            assert wait_until(lambda pid=keeper.pid: os.readlink(f"/proc/{pid}/ns/net") != own, 10)
-        first, second = (str(keeper.pid) for keeper in self._keepers)
-        _run("ip", "link", "add", "link0", "netns", first, "type", "veth", "peer", "name", "link0", "netns", second)
-        for host, address in enumerate(_ADDRESSES):
-            _run(*self._inside(host), "ip", "address", "add", f"{address}/24", "dev", "link0")
-            for name in ("lo", "link0"):
-                _run(*self._inside(host), "ip", "link", "set", name, "up")
-
-    def _inside(self, host: int) -> list[str]:
-        return ["nsenter", f"--net=/proc/{self._keepers[host].pid}/ns/net"]
+class Hosts(TwoMachines):
+    """Two machines, and the ranks of a job on them."""
 
     def run(self, *arguments: str, folder: Path) -> list[Ended]:
         """One process for each rank, as torchrun would start it; how they ended, in rank order."""
@@ -101,27 +70,16 @@ class Hosts:
             "WORLD_SIZE": str(WORLD_SIZE),
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(RANKS_PER_HOST),
-            "MASTER_ADDR": _ADDRESSES[0],
+            "MASTER_ADDR": ADDRESSES[0],
             "MASTER_PORT": _PORT,
             "GLOO_SOCKET_IFNAME": "link0",
             "OMP_NUM_THREADS": "1",
             "TORCH_CPP_LOG_LEVEL": "ERROR",
             "PYTHONPATH": str(Path(__file__).parents[1]),
         }
-        command = [*self._inside(host), sys.executable, __file__, str(folder), *arguments]
+        command = [*self.inside(host), sys.executable, __file__, str(folder), *arguments]
         with (folder / f"rank{rank}.log").open("wb") as log:
             return warm_programs.Popen(command, env=environment, cwd=folder, stdout=log, stderr=subprocess.STDOUT)
-
-    def close(self) -> None:
-        for keeper in self._keepers:
-            assert keeper.stdin is not None
-            keeper.stdin.close()
-            keeper.wait(10)
-
-
-def _run(*command: str) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{' '.join(command)}: {done.stderr}"
 
 
 def _ended(code: int, rank: int, folder: Path) -> Ended:
@@ -131,12 +89,7 @@ def _ended(code: int, rank: int, folder: Path) -> Ended:
 
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
-    for tool, package in (("ip", "iproute2"), ("unshare", "util-linux"), ("nsenter", "util-linux")):
-        if shutil.which(tool) is None:
-            pytest.skip(f"needs the command {tool} (package {package}) to make two hosts of one machine")
-    allowed = subprocess.run(["unshare", "--net", "ip", "link", "add", "type", "veth"], capture_output=True, text=True)
-    if allowed.returncode:
-        pytest.skip(f"needs the right to make network namespaces and veth: {allowed.stderr.strip()}")
+    skip_without_machines()
     with contextlib.closing(Hosts()) as made:
         yield made
 

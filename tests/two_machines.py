@@ -18,8 +18,11 @@ _CLOCK = {"time": "time_for_children"}
 class TwoMachines:
     """Joined by a pair of veth. One process keeps each alive; so nothing can stay when this process is gone."""
 
-    def __init__(self, *, ahead_s: int = 0) -> None:
-        """ahead_s: of the clock that counts from the start of the machine, by how much the second's is ahead."""
+    def __init__(self, *, ahead_s: int = 0, have_names: bool = True) -> None:
+        """ahead_s: of the clock that counts from the start of the machine, by how much the second's is ahead.
+
+        have_names: of their own, which lead to no address.
+        """
         self._spaces = _SPACES | (_CLOCK if ahead_s else {})
         self._keepers: list[subprocess.Popen[bytes]] = []
         try:
@@ -27,18 +30,19 @@ class TwoMachines:
                 clock = ["--time", f"--monotonic={ahead_s * machine}", "--fork"] if ahead_s else []
                 command = ["unshare", *(f"--{option}" for option in _SPACES), *clock, "sh", "-c", "echo; exec cat"]
                 self._keepers.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
-                self._prepare(machine)
+                self._prepare(machine, have_names)
             self._join()
         except BaseException:
             self.close()
             raise
 
-    def _prepare(self, machine: int) -> None:
+    def _prepare(self, machine: int, has_name: bool) -> None:
         said = self._keepers[machine].stdout
         assert said is not None
         assert said.read(1) == b"\n"
         self.execute(machine, "mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
-        self.execute(machine, "hostname", f"machine{machine}")
+        if has_name:
+            self.execute(machine, "hostname", f"machine{machine}")
 
     def _join(self) -> None:
         first, second = (str(keeper.pid) for keeper in self._keepers)

@@ -90,7 +90,7 @@ def _ended(code: int, rank: int, folder: Path) -> Ended:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     skip_without_machines()
-    with contextlib.closing(Hosts()) as made:
+    with contextlib.closing(Hosts(have_names=False)) as made:
         yield made
 
 

@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 _STOP = "stop"
 _ASK_S = 0.2
+_MENDED_S = 20.0  # TCP waits as long again as a cable was cut: the connections of ranks may go on before it
 _ANSWER_S = 5.0  # a store answers in milliseconds; that of a machine that was stopped never does
 
 
@@ -62,9 +63,11 @@ class Machines:
 
         Returns: the largest `committed` of those that came.
         """
-        deadline, patience = time.monotonic() + limit_s, max(self._signals.count, 1)
+        begun_s, patience = time.monotonic(), max(self._signals.count, 1)
         ended = [committed]
-        while not self.is_mute and time.monotonic() < deadline and self._signals.count <= patience:
+        while not self._is_lost and self._signals.count <= patience:
+            if time.monotonic() - begun_s >= (min(limit_s, _MENDED_S) if self.is_mute else limit_s):
+                break
             self.ask(lambda: self._channel.put(f"ended/{self._here}", committed), None)
             ended = self.ask(lambda: self._channel.read_all("ended", self._count), ended)
             if len(ended) == self._count:

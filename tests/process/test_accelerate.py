@@ -58,7 +58,7 @@ def test_samples_of_accelerates_loaders_are_counted(tmp_path: Path) -> None:
         said = run.end(0)
     finally:
         run.close()
-    assert re.fullmatch(r"lockstep: report: runs/\S+/report.html\s*", said), said
+    assert re.fullmatch(r"\s*lockstep: report: runs/\S+/report.html\s*", said), said
     (folder,) = (tmp_path / "runs").iterdir()
     assert "Each sample was used exactly once in 2 epochs" in (folder / "report.html").read_text()
     source = RunReader(folder).read()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -329,7 +330,8 @@ def test_another_algorithm_on_another_rank_is_a_mismatch() -> None:
     """A layer that compares collectives sees one, and which algorithm carries it out."""
 
     class Steps:
-        step = step_before = 0
+        step_before = 0
+        recorder = SimpleNamespace(step=0)
 
     def body(comm: Communicator) -> None:
         checked = Communicator(CheckLayer(comm.transport, Steps()))

@@ -21,6 +21,7 @@ class PaperBoard:
 
     def __init__(self, me: int) -> None:
         self.me = me
+        self.here = range(3)
         self.ranks: Sequence[PaperRank] = ()
         self.urgent: Sequence[PaperRank] = ()  # as they are by now
         self.up = ""

@@ -58,11 +58,12 @@ class GradientFacts:
         named = self._named(optimizer)
         faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
         if faults and not scaler_is_active():
-            applied = _applied(named)
-            if applied and not self._went_well:
-                self._tell(applied, self.seen[-1], NEVER_FINITE)
+            applied, steps = _applied(named), self._by_step()
+            went_well = self._went_well or any(map(_has_gone_well, steps[:-1]))
+            if applied and not went_well:
+                self._tell(applied, steps[-1], NEVER_FINITE)
             else:
-                self._tell(applied or faults, self._by_step()[-2:][0 if applied else -1])
+                self._tell(applied or faults, steps[-2:][0 if applied else -1])
         # a first step without a backward may be one that only makes the optimizer's state
         self._went_well |= not faults and (bool(losses) or self._steps > 0)
         self._steps += 1
@@ -120,6 +121,11 @@ def _is_probe_faulty() -> bool:
 def _first_line(losses: Sequence[Loss]) -> str:
     """Of the backward of the first loss that is not finite."""
     return next((site for loss, site in losses if not isfinite(loss)), "")
+
+
+def _has_gone_well(seen: Seen) -> bool:
+    _, losses, _ = seen
+    return bool(losses) and all(isfinite(loss) for loss, _ in losses)
 
 
 def _is_faulty(gradients: Sequence[Any]) -> bool:

@@ -396,6 +396,8 @@ def test_who_is_known_to_be_stopped_is_named_at_once() -> None:
     assert (finding.kind, finding.culprits, finding.is_certain) == ("stopped", (1,), False)
     assert "stopped by a signal" in finding.text
     assert "Likely fix: `kill -CONT 4711`." in finding.text
+    ranks[1].host = "node-7"
+    assert "Likely fix: on node-7: `kill -CONT 4711`." in found_in(ranks).text
     ranks[1].is_stopped = False  # silent for a moment
     assert diagnosed(ranks) is None
 

@@ -171,6 +171,9 @@ def _report_stopped(scene: Scene, ranks: Sequence[int]) -> Finding:
     fix = f"`ps -o stat,wchan {pids}`; state T: `kill -CONT {pids}`."
     if all(sight.is_stopped for sight in sights):
         why, fix = "a signal, as SIGSTOP", f"`kill -CONT {pids}`."
+    hosts = {scene.status(rank).host for rank in ranks} - {scene.status(scene.me).host}
+    if hosts:
+        fix = f"on {', '.join(sorted(hosts))}: {fix}"
     waits = waits_for(scene, ranks)
     lines = [f"not scheduled for {seconds(max(sight.age_s for sight in sights))}: stopped by {why}"]
     lines += [line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")]

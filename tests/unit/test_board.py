@@ -297,6 +297,18 @@ def test_a_silent_rank_of_another_machine_is_not_asked(make: Make, monkeypatch: 
     assert mine.records_of(1) == []
 
 
+def test_a_rank_that_was_stopped_elsewhere_is_in_the_step_it_had_come_to(make: Make, tmp_path: Path) -> None:
+    """Its launcher reads that: what its guard has told may be some steps old."""
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    other, theirs = make(1, [1], folder="b", store=store)
+    theirs.tell(replace(status(1), step=3))
+    other.set_step(30)
+    send_ends(tmp_path / "b", {1: None}, store)
+    sight = mine.sights()[1]
+    assert (sight.is_stopped, sight.is_gone, sight.status.step) == (True, False, 30)
+
+
 def test_ranks_of_two_machines_ask_each_other_at_once(make: Make) -> None:
     """Each of them answers while it waits."""
     store = DictStore()

@@ -259,7 +259,7 @@ def send_ends(folder: Path, ends: Mapping[int, str | None], store: Store) -> Non
     for rank, how in ends.items():
         with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
             record = FlightRecord(flight_path(folder, rank))
-            sight, records = sight_of(record, how=how), _in_json(record)
+            sight, records = sight_of(record, how=how, is_urgent=True), _in_json(record)  # it may have gone on since
             record.close()
             if sight is not None:
                 store.set(_KEPT.format(rank), records)

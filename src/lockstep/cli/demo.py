@@ -100,10 +100,8 @@ def _run(one: Demo, who: Who, folder: Path, seconds: float) -> Word:
             found = pattern.match(line.text)
             if first is None and found is not None:
                 first = Word(line.at_s, next(filter(None, found.groups()), ""))
-            elif (
-                first is not None and first.text.endswith(":") and re.search(r"\w", line.text)
-            ):  # a heading, and what helps
-                first = first._replace(text=line.text.strip())
+            elif first is not None and first.text.endswith(":") and re.search(r"\w", line.text):
+                first = first._replace(text=line.text.strip())  # what helps is below the heading
             if who == "lockstep" and side.limit_s == limit_s and one.says and says_all(one, "\n".join(lines)):
                 side.limit_s = line.at_s + _AFTERMATH_S
         code = side.exit_code

@@ -74,8 +74,7 @@ def _summary(run: Run, verdict: Verdict, how: str) -> Iterator[str]:
     unknown = f"give {missing}" if samples or share.tokens_per_s else "nobody counts samples"
     rates += [f"no MFU: {unknown}" if verdict.mfu is None else f"MFU {verdict.mfu:.1%} ({how})"]
     ranks = f"{len(run.ranks)} of {run.world_size} ranks"
-    is_whole = any(line.whole for record in run.ranks.values() for line in record.lines)
-    steps = "no step was ended: all of it is told as one" if is_whole else f"{share.steps} steps"
+    steps = "no step was ended: all of it is told as one" if run.is_whole else f"{share.steps} steps"
     yield f"run      {shown(run.folder)}: {ranks}, {steps}, {', '.join(rates)}"
     overlap = "" if verdict.overlap is None else f", {verdict.overlap:.0%} of communication is hidden"
     yield f"balance  the slowest rank works {verdict.imbalance:.2f} x the mean{overlap}"

@@ -7,7 +7,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from string import Template
@@ -225,10 +225,11 @@ class Attempt:
         """What has become of them, read from what they left, which is removed. Once, when all have ended."""
         beats = read_pulses(self._pulses)
         self._pulses.unlink()
-        found = post_mortem(self._flights) or self._found_elsewhere()
+        ended = self._ended()
+        found = post_mortem(self._flights) or self._found_elsewhere(ended)
         if found:
             tell(found + "\n")
-        ended = with_aborts(self._ended(), found)
+        ended = with_aborts(ended, found)
         self._limits.log.ended(self._name, ended, found, self._flights)
         shutil.rmtree(self._flights)
         heard = self._course.hear(self._seen(time.monotonic(), beats))
@@ -237,9 +238,9 @@ class Attempt:
         shall_stop = self._course.request is not None or any(one.was_stopped for one in ended)
         return Outcome(ended, beats, max(one.at_s for one in ended) - self._started_s, shall_stop)
 
-    def _found_elsewhere(self) -> str:
+    def _found_elsewhere(self, ended: Sequence[Ended]) -> str:
         """Of ranks that C++ has aborted here before their guards looked: what those of other machines see in that."""
-        ended, deadline = self._ended(), time.monotonic() + _NEWS_S
+        deadline = time.monotonic() + _NEWS_S
         is_known = any(one.words is not None or one.failure is not None for one in ended)
         if self._guards.store is None or is_known or all(one.exit_code != -signal.SIGABRT for one in ended):
             return ""

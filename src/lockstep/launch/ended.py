@@ -10,7 +10,6 @@ from lockstep.errors import CollectiveMismatch
 from lockstep.launch.worker import ASKING, INTERRUPTED, REQUEUE, Failure
 from lockstep.observe.status import LastWords, in_words
 
-ABOVE = " (all of it is above)"  # where the launcher says it: in its output
 _ABORTED = LastWords("C++ error", "torch's transport gave up on that mismatch", "", is_consequence=True)  # as Gloo does
 _LINES, _CHARS = 12, 1600  # of what a rank has raised, that are said once more
 STOPPED = frozenset((REQUEUE, INTERRUPTED, *(-number for number in ASKING)))  # exit codes of who was asked to stop
@@ -111,8 +110,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def describe(ended: Ended) -> str:
-    """How a process ended, as the end of a sentence that begins with its name."""
+def describe(ended: Ended, above: str = " (all of it is above)") -> str:
+    """How a process ended, as the end of a sentence that begins with its name.
+
+    above: said where only the beginning is, of what stands in the output.
+    """
     if ended.stuck:
         return f"was ended by its launcher: {ended.stuck}"
     said = ended.failure
@@ -123,7 +125,7 @@ def describe(ended: Ended) -> str:
         if body and (said.is_consequence or is_finding):
             is_quote = said.kind == "PeerFailed" and body[0].endswith(":")  # where whom it lost raised, and what
             head += ": " * is_quote + " ".join(line.strip() for line in body[: 2 * is_quote])
-            message = head + ABOVE
+            message = head + above
         return f"gave up: {message}" if said.is_expected else f"failed{at}: {in_words(said.kind, _beginning(message))}"
     if ended.out_of_memory:
         return "was killed by the kernel: out of memory"

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, final
 
-from lockstep.launch.ended import ABOVE, Ended, describe, first_failure
+from lockstep.launch.ended import Ended, describe, first_failure
 from lockstep.launch.words import say
 from lockstep.launch.worker import REQUEUE
 from lockstep.observe.profile.run_facts import is_secret, without_secrets
@@ -72,7 +72,7 @@ class LaunchLog:
             others = {one.rank for one in ended if one.was_ended}
             self._write("left", name, ranks=[moment.told(moment.rank in others) for moment in moments_in([flights])])
         failed = [] if first is None else [first, *(one for one in ended if one.failed and one is not first)]
-        causes = [f"rank {one.rank} {describe(one)}".replace(ABOVE, "") for one in failed]
+        causes = [f"rank {one.rank} {describe(one, above='')}" for one in failed]
         self._write("ended", name, code=0 if first is None else first.exit_code, causes=causes)
 
     def over(self, code: int) -> None:

@@ -65,8 +65,7 @@ class Guard:
         self._voice = Voice(self.rank, limits.evidence, board.records_of)
         self._lookout = Lookout(self.rank, self._account, board, self._voice, limits, self._period_s)
         self.facts, self.motion = self._account.facts, self._account.motion
-        self.leave, self.records = recorder.leave, self._account.records  # what `enter` began; from number to number
-        self.group = self._lookout.group
+        self.records, self.group = self._account.records, self._lookout.group
         self.before_look = self._lookout.before_look  # called by the thread, each time
         self.before_look.append(recorder.take_up)
         self.at_end: list[Callable[[], None]] = []  # called when the rank's program is done, before it has ended

@@ -24,7 +24,7 @@ from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
 from lockstep.observe.voice import Voice
-from lockstep.observe.wording import names, step_after
+from lockstep.observe.wording import STANDSTILLS, names, step_after
 
 WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a look, and what it takes
@@ -246,7 +246,7 @@ class Lookout:
             if found is None:
                 self._voice.say_if_over(sights)
                 last, stood = self.finding, self._stood  # it might have passed, but not for what has failed by it
-                may_pass = last is not None and last.kind in ("hang", "stopped", "unreachable", "waiting")
+                may_pass = last is not None and last.kind in (*STANDSTILLS, "waiting")
                 if may_pass and stood is not None and not goes_on(stood, sights):
                     return last
                 found = find_timed_out(self._scene(self._failed(sights)), str(error), users_line(error))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from functools import partial
@@ -57,6 +58,11 @@ class Patches:
         """Add `one` to a list."""
         to.append(one)
         self.add(partial(to.remove, one))
+
+    def undo_in_children(self) -> None:
+        """Put all back in processes that are forked off: what they do is not to be told as this one's."""
+        ours = weakref.WeakMethod(self.undo)
+        os.register_at_fork(after_in_child=lambda: (undo := ours()) and undo())
 
     def undo(self) -> None:
         """Put all back, the last one first."""

@@ -15,7 +15,7 @@ import sys
 import time
 import zlib
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
@@ -227,16 +227,15 @@ class ModelFacts:
         from lockstep.observe.layout import modules_training
         from lockstep.observe.replica import plain_name
 
-        names: dict[int, str] = {}
-        for model in tuple(self._models.values()):
-            module = model.module()
-            if module is not None:
-                inside = module.module if model.kind == "ddp" else module
-                names.update((id(param), plain_name(name)) for name, param in inside.named_parameters())
+        def names_in(modules: Iterable[Any]) -> dict[int, str]:
+            return {id(param): plain_name(name) for inside in modules for name, param in inside.named_parameters()}
+
+        pairs = [(model, model.module()) for model in tuple(self._models.values())]
+        followed = [module.module if model.kind == "ddp" else module for model, module in pairs if module is not None]
+        names = names_in(followed)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         if not any(id(param) in names for param in params):  # no model has been followed so far
-            for inside in modules_training(optimizer)[:1]:
-                names.update((id(param), plain_name(name)) for name, param in inside.named_parameters())
+            names |= names_in(modules_training(optimizer)[:1])
         return [(names.get(id(param), f"parameter {index}"), param) for index, param in enumerate(params)]
 
     def team(self) -> tuple[str, bool, bool]:

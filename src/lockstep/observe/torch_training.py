@@ -65,8 +65,7 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     watch.patches.insert(guard.at_end, watch.finish)
     watch.patches.insert(guard.before_look, watch.gradients.forget)
     atexit.register(watch.end)
-    undo_ours = weakref.WeakMethod(watch.patches.undo)
-    os.register_at_fork(after_in_child=lambda: (undo := undo_ours()) and undo())  # the facts are the parent's
+    watch.patches.undo_in_children()
     return watch.patches.undo
 
 

@@ -56,8 +56,7 @@ def attach(guard: Guard) -> Callable[[], None]:
     watch.patches.insert(guard.before_look, watch.look)
     watch.patches.insert(guard.aborts, watch.abort)
     OPTIMIZERS.steps = watch.steps
-    undo_ours = weakref.WeakMethod(watch.patches.undo)
-    os.register_at_fork(after_in_child=lambda: (undo := undo_ours()) and undo())  # the record is the parent's
+    watch.patches.undo_in_children()
     return watch.patches.undo
 
 

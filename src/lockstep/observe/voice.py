@@ -24,7 +24,7 @@ from lockstep.observe.endings import goes_on, sequel, stalled_by
 from lockstep.observe.flight import Record
 from lockstep.observe.scene import Records
 from lockstep.observe.status import Sight, Stalled
-from lockstep.observe.wording import Finding, step_after
+from lockstep.observe.wording import STANDSTILLS, Finding, step_after
 
 _BREATH_S = 1e-6  # the kernel makes 50 times that of it: as long as it takes to wake who waits
 _GO_S = 3e-4  # and after so long it is taken: what wakes up too often is in the way, too
@@ -106,7 +106,7 @@ class Voice:
         """Also what may pass; as the end of what was said before, where it is that."""
         here, found = place_of(sys.stderr), self._with_place(found)
         self.say(found, sequel(found, self.stalled, sights, here))
-        if found.kind in ("stopped", "unreachable", "hang"):
+        if found.kind in STANDSTILLS:
             self.stalled = stalled_by(found, sights, here)
         if self._evidence:
             with self.spared("keeping the evidence"):

@@ -19,7 +19,8 @@ _WRAPPER = textwrap.TextWrapper(COLUMNS - 6, subsequent_indent="  ", break_on_hy
 BEFORE = "before"  # topic of sentences that a rank tells of itself: what may explain why it is not with the others
 NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
-_MAY_PASS = ("steps", "stopped", "unreachable", "hang", "transport")  # never raised; their evidence is kept
+STANDSTILLS = ("stopped", "unreachable", "hang")  # kinds of which ranks may yet go on
+_MAY_PASS = ("steps", *STANDSTILLS, "transport")  # never raised; their evidence is kept
 _BLAMELESS = ("cycle", "waiting", "caught")  # of which the head names the ranks
 _NOTES = ("waiting", "gradient", "data", "caught", "messages")  # that are only said
 
@@ -75,7 +76,7 @@ class Finding:
         if self.kind == "waiting":
             words = f"timed out {self.words.replace(NO_FAULT, '')}\n  Work that long: init_process_group(timeout=...)"
             return errors.CollectiveTimeout(words, self.culprits)
-        if self.kind in ("hang", "stopped", "unreachable", "timeout"):
+        if self.kind in (*STANDSTILLS, "timeout"):
             return errors.CollectiveTimeout(self.words, self.culprits)
         if self.kind in ("raised", "finished", "gone"):
             return errors.PeerFailed(self.words, self.culprits[0] if self.culprits else None)

@@ -153,6 +153,11 @@ class Run:
         return len({record.starts[-1].host for record in self.ranks.values()}) < 2
 
     @property
+    def is_whole(self) -> bool:
+        """No rank has ended a step: what there is, is all of the program: see `Steps.whole`."""
+        return any(line.whole for record in self.ranks.values() for line in record.lines)
+
+    @property
     def _last(self) -> Start:
         return max((record.starts[-1] for record in self.ranks.values()), key=lambda start: start.time_ns)
 

@@ -120,7 +120,8 @@ class Profile:
         guard, clock = self._guard, self.clock
         if guard is not None and clock.close_reader == self._give_way and clock.step == 0:
             guard.recorder.take_up()
-            if (operations := guard.recorder.started) and clock.step == 0:
+            operations = guard.recorder.started
+            if operations:
                 since = max(0, operations - WHOLE_MAX)
                 for first in guard.records(since, since + 1):
                     clock.begin_at(first.entered_ns, since)

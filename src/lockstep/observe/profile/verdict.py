@@ -178,13 +178,12 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
         text = f"ranks stand still {still:.0%} of the step for others, and no rank does that much more than the rest"
         found.append(Advice("bubbles", still, text, _LEVERS["bubbles"]))
     rest = [share for share in shares if late is None or share.rank != late.rank]
-    is_whole = any(line.whole for record in run.ranks.values() for line in record.lines)
     for name, least, words in (
         ("data", _DATA, "ranks wait {:.0%} of the step for data"),
         ("other", _OTHER, "{:.0%} of the step is none of data, forward, backward, optimizer"),
     ):
         part = statistics.fmean(share.phases_ms[name] for share in rest) / step_ms
-        if part > least and not (is_whole and name == "other"):  # a program without steps may do what it likes
+        if part > least and not (run.is_whole and name == "other"):  # a program without steps may do what it likes
             found.append(Advice(name, part, words.format(part), _LEVERS[name]))
     return found + _small_buckets(run, step_ms, moving)
 

@@ -232,7 +232,7 @@ class RunWriter:
         found = read(*step.operations)
         records = [record for record in found if record.text != FROM_CPP]  # of these a note has the sum
         collectives = [record for record in records if not record.is_message]
-        most = WHOLE_MAX if self.is_whole else OPERATIONS_MAX
+        most, spans = (WHOLE_MAX, 2 * WHOLE_MAX) if self.is_whole else (OPERATIONS_MAX, SPANS_MAX)
         every = 1 << max(0, -(-len(collectives) // most) - 1).bit_length()
         listed = [record for record in collectives if record.seq % every == 0]  # all ranks list the same ones
         earlier = sorted({number for number, *_ in step.waits if 0 <= number < first})[-OPERATIONS_MAX:]
@@ -253,10 +253,7 @@ class RunWriter:
         alone.add(step)
         line = replace(
             self._told(alone),
-            spans=tuple(
-                (phase, (at - step.began_ns) // 1000)
-                for phase, at in spans_in(step, 2 * most if self.is_whole else SPANS_MAX)
-            ),
+            spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, spans)),
             hidden_us=max(0, hidden_ns // 1000),
             every=every if every > 1 else 0,
             unlisted=len(records) + len(carried) - len(listed),

@@ -198,14 +198,12 @@ def _missing(source: Source, status: Status) -> Iterator[Card]:
     elif silent and not source.problems:
         text = "Nothing was recorded before the end, or another machine has its own folder of that name."
         yield _card("warning", f"{names(silent)} of {size} left no record".capitalize(), text, ranks=silent)
-    lines = [line for record in ranks.values() for line in record.lines]
-    if ranks and not source.problems and all(line.whole for line in lines):
+    is_whole = source.run.is_whole
+    if ranks and not source.problems and (is_whole or not any(record.lines for record in ranks.values())):
         when = "has ended yet" if status == "running" else "was ended"
-        text = (
-            f"The operations of the program, at most its last {WHOLE_MAX}, are shown as if they were one."
-            if lines
-            else "Times are known from the first step on."
-        )
+        text = "Times are known from the first step on."
+        if is_whole:
+            text = f"The operations of the program, at most its last {WHOLE_MAX}, are shown as if they were one."
         lever = "steps are told apart by step() of torch's optimizers; those within join(), where ranks differ, are not"
         yield _card("note", f"No step {when}", text, lever=lever)
 

@@ -66,10 +66,10 @@ def values_of(source: Source) -> Iterator[tuple[str, int, int, float]]:
 def _speed(run: Run) -> Mapping[str, Points]:
     """Per second, of all ranks together: each rank's own view is one value."""
     found: dict[str, Points] = defaultdict(lambda: defaultdict(list))
-    for record in run.ranks.values():
+    for record in () if run.is_whole else run.ranks.values():
         for line in record.lines:
             for name, done in (("steps/s", line.count), ("tokens/s", line.tokens), ("samples/s", line.samples)):
-                if done and line.wall_us > 0 and not line.whole:
+                if done and line.wall_us > 0:
                     found[name][line.step].append(done / (line.wall_us / 1e6))
     samples = found.pop("samples/s", None)
     if samples and "tokens/s" not in found:

@@ -68,7 +68,7 @@ def run_of(source: Source, status: Status, now_ns: int) -> dict[str, Any]:
         "began": datetime.fromtimestamp(began_ns / 1e9, timezone.utc).isoformat(timespec="seconds"),
         "wall_s": round(max(0, _ended_ns(source, status, now_ns) - began_ns) / 1e9, 3),
         "world_size": world_size_of(source),
-        "steps": max((line.step for line in lines if not line.whole), default=0),
+        "steps": 0 if source.run.is_whole else max((line.step for line in lines), default=0),
         "attempts": [_attempt_row(source, attempt, began_ns) for attempt in attempts_of(source)],
         "facts": list(_facts(source))[:_FACTS_MAX],
     }

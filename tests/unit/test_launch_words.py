@@ -16,6 +16,7 @@ from lockstep.cli.train import choose_processes, newest_step, parse_train, read_
 from lockstep.comm.pulse import NONE
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch import starter as starting
+from lockstep.launch import torchrun_flags
 from lockstep.launch.fork_server import Start
 from lockstep.launch.guess import guess_program, guess_threads
 from lockstep.launch.job import Launch
@@ -249,6 +250,19 @@ def test_a_range_starts_with_the_most_and_may_shrink(folder: Path) -> None:
 def test_shutdown_timeout_asks_the_others_first(folder: Path) -> None:
     plain, given = read(folder, "train.py").supervision, read(folder, "--shutdown-timeout=7", "train.py").supervision
     assert (plain.asks_first, given.asks_first, given.failure_grace_s) == (False, True, 7.0)
+
+
+def test_older_torch_has_other_flags(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = torchrun_flags.get_args_parser()  # before 2.13: with a port, and without --shutdown-timeout
+    for action in made._actions:
+        action.default = 29500 if action.dest == "master_port" else action.default
+        if action.dest == "shutdown_timeout":
+            made._actions.remove(action)
+    for name in ("--shutdown-timeout", "--shutdown_timeout"):
+        del made._option_string_actions[name]
+    monkeypatch.setattr(torchrun_flags, "get_args_parser", lambda: made)
+    job = read(folder, "train.py")
+    assert (job.config.rdzv_backend, job.port, job.supervision.asks_first) == (LOOPBACK, 0, False)
 
 
 def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> None:

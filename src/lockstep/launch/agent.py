@@ -49,7 +49,7 @@ class Agent(SimpleElasticAgent):
         self, job: Launch, spec: WorkerSpec, starter: Starter, signals: StopSignals, meeting: Meeting | None
     ) -> None:
         """meeting: of the machines; None where there is one, or it is not known how they meet."""
-        super().__init__(spec, shutdown_timeout=0)
+        super().__init__(spec)
         self._job, self._supervision, self._starter, self._signals = job, job.supervision, starter, signals
         self._least, self._most = job.config.min_nodes, job.config.max_nodes
         self._is_alone = self._most == 1

@@ -73,8 +73,13 @@ def parser() -> Words:
         action.help = _HELP.get(action.dest, action.help)
         if action.dest in _POSITIONAL:
             action.metavar, action.required = _POSITIONAL[action.dest]
+        if action.dest == "master_port" and action.default == 29500:  # torch before 2.13: as if a user had named it
+            action.default = None
     own = made.add_argument_group("beyond torchrun")
     hidden = argparse.SUPPRESS
+    if "--shutdown-timeout" not in made._option_string_actions:  # torch before 2.13
+        asked, what = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT"), _HELP["shutdown_timeout"]
+        own.add_argument("--shutdown-timeout", type=int, default=asked, metavar="SECONDS", help=what)
     for short in ("-n", "--nproc"):  # as for `lockstep train`
         own.add_argument(short, dest="nproc_per_node", metavar="N|A:B", default=hidden, help="--nproc-per-node")
     start = "warm: fork workers from a process that has imported torch and the script's installed packages, where that "
@@ -214,11 +219,12 @@ def _program(args: Namespace) -> Program:
 
 def _supervision(args: Namespace, smallest: int, config: LaunchConfig) -> Supervision:
     asks_first = args.shutdown_timeout is not None or "TORCH_ELASTIC_SHUTDOWN_TIMEOUT" in os.environ
+    asked_s = getattr(config, "shutdown_timeout", args.shutdown_timeout)
     least_s = LOGGERS_GRACE_S if args.log else 0.0
     return Supervision(
         RestartPolicy(config.max_restarts, smallest),
         grace_s=args.grace_s,
-        failure_grace_s=float(config.shutdown_timeout or 0) if asks_first else max(args.failure_grace_s, least_s),
+        failure_grace_s=float(asked_s or 0) if asks_first else max(args.failure_grace_s, least_s),
         asks_first=asks_first,
         stopped_limit_s=args.stopped_limit_s,
         hang_limit_s=args.hang_limit_s,

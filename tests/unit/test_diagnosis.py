@@ -359,6 +359,26 @@ def test_a_transport_that_stands_still_is_not_laid_to_a_rank() -> None:
     assert diagnosed(ranks) is None
 
 
+@pytest.mark.parametrize("late", [(1,), (0, 2), (0, 1, 2)])
+def test_whose_gpu_has_not_come_to_the_collective_is_blamed_for_it(late: tuple[int, ...]) -> None:
+    """All have begun it, and wait; the GPU of some is still at what it was given before."""
+    ranks = running(3)
+    for one in ranks:
+        one.waits(one.call(), 31)
+        last = one.records[-1]
+        one.status_fields["queued"] = {last.group: last.seq + (one.rank not in late)}
+    finding = found_in(ranks)
+    if len(late) == 3:
+        assert finding.kind == "transport"
+        return
+    assert (finding.kind, finding.culprits) == ("hang", late), finding.text
+    assert f"\n  rank {late[0]} waits for its GPU, which is at what it was given before: at" in finding.text
+    assert "CUDA_LAUNCH_BLOCKING=1" in finding.text
+    for one in ranks:
+        one.waits(one.records[-1].number, 29)  # it may be long work
+    assert diagnosed(ranks) is None
+
+
 @pytest.mark.parametrize("guilty", [0, 2])
 def test_who_began_more_than_in_other_steps_is_blamed_and_not_the_transport(guilty: int) -> None:
     """As by a forward in another thread: of what C++ has started there is nothing else that tells it apart."""

@@ -128,6 +128,32 @@ def test_a_thread_that_stands_still_is_told_from_one_that_works(monkeypatch: pyt
     assert motion.look(now_s).unmoved_s == 1.0  # next to nothing is nothing
 
 
+def test_who_asks_a_device_on_a_core_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As cudaStreamSynchronize does, within one call: the core that it uses is no sign that the thread gets on."""
+    now_s, cpu_s, queued, place = 100.0, 0.0, True, frame_of("/x/train.py")
+    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(stacks, "transferred_bytes", lambda: 0)
+    monkeypatch.setattr(stacks, "frame_of", lambda thread: place)
+    motion = Motion(threading.get_ident())
+    motion.queues.append(lambda: queued)
+
+    def unmoved_s(looks: int = 8) -> list[float]:
+        nonlocal now_s, cpu_s
+        found = []
+        for _ in range(looks):
+            now_s, cpu_s = now_s + 0.5, cpu_s + 0.5
+            found.append(motion.look(now_s).unmoved_s)
+        return found
+
+    assert unmoved_s() == [0.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
+    motion.has_begun = True
+    assert unmoved_s(5) == [0.0, 0.0, 0.0, 0.0, 1.0], "it has begun something meanwhile"
+    place = frame_of("/x/other.py")
+    assert unmoved_s(5)[-3:] == [0.0, 1.0, 1.5], "it was elsewhere"
+    queued = False
+    assert not any(unmoved_s(6)[2:]), "no device has anything to do for it: it works"
+
+
 @pytest.mark.parametrize("is_in_loop", [False, True])
 def test_of_a_busy_thread_no_more_is_asked_than_needed(monkeypatch: pytest.MonkeyPatch, is_in_loop: bool) -> None:
     """Four looks in a second: one asks where it is. Once it may wait in a loop, what it moves counts with each look."""

@@ -16,7 +16,7 @@ class Torch:
     """Stands for torch's recorder of one kind of backend: one group "7", which it calls 3."""
 
     def __init__(self, numbered_by: str = "op_id") -> None:
-        self.started = self.ended = 0
+        self.started = self.ended = self.begun = 0
         self.entries: list[dict[str, Any]] = []
         self.full_dumps = 0
         self.numbered_by = numbered_by
@@ -40,6 +40,7 @@ class Torch:
         assert not only_active
         self.full_dumps += with_entries
         status = {"last_enqueued_collective": str(self.started), "last_completed_collective": str(self.ended)}
+        status |= {"last_started_collective": str(self.begun)} if self.begun else {}
         answer = {"pg_config": {"": {"name": ""}}, "pg_status": {"3": status} if self.started else {}}
         return json.dumps(answer | ({"entries": self.entries} if with_entries else {})).encode()
 
@@ -66,6 +67,17 @@ def test_counts_and_names(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.end(3)
         recorder.look()
         assert recorder.ended("7") == math.inf
+
+
+def test_what_a_gpu_has_come_to() -> None:
+    torch = Torch("collective_seq_id")
+    recorder = TorchFlightRecorder({"_dump_nccl_trace_json": torch.dump})
+    torch.start()
+    recorder.look()
+    assert recorder.begun("7") == recorder.begun("8") == -1, "torch does not say"
+    torch.begun = 1
+    recorder.look()
+    assert (recorder.begun("7"), recorder.begun("8")) == (1, -1)
 
 
 def test_an_earlier_operation_that_ended_last_hides_nothing() -> None:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, final
 
@@ -40,6 +40,7 @@ class Account:
         self.words: LastWords | None = None
         self.saw: LastWords | None = None  # of an error that this rank raised because of another
         self.is_blind = False  # its guard cannot look at the others
+        self.queued: Callable[[], dict[str, int]] = dict  # as in a status
         self._thread = threading.get_ident()
         self.motion = Motion(self._thread)
         self._recorder, self._record, self._host = recorder, FlightRecord(recorder.path), socket.gethostname()
@@ -129,6 +130,7 @@ class Account:
             step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
             groups={name: fold.progress() for name, fold in self._folds.items()},
             messages=dict(self._channels or {}),
+            queued=self.queued(),
             waiting=waits_of(list(self._under_way.values())),
             last=newest[-1] if newest else None,
             phases=phases,

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, TypeVar, final
+from typing import TYPE_CHECKING, NoReturn, TypeVar, final
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
 from lockstep.observe.account import LEAVING, Account
@@ -31,6 +32,7 @@ from lockstep.observe.lookout import Lookout
 from lockstep.observe.profile.step_clock import Ended
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import RUNNING, in_words
+from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.voice import Voice
 
 if TYPE_CHECKING:
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
 _LEFT_MAX = 256  # steps
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
 _CALM = 1.6  # times as long from one look to the next
+_DRAIN_S = 0.02
+_UNREACHED_S = 10.0  # after which a thread that stands in C++ will not come back to hear of an error
 _BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
 _TORCHS_SOURCE = re.compile(r"^\[\S+\] ")  # at the beginning of what Gloo says
 _E = TypeVar("_E", bound=BaseException)
@@ -68,6 +72,9 @@ class Guard:
         self.records, self.group = self._account.records, self._lookout.group
         self.before_look = self._lookout.before_look  # called by the thread, each time
         self.before_look.append(recorder.take_up)
+        self.stream_ends = StreamEnds(recorder)
+        self.before_look.append(self.stream_ends.settle)
+        self.motion.queues.append(self.stream_ends.are_due)
         self.at_end: list[Callable[[], None]] = []  # called when the rank's program is done, before it has ended
         self.before_close: list[Callable[[], None]] = []
         self.on_finding = self._voice.on_finding  # called with what this rank says
@@ -96,6 +103,10 @@ class Guard:
     def enter(self, group: str, seq: int, text: str, site: str, label: str = "", *, is_message: bool = False) -> int:
         """An operation begins; its number. See `Record`."""
         return self.recorder.enter(seq, pack_words(group, text, site, label), is_message)
+
+    def queued(self, look: Callable[[], dict[str, int]]) -> None:
+        """From now on `look` says which collectives a GPU has not come to: see `Status.queued`."""
+        self._account.queued = look
 
     def begin_after(self, step: int) -> None:
         """The program goes on from a checkpoint of `step`, alike on all ranks."""
@@ -278,8 +289,25 @@ class Guard:
             self._lookout.look()
             oldest_ns, found = self._account.oldest_ns, self.finding
             is_blocked = oldest_ns > 0 and time.monotonic_ns() - oldest_ns > _BLOCKED_S * 1e9
-            if found is not None and found.is_certain and (is_blocked or self.settings.mode == "strict"):
+            if found is None or not found.is_certain:
+                return
+            if is_blocked or self.settings.mode == "strict":
                 self._voice.call(self.aborts, found.comm_error())
+            is_told = self._raised == found.key
+            if self.stream_ends.were_aborted and not is_told and self.motion.stand.unmoved_s >= _UNREACHED_S:
+                self._leave_for_it(found)
+
+    def _leave_for_it(self, found: Finding) -> NoReturn:
+        """The rank's own thread stands in C++, in the queue of a device, where no error reaches it: end the process."""
+        self.end(self._given(found.comm_error(), found))
+        where = "".join(self.motion.stand.stack[-1:])
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # whoever reads it may be gone
+            why = f"for {_UNREACHED_S:g} s it has stood at {where}, and NCCL does not let it go"
+            sys.stderr.write(f"lockstep: rank {self.rank} ends by what is above: {why}\n")
+            sys.stderr.flush()
+            sys.stdout.flush()
+        self._voice.call(self.before_close)
+        os._exit(1)
 
     def look_now(self) -> Finding | None:
         """Look at once, in the rank's own thread; what has been found so far, also what another one is about to say."""
@@ -290,10 +318,16 @@ class Guard:
         """This rank leaves its groups by `error`: what it has under way ends now, for nobody may ever join it there."""
         self._voice.call(self.aborts, CommError(f"rank {self.rank} gave up: {type(error).__name__}: {error}"))
 
+    def drain(self) -> None:
+        """Wait for what devices still have to do: the end of a group or process would, where nobody can tell of it."""
+        while self._thread.is_alive() and self.motion.is_queued() and not (self.finding and self.finding.is_certain):
+            time.sleep(_DRAIN_S)
+
     def finish(self) -> None:
         """The program is done: what it has not been told yet is raised.  Raises: as `raise_if_found`."""
         if self._pid != os.getpid():
             return
+        self.drain()
         self._voice.call(self.at_end)
         if self._account.state == RUNNING:
             self.look_now()

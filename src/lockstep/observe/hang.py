@@ -19,6 +19,7 @@ from lockstep.observe.wording import Finding, names, seconds, step_after, times
 FAILING = "failing"  # activity of a rank that asks why its operation has failed
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOADS = "is loading data"
+_COMPUTES = "waits for its GPU, which is at what it was given before"
 _TIMED_OUT = re.compile("(?P<store>wait timeout|Socket Timeout|waiting for clients|client socket has)|[Tt]imed out")
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
@@ -65,9 +66,12 @@ def _hang_at(scene: Scene, wait: Wait) -> Finding | None:
     more = _with_more_calls(scene, wait)
     if more:
         return _report_hang(scene, wait, sorted(more), more)
-    if wait.age_s >= _TRANSPORT_TIMES * scene.hang_s:
-        return _report_transport(scene, wait, {})
-    return None
+    if wait.age_s < _TRANSPORT_TIMES * scene.hang_s:
+        return None
+    busy = [rank for rank in (wait.rank, *wait.ranks) if _has_not_come_to(scene, rank, wait.record)]
+    if busy and len(busy) <= len(wait.ranks):
+        return _report_hang(scene, wait, busy, {})
+    return _report_transport(scene, wait, {})
 
 
 def find_waiting(scene: Scene) -> Finding | None:
@@ -150,6 +154,12 @@ def _with_more_calls(scene: Scene, wait: Wait) -> dict[int, str]:
     return found if len(found) < len(ranks) else {}
 
 
+def _has_not_come_to(scene: Scene, rank: int, record: Record) -> bool:
+    """Whether the GPU of `rank` is still at something else, though the rank has begun this collective."""
+    queued = scene.status(rank).queued if scene.is_running(rank) else {}
+    return not record.is_message and queued.get(record.group, math.inf) <= record.seq
+
+
 def _not_there(scene: Scene, rank: int) -> str:
     if rank not in scene.sights:
         return "has not been heard of: not started yet, or without a guard"
@@ -158,7 +168,10 @@ def _not_there(scene: Scene, rank: int) -> str:
         return f"has {status.state}" if status.state in (RAISED, FINISHED) else "is gone"
     if status.phases and status.phases[-1][0] == DATA:  # known where the run is recorded
         return _LOADS
-    return "waits" if rank in scene.blocked else "is not there"
+    wait = scene.blocked.get(rank)
+    if wait is not None and _has_not_come_to(scene, rank, wait.record):
+        return _COMPUTES
+    return "waits" if wait is not None else "is not there"
 
 
 # ------------------------------------------------------------------ in words
@@ -199,6 +212,9 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
         what, why = "no batch", f"no deadlock: all go on once {are} given the batch."
         fix = "see what it waits for: disk, network, a lock, a worker. Is that usual: a longer LOCKSTEP_HANG_S."
     lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, how[rank])]
+    if all(text == _COMPUTES for text in how.values()):
+        why = "the GPU does what it is given in order: it comes to the collective when that is done, if ever."
+        fix = f"see what {names(ranks)} had its GPU do before: CUDA_LAUNCH_BLOCKING=1 shows the line."
     if alone:
         what, why, fix, lines = "no match of messages", "", PAIR_UP, []
     if more:

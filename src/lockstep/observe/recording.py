@@ -52,6 +52,7 @@ class GuardLayer(TransportLayer):
         super().__init__(inner)
         self.guard = guard
         self.recorder = guard.recorder
+        self.is_queued = inner.device.type != "cpu"  # a wait returns before the operation has ended
         self._is_world, self._owns_guard = is_world or owns_guard, owns_guard
         self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
         self._words = LineWords(name)
@@ -90,8 +91,16 @@ class GuardLayer(TransportLayer):
         except BaseException:
             recorder.leave(number)
             raise
-        recorder.stood(number, began_ns)
+        if self.is_queued:
+            self.has_waited((number,), began_ns)
+        else:
+            recorder.stood(number, began_ns)
         return work
+
+    def has_waited(self, numbers: Sequence[int], began_ns: int) -> None:
+        """This thread has had its stream wait for the operation that has these numbers."""
+        self.recorder.clock.waited(numbers[0], began_ns, monotonic_ns())
+        self.guard.stream_ends.waited(numbers)
 
     def _submit_parts(self, op: CommOp, site: str) -> Work:
         """Messages that are started together."""
@@ -172,7 +181,11 @@ class RecordedWork(Work):
             self._fail(error)
         finally:
             if self._number >= 0:
-                self._layer.recorder.stood(self._number, began_ns, self._work.ended_ns)
+                if self._layer.is_queued:
+                    self._layer.has_waited((self._number, *self._others), began_ns)
+                    self._others = ()
+                else:
+                    self._layer.recorder.stood(self._number, began_ns, self._work.ended_ns)
                 self._number = -1
                 if self._others:
                     self._leave()

@@ -64,7 +64,7 @@ class Stand(NamedTuple):
 
     stack: tuple[str, ...]  # of a busy thread the one of a few looks ago
     activity: str  # see `activity_of`
-    unmoved_s: float  # for how long it has been there without doing anything
+    unmoved_s: float  # for how long it has been there without doing anything, but for asking a device
     looping_s: float = 0.0  # for how long it has waited in one loop, and busy
 
 
@@ -88,10 +88,19 @@ class Motion:
         self._stand = Stand((), "", 0.0)
         self._children = (0.0, 0.0, -_CHILDREN_S)  # since when they are looked at, what they had used, when they worked
         self._loop = Loop()
+        self.queues: list[Callable[[], bool]] = []  # whether a device still has to do what was begun for it
+        self._spot: tuple[object, ...] = ()  # where the thread was, on a core, when it was asked last
+        self._spot_s = 0.0  # since when it has been there
+        self._spins = False
+
+    @property
+    def stand(self) -> Stand:
+        """Where it was at the last look."""
+        return self._stand
 
     def begin_anew(self) -> None:
         """Nothing is known of the time since the last look."""
-        self._stand, self._loop = Stand((), "", 0.0), Loop()
+        self._stand, self._loop, self._spot = Stand((), "", 0.0), Loop(), ()
 
     def look(self, now_s: float) -> Stand:
         """Where it is, at `now_s` of a clock that never goes back."""
@@ -100,9 +109,10 @@ class Motion:
         is_busy, before = cpu_s - self._cpu_s > _BUSY * passed_s, self._stand
         self._cpu_s, self._looks = cpu_s, self._looks + 1
         if is_busy and now_s - self._asked_s < _ASKED_S and not self._loop.seen:  # as nearly always: no more to know
-            self._stand = Stand(before.stack, before.activity, 0.0)
+            spun_s = before.unmoved_s + passed_s if self._spins and not self.has_begun else 0.0
+            self._stand = Stand(before.stack, before.activity, spun_s)
             return self._stand
-        moved = transferred_bytes()
+        is_on_core, moved = is_busy, transferred_bytes()
         has_moved = moved - self._moved_bytes > _MOVED_BYTES * self._looks or self.has_begun
         self.has_begun, self._moved_bytes, self._looks = False, moved, 0
         is_busy = is_busy or has_moved or state_and_cpu_s(self._task + "stat")[0] == "D"
@@ -114,6 +124,8 @@ class Motion:
             stack = before.stack  # an error has unwound it, and it tells of that
         activity = before.activity if frame is None else activity_of(frame)
         unmoved_s = 0.0 if is_busy or stack != before.stack else before.unmoved_s + passed_s
+        if is_asked:
+            unmoved_s = max(unmoved_s, self._spun_s(frame if is_on_core and not has_moved else None, now_s))
         looping_s = before.looping_s
         if unmoved_s >= _ASKED_S and activity in ("", CHILDREN):
             activity = CHILDREN if self._do_children_work(now_s) else ""
@@ -124,6 +136,22 @@ class Motion:
         del frame  # which is this one, where a thread looks at itself: it would keep what all its callers hold
         self._stand = Stand(stack, activity, unmoved_s, looping_s)
         return self._stand
+
+    def is_queued(self) -> bool:
+        """Whether a device still has to do something that ranks do together."""
+        return any(queue() for queue in self.queues)
+
+    def _spun_s(self, frame: FrameType | None, now_s: float) -> float:
+        """For how long the thread, which uses a core at `frame`, has done so to ask a device whether it is through.
+
+        CUDA has a thread that waits for it go round, within one call, and nothing but that tells it from work. What a
+        process has in a device's queue ends after what came before, so whoever stands there waits for that as well.
+        """
+        spot = _spot_of(frame) if frame is not None and self.is_queued() else ()
+        if not spot or spot != self._spot:
+            self._spot, self._spot_s = spot, now_s
+        self._spins = now_s > self._spot_s
+        return now_s - self._spot_s
 
     def _do_children_work(self, now_s: float) -> bool:
         """Whether the processes that this thread has started do, or did a moment ago."""
@@ -136,6 +164,15 @@ class Motion:
             since_s, before_s = now_s, used_s
         self._children = since_s, before_s, worked_s
         return now_s - worked_s < _CHILDREN_S
+
+
+def _spot_of(frame: FrameType | None) -> tuple[object, ...]:
+    """The instruction that a thread is at, and all that it was called from."""
+    spot: list[object] = []
+    while frame is not None:
+        spot += [frame.f_code, frame.f_lasti]
+        frame = frame.f_back
+    return tuple(spot)
 
 
 @final

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 # of Gloo and others; of NCCL. Where an operation has the number that the groups count by
 _DUMPS = {"_dump_fr_trace_json": "op_id", "_dump_nccl_trace_json": "collective_seq_id"}
+TIMING = "TORCH_NCCL_ENABLE_TIMING"  # has torch record an event also before each operation of NCCL
 _DTYPES = {"Float": "float32", "Double": "float64", "Half": "float16", "BFloat16": "bfloat16", "Long": "int64"}
 
 Source = tuple[str, int]  # which recorder, and its number of a group
@@ -22,8 +23,9 @@ Source = tuple[str, int]  # which recorder, and its number of a group
 class Count(NamedTuple):
     """Of one group of one backend."""
 
-    started: int
+    started: int  # by its caller
     ended: int
+    begun: int = -1  # by the GPU, as far as torch has seen: only where it was asked to look (see `TIMING`)
 
 
 class Entry(NamedTuple):
@@ -54,8 +56,10 @@ class TorchFlightRecorder:
         before, self._counts = self._counts, {}
         for name, dump in self._dumps.items():
             for number, status in json.loads(dump(False, False)).get("pg_status", {}).items():
-                count = Count(int(status["last_enqueued_collective"]), int(status["last_completed_collective"]))
-                self._counts[name, int(number)] = count
+                counts = [
+                    int(status.get(f"last_{what}_collective", -1)) for what in ("enqueued", "completed", "started")
+                ]
+                self._counts[name, int(number)] = Count(*counts)
         if self._counts.keys() - self._groups.keys():  # a new group: its name stands with its operations only
             self._groups.update({entry.source: entry.group for entry in self._entries()})
         doubtful = []
@@ -79,6 +83,10 @@ class TorchFlightRecorder:
             if ended < count.started:
                 ends.append(ended)
         return min(ends)
+
+    def begun(self, group: str) -> int:
+        """As `Count.begun`, -1 where that is not known."""
+        return max((self._counts[one].begun for one, name in self._groups.items() if name == group), default=-1)
 
     def since(self, group: str, first: int) -> dict[int, Entry]:
         """What the group counts as `first` and higher, as far as it is still known."""

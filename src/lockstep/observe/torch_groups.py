@@ -49,6 +49,7 @@ class WatchedGroup:
         self.inside = 0  # calls from Python that have not returned yet
         self.seen = started  # torch's number after the last of them
         self.pending: deque[Pending] = deque()
+        self.batch: list[int] = []  # messages that are started together, so far
         self._recorder = recorder
         self.collectives = itertools.count()  # the number that the next one has
         self.messages = MessageNumbers()

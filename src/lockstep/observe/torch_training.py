@@ -190,7 +190,9 @@ class TrainingWatch:
                 name = name_of(group.group_name, is_default=False, ranks=tuple(ranks))
                 self._guard.facts.tell(CLOSED, name, at)
             self._give_up_if_failed()
-            old(group)
+            self._guard.drain()
+            if not self._guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
+                old(group)
             self._guard.raise_if_found()
 
         return destroy_process_group

@@ -27,7 +27,7 @@ from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
 from lockstep.observe.torch_backward import BACKWARDS
-from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
+from lockstep.observe.torch_flight_recorder import TIMING, TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
 from lockstep.observe.torch_import import when_imported
@@ -55,13 +55,17 @@ def attach(guard: Guard) -> Callable[[], None]:
     )
     watch.patches.insert(guard.before_look, watch.look)
     watch.patches.insert(guard.aborts, watch.abort)
+    watch.patches.insert(guard.motion.queues, watch.has_queued)
+    guard.queued(watch.first_queued)
     OPTIMIZERS.steps = watch.steps
     watch.patches.undo_in_children()
     return watch.patches.undo
 
 
-# A call from Python that has returned its Work: number of the record, group, the Work, torch's number (0 for a message)
+# A call from Python that has returned its Work: number of the record, group, the Work, torch's number or one of these
 _Open = tuple[int, WatchedGroup, "weakref.ref[Any]", int]
+_ABORT_S = 2.0
+_MESSAGE, _QUEUED_MESSAGE = 0, -1  # on the CPU; on a stream
 
 
 @final
@@ -75,6 +79,7 @@ class TorchWatch:
         self.steps = TorchSteps(guard, self._groups)
         self._meetings = Meetings(guard)
         self._open: dict[int, _Open] = {}  # by id of the Work
+        self._batches: dict[int, list[int]] = {}  # by the first of them: messages that one Work stands for
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
         self._aborted: set[str] = set()
         self.patches = Patches()
@@ -93,6 +98,7 @@ class TorchWatch:
         from torch.distributed.distributed_c10d import ProcessGroup, Work
 
         self._flights = TorchFlightRecorder(vars(_distributed_c10d))
+        os.environ.setdefault(TIMING, "1")  # read by each group of NCCL that is made from now on
         self._receive = ProcessGroup.recv
         wrapper = distributed_c10d.all_reduce.__code__
         known = vars(distributed_c10d).values()  # one of them warns whoever asks it for an attribute
@@ -103,6 +109,7 @@ class TorchWatch:
             if hasattr(ProcessGroup, name):
                 self._replace(ProcessGroup, name, partial(self._noting, name, doors))
         self._replace(Work, "wait", self._leaving)
+        self._replace(ProcessGroup, "_end_coalescing", self._ending_batch)
         reducer = _distributed_c10d.Reducer
         self._replace(reducer, "__init__", self._remembering)
         self._replace(distributed_c10d, "_new_group_with_tag", self._meetings.making)
@@ -163,7 +170,7 @@ class TorchWatch:
                 if work is None or watched.has_streams or id(work) in opened:
                     self._follow(watched, number, work, tensor, is_message)
                 else:
-                    opened[id(work)] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
+                    opened[id(work)] = number, watched, weakref.ref(work), _MESSAGE if is_message else watched.seen
                 if self._is_checking and not is_message:
                     self._check(watched, work, operation, tensor, site_from(frame))
             return work
@@ -184,15 +191,32 @@ class TorchWatch:
 
     def _follow(self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool) -> None:
         """See to it that record `number` is left when its operation has ended."""
-        if watched.has_streams and not is_message and (tensor is None or not tensor.is_cpu):
+        is_queued = watched.has_streams and (tensor is None or not tensor.is_cpu)
+        if is_queued and not is_message:
             watched.pending.append((watched.seen, number))
+        elif is_queued and work is None:
+            watched.batch.append(number)
         elif work is None:
             self._recorder.leave(number)
         else:
             key = id(work)
             if (older := self._open.pop(key, None)) is not None:  # of a Work that nobody waited for, and that is gone
                 (self._recorder.leave if older[1].has_streams else self._recorder.let_go)(older[0])
-            self._open[key] = number, watched, weakref.ref(work), 0 if is_message else watched.seen
+            kind = _QUEUED_MESSAGE if is_queued else _MESSAGE
+            self._open[key] = number, watched, weakref.ref(work), kind if is_message else watched.seen
+
+    def _ending_batch(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """ProcessGroup._end_coalescing, whose Work is that of all messages that were started together."""
+
+        def end(group: Any, *args: Any) -> Any:
+            work, watched = old(group, *args), self._groups.known(group)
+            if watched is not None and watched.batch:
+                numbers, watched.batch = watched.batch, []
+                self._batches[numbers[0]] = numbers
+                self._open[id(work)] = numbers[0], watched, weakref.ref(work), _QUEUED_MESSAGE
+            return work
+
+        return end
 
     def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
         """Work.wait, after which the operation has ended."""
@@ -208,7 +232,10 @@ class TorchWatch:
                 raise
             finally:
                 ended = pop(id(work), None)
-                if ended is not None:
+                if ended is not None and ended[3] == _QUEUED_MESSAGE:
+                    clock.waited(ended[0], since_ns, monotonic_ns())
+                    self._guard.stream_ends.waited(self._batches.pop(ended[0], ended[:1]))
+                elif ended is not None:
                     stood(ended[0], since_ns)
                 else:
                     clock.waited(UNKNOWN, since_ns, monotonic_ns())
@@ -263,13 +290,32 @@ class TorchWatch:
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
         """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""
         number, watched, work, torch_number = call
-        ended = flights.ended(watched.torch_name) if torch_number else None
+        ended = flights.ended(watched.torch_name) if torch_number > 0 else None
         is_over = work() is None if ended is None else torch_number <= ended
         found = self._open.pop(key, None) if is_over else None
-        if found is call:
-            (self._recorder.leave if watched.has_streams else self._recorder.let_go)(number)
+        if found is call and watched.has_streams:
+            self._recorder.leave_all(self._batches.pop(number, (number,)))
+        elif found is call:
+            self._recorder.let_go(number)
         elif found is not None:  # of a new Work at the same place
             self._open.setdefault(key, found)
+
+    def has_queued(self) -> bool:
+        """Whether a GPU has collectives still to do, or this process is about to give it some."""
+        return any(
+            watched.has_streams and (watched.pending or watched.inside)
+            for watched in tuple(self._groups.followed.values())
+        )
+
+    def first_queued(self) -> dict[str, int]:
+        """By group, which collective its GPU has not come to yet, as far as torch says so."""
+        found: dict[str, int] = {}
+        for watched in tuple(self._groups.followed.values()):
+            begun = self._flights.begun(watched.torch_name) if self._flights and watched.pending else -1
+            ahead = [number for of_torch, number in tuple(watched.pending) if of_torch > begun >= 0]
+            for record in self._guard.records(ahead[0], ahead[0] + 1) if ahead else ():
+                found[watched.name] = record.seq
+        return found
 
     def abort(self, error: CommError) -> None:
         """End what is under way in this process: it cannot end by itself any more."""
@@ -284,7 +330,10 @@ class TorchWatch:
 
     def _break(self, group: Any, watched: WatchedGroup) -> None:
         if watched.has_streams:
-            group.abort()
+            self._guard.stream_ends.were_aborted = True
+            aborting = threading.Thread(target=group.abort, name="lockstep-abort", daemon=True)
+            aborting.start()  # NCCL's may wait for a thread that is about to start a kernel where none can start
+            aborting.join(_ABORT_S)
             return
         from lockstep.comm.torch_transport import close_connections
 

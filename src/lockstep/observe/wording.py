@@ -145,9 +145,16 @@ def ordinal(number: int) -> str:
 
 
 def waiters(waits: Sequence[Wait]) -> list[str]:
-    """One line per operation that ranks wait in, the one with most ranks first."""
+    """One line per operation that ranks wait in, the one with most ranks first.
+
+    Of the collectives of a group that a rank has under way, the oldest: the others, queued for a GPU, come after it.
+    """
     together: dict[str, list[Wait]] = {}
+    oldest: dict[tuple[int, str], int] = {}
     for wait in waits:
+        record = wait.record
+        if not record.is_message and oldest.setdefault((wait.rank, record.group), record.seq) < record.seq:
+            continue
         together.setdefault(operation(wait.record), []).append(wait)
     lines = []
     for text, same in sorted(together.items(), key=lambda item: (-len(item[1]), item[1][0].rank)):

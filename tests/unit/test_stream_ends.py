@@ -1,0 +1,177 @@
+"""What a GPU has still to do when Python has waited for it, and a thread that NCCL does not let go."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from rank_sights import running
+from watched_guard import Watched, failed
+
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.guard import Guard
+from lockstep.observe.stacks import Stand
+from lockstep.observe.torch_groups import WatchedGroup
+from lockstep.observe.torch_watch import TorchWatch
+
+
+class Event:
+    """Of torch.cuda, on paper."""
+
+    made: list[Event]
+
+    def __init__(self) -> None:
+        self.has_come, self.has_failed = False, False
+        self.made.append(self)
+
+    def record(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        if self.has_failed:
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return self.has_come
+
+
+@pytest.fixture
+def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
+    monkeypatch.setattr(Event, "made", [], raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    return Event.made
+
+
+@pytest.fixture
+def watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Iterator[Watched]:
+    made = Watched(tmp_path, capsys)
+    yield made
+    made.guard.close()
+
+
+def begin(recorder: FlightRecorder, count: int = 1) -> list[int]:
+    words = pack_words("WORLD", "send float32 [4] to rank 1 tag 0", "train.py:3 main")
+    return [recorder.enter(seq, words, is_message=True) for seq in range(count)]
+
+
+def are_open(guard: Guard) -> list[int]:
+    return [record.number for record in guard.records() if not record.left_ns]
+
+
+def test_what_was_waited_for_has_ended_once_its_event_has_come(watched: Watched, events: list[Event]) -> None:
+    guard = watched.guard
+    ends, (first, second, third) = guard.stream_ends, begin(guard.recorder, 3)
+    ends.waited([first])
+    ends.waited([second, third])
+    ends.settle()
+    assert are_open(guard) == [first, second, third]
+    assert guard.motion.is_queued()
+    events[1].has_come = True
+    ends.settle()
+    assert are_open(guard) == [first]
+    events[0].has_failed = True  # nobody will ever know
+    ends.settle()
+    assert are_open(guard) == []
+    assert not guard.motion.is_queued()
+
+
+def test_nothing_is_recorded_in_a_graph(watched: Watched, events: list[Event], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    watched.guard.stream_ends.waited(begin(watched.guard.recorder))
+    assert (events, are_open(watched.guard)) == ([], [])
+
+
+class Group:
+    group_name = "0"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
+
+
+class Work:
+    pass
+
+
+def watch_of(guard: Guard) -> tuple[TorchWatch, Group, WatchedGroup]:
+    watch, group = TorchWatch(guard), Group()
+    followed = WatchedGroup(group, "WORLD", (0, 1), guard.recorder, "cpu:gloo,cuda:nccl")
+    watch._groups.followed[id(group)] = followed
+    return watch, group, followed
+
+
+def test_messages_of_a_batch_end_with_its_work_on_the_gpu(watched: Watched, events: list[Event]) -> None:
+    guard = watched.guard
+    watch, group, followed = watch_of(guard)
+    on_gpu, work, numbers = SimpleNamespace(is_cpu=False), Work(), begin(guard.recorder, 3)
+    for number in numbers:
+        watch._follow(followed, number, None, on_gpu, True)
+    assert watch._ending_batch(lambda group: work)(group) is work
+    assert are_open(guard) == numbers
+    assert watch._leaving(lambda work: True)(work)
+    guard.stream_ends.settle()
+    assert are_open(guard) == numbers
+    (event,) = events
+    event.has_come = True
+    guard.stream_ends.settle()
+    assert are_open(guard) == []
+
+
+def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[Event]) -> None:
+    watch, _, followed = watch_of(watched.guard)
+    on_cpu, work, (number,) = SimpleNamespace(is_cpu=True), Work(), begin(watched.guard.recorder)
+    watch._follow(followed, number, work, on_cpu, True)
+    watch._leaving(lambda work: True)(work)
+    assert (are_open(watched.guard), events) == ([], [])
+
+
+def test_which_collectives_a_gpu_has_not_come_to(watched: Watched) -> None:
+    guard = watched.guard
+    watch, _, followed = watch_of(guard)
+    words = pack_words("WORLD", "all_reduce float32 [4] sum", "train.py:3 main")
+    followed.pending.extend((7 + seq, guard.recorder.enter(40 + seq, words)) for seq in range(3))
+    for begun, queued in ((-1, {}), (6, {"WORLD": 40}), (7, {"WORLD": 41}), (9, {})):
+        watch._flights = cast("Any", SimpleNamespace(begun=lambda group, begun=begun: begun))
+        assert watch.first_queued() == queued
+    assert guard.motion.is_queued() is False  # nobody has attached it
+    assert watch.has_queued()
+
+
+def test_the_end_waits_for_the_gpu_while_the_guard_looks(watched: Watched, events: list[Event]) -> None:
+    guard = watched.guard
+    guard.drain()  # nothing is under way
+    guard.stream_ends.waited(begin(guard.recorder))
+    guard.drain()  # nobody looks, who would say what is wrong
+    guard.start()
+    waits = threading.Thread(target=guard.drain)
+    waits.start()
+    waits.join(0.3)
+    assert waits.is_alive()
+    events[0].has_come = True
+    waits.join(10.0)
+    assert not waits.is_alive()
+
+
+@pytest.mark.parametrize("how", ["stands", "moves", "was told", "no abort"])
+def test_who_cannot_be_told_is_ended(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """NCCL may keep a thread in C++ also after an abort: no error can be raised there."""
+    guard, ended = watched.guard, list[int]()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watched.sees(running(3))
+    guard.stream_ends.were_aborted = how != "no abort"
+    stands = Stand(("train.py:31 main",), "", 0.0 if how == "moves" else 12.0)
+    monkeypatch.setattr(type(guard.motion), "stand", property(lambda motion: stands))
+    if how == "was told":
+        watched.board.ranks = failed()
+        guard.look_now()
+        with pytest.raises(Exception, match="RAISED"):
+            guard.raise_if_found()
+    said = "\n".join(watched.sees(failed()))
+    assert ended == ([1] if how == "stands" else [])
+    assert ("for 10 s it has stood at train.py:31 main, and NCCL does not let it go" in said) == (how == "stands")

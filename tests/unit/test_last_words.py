@@ -79,6 +79,13 @@ def test_an_error_of_the_users_is_quoted_and_not_what_a_package_has_made_of_it()
     assert "[Stage 0] failed" in failure.trace
 
 
+def test_of_a_gpu_without_room_it_is_quoted_how_much_was_asked_for_and_is_free() -> None:
+    told = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 9 GiB of which 1 GiB is free."
+    others = " Process 991 has 1.22 GiB memory in use. Including non-PyTorch memory, this process has 1.18 GiB in use."
+    for more in (others, others.partition("use.")[2], ""):
+        assert last_words(RuntimeError(f"{told}{more}")).message == told
+
+
 def test_what_the_user_has_said_of_an_error_is_quoted_and_so_is_a_package_of_what_it_met_itself() -> None:
     def load() -> None:
         try:

@@ -15,6 +15,8 @@ DEBUG = "LOCKSTEP_DEBUG"  # set to anything: whole traces, and failed imports of
 _CHARS, _FEW, _SHORT = 400, 3, 120  # of an error; notes, and members of a group, that stand beside; of each of these
 _UNPRINTABLE = re.compile(r"[\0-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _ON_THIS_RANK = ". On this rank, "  # after it stands what the quoting rank saw itself, which is not for others
+# what follows where a GPU has no room: of other processes, and advice
+_NEIGHBOURS = re.compile(r"(?<=is free\.) (Process \d+ has|Including non-PyTorch memory).*")
 # what torch raises where another rank has gone
 _PEER_IS_GONE = re.compile(
     r"[Cc]onnection (was )?(closed|reset|refused|aborted)|[Bb]roken pipe|NCCL.*(remote|peer)|Timed out waiting"
@@ -67,7 +69,8 @@ def _text_of(error: BaseException) -> str:
         text = str(error).strip() or type(error).__name__
     except Exception:  # noqa: BLE001 - as Python prints it
         return "<exception str() failed>"
-    return _UNPRINTABLE.sub(lambda at: at[0].encode("unicode_escape").decode(), "\n".join(text.splitlines()))
+    text = _NEIGHBOURS.sub("", "\n".join(text.splitlines()))
+    return _UNPRINTABLE.sub(lambda at: at[0].encode("unicode_escape").decode(), text)
 
 
 def _beside(error: BaseException, text: str) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeVar, final
 
-from lockstep.comm.preflight import Aside
+from lockstep.comm.store_calls import StoreCalls
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
 from lockstep.launch.course import Request
@@ -38,8 +38,7 @@ class Machines:
         self._stops = self._channel if run is None else Channel(run, "lockstep")
         self._signals = signals
         self._here, self._count = here, count
-        self._is_lost = False  # the store
-        self._unanswered: Aside[Any] | None = None  # torch waits for minutes, and goes on where a cable is mended
+        self._calls = StoreCalls(lost_by=LaunchError)
         self.can_spare_one = can_spare_one
 
     def tell_stop(self, number: int) -> None:
@@ -65,7 +64,7 @@ class Machines:
         """
         begun_s, patience = time.monotonic(), max(self._signals.count, 1)
         ended = [committed]
-        while not self._is_lost and self._signals.count <= patience:
+        while not self._calls.is_lost and self._signals.count <= patience:
             if time.monotonic() - begun_s >= (min(limit_s, _MENDED_S) if self.is_mute else limit_s):
                 break
             self.ask(lambda: self._channel.put(f"ended/{self._here}", committed), None)
@@ -85,24 +84,14 @@ class Machines:
 
         Torch's rendezvous and the ranks find out what became of the machine that held the store, and say it.
         """
-        if self.is_mute:
-            return default
-        aside, count = Aside(call), self._signals.count
-        deadline = time.monotonic() + (_ANSWER_S if count < 2 else _ASK_S)  # two: the user will not wait
-        while not aside.is_done(0.05):
-            self._unanswered = aside if time.monotonic() > deadline else None
-            if self._unanswered is not None or self._signals.count > count:
-                return default
-        try:
-            return aside.result()
-        except LaunchError:
-            self._is_lost = True
-            return default
+        count = self._signals.count
+        limit_s = _ANSWER_S if count < 2 else _ASK_S  # two: the user will not wait
+        return self._calls.ask(call, default, limit_s, lambda: self._signals.count > count)
 
     @property
     def is_mute(self) -> bool:
         """Nothing can be heard of the others, now or any more."""
-        return self._is_lost or (self._unanswered is not None and not self._unanswered.is_done(0))
+        return self._calls.is_mute
 
     def _wait(self, seconds: float) -> None:
         """For so long, or until the next signal that asks to stop."""

@@ -10,11 +10,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, final
+from typing import NamedTuple, TypeVar, final
 
 from lockstep.comm.handshake import Store
-from lockstep.comm.preflight import Aside, process_state, state_and_cpu_s
+from lockstep.comm.preflight import process_state, state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
+from lockstep.comm.store_calls import StoreCalls
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
 from lockstep.observe.status import RUNNING, Folding, Sight, Status, Waiting
@@ -80,8 +81,7 @@ class Board:
         self._mine: Status | None = None  # what this rank said last
         self._told_s, self._has_left = 0.0, False
         self._answered = ""
-        self._is_lost = False  # the store
-        self._asked: Aside[Any] | None = None  # what it was asked last, perhaps without an answer so far
+        self._calls = StoreCalls(lost_by=RuntimeError)
         self._spent_s = 0.0  # until it answered: meanwhile no rank can be heard, and none is silent
         self._gone: set[int] = set()  # ranks of this machine whose end the others know of
         self._used: dict[int, tuple[float, float, bool]] = {}  # by silent rank: when, time on cores until then, works
@@ -169,7 +169,7 @@ class Board:
             return []
         key = f"guard/records/{rank}/{self._recorder.rank}-{time.monotonic_ns()}"
         deadline = time.monotonic() + _ANSWER_S
-        while not self._is_lost and time.monotonic() < deadline:
+        while not self._calls.is_lost and time.monotonic() < deadline:
             self._put(f"guard/wanted/{rank}", key)  # each time: another one's wish may have taken its place
             said = self._ask(key)
             if said is not None:
@@ -223,20 +223,16 @@ class Board:
     def _try(self, call: Callable[[Store], _T]) -> _T | None:
         """None where there is no store, or whoever holds it has ended or does not answer: then what was heard stays."""
         store, begun_s = self._store, time.monotonic()
-        if store is None or self._is_lost or not (self._asked is None or self._asked.is_done(0)):
+        if store is None:
             return None
-        self._asked = asked = Aside(lambda: call(store))
-        if not asked.is_done(_STORE_S):  # a cable that was cut: torch waits for minutes, and goes on where it is mended
-            return None
-        self._spent_s += time.monotonic() - begun_s
-        try:
-            return asked.result()
-        except RuntimeError:
-            self._is_lost = True
-            return None
+        said = self._calls.ask(lambda: call(store), None, _STORE_S)
+        if not self._calls.is_mute:
+            self._spent_s += time.monotonic() - begun_s
+        return said
 
     def close(self) -> None:
         """Give back the memory."""
+        self._calls.close()
         for record in self._records.values():
             record.close()
         self._records.clear()

@@ -19,7 +19,6 @@ from lockstep.launch.doctor.asked import Asked, read_asked
 from lockstep.launch.doctor.check import Check, has_failed, size, summary
 from lockstep.launch.doctor.machine import Limits, Memory, Port
 from lockstep.launch.doctor.variables import KNOWN, check_variables, meant_by
-from lockstep.observe.settings import GuardSettings
 
 INF = float("inf")
 GIB = 2**30
@@ -195,8 +194,6 @@ def test_variable_that_is_right_or_somebody_elses(name: str) -> None:
         ({"RANK": "one", "WORLD_SIZE": "1"}, ALONE, "FAIL", "not a whole number"),
         ({"SLURM_NTASKS": "4"}, ALONE, "warn", "no task of a step"),
         ({"RANK": "0", "WORLD_SIZE": "1", "SLURM_PROCID": "1"}, ALONE, "warn", "RANK=0, but SLURM_PROCID=1"),
-        ({"LOCKSTEP_GUARD": "onn"}, ALONE, "FAIL", "one of off, on, strict, check"),
-        ({"LOCKSTEP_HANG_S": "abc"}, ALONE, "FAIL", "a number of seconds above 0"),
         ({"SLURM_NNODES": "3"}, ALONE, "warn", "only this machine is examined"),
         ({"MASTER_ADDR": "b"}, FIRST, "warn", "the flag counts"),
         ({}, Asked((), 2, 1, "127.0.0.1", 1, "--master-addr"), "warn", "each asks itself"),
@@ -288,15 +285,23 @@ def test_what_no_launcher_takes_is_a_check_and_does_not_end_the_examination(
     assert said[-1].name == "clock"
 
 
-def test_a_setting_that_is_refused_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {"LOCKSTEP_GUARD": "foo"}
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("LOCKSTEP_GUARD", "foo", "one of off, on, strict, check"),
+        ("LOCKSTEP_HANG_S", "abc", "a number of seconds above 0"),
+    ],
+)
+def test_a_setting_that_is_refused_is_said_once(
+    name: str, value: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(examination, "_meet", lambda *_: None)
-    monkeypatch.setattr(examination, "_examine_ranks", lambda *_: GuardSettings.of(environ))
+    monkeypatch.setattr(examination, "_examine_ranks", lambda *_: pytest.fail("it would say that again"))
     said: list[Check] = []
-    examination.examine(ALONE, environ, said.append)
-    assert [(check.name, check.fix) for check in said if check.status == "FAIL"] == [
-        ("variables", "unset LOCKSTEP_GUARD")
-    ]
+    examination.examine(ALONE, {name: value}, said.append)
+    (check,) = [check for check in said if check.status == "FAIL"]
+    assert (check.name, check.fix) == ("guard", f"unset {name}")
+    assert expected in check.found
 
 
 def test_where_too_few_files_can_be_opened_no_store_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:

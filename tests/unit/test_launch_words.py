@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from lockstep.cli import train as training
-from lockstep.cli.train import choose_processes, newest_step, parse_train, read_range
+from lockstep.cli.train import choose_processes, newest_step, parse_train, read_processes
 from lockstep.comm.pulse import NONE
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch import starter as starting
@@ -136,7 +136,7 @@ def test_what_is_run(words: tuple[str, ...], program: Program, folder: Path) -> 
         (("-n", "xpu", "train.py"), "--nproc-per-node xpu: torch sees none here. Name a number"),
         (("-n",), "-n needs a value. `lockstep run --help` explains"),
         (("--nproc-per-node=0", "train.py"), "at least one process"),
-        *((("--nnodes", text, "train.py"), f"--nnodes {text}: it takes a number of machines, or a range")
+        *((("--nnodes", text, "train.py"), f"--nnodes {text}: it takes a number of machines from 1, or a range")
           for text in ("2:1", "0", "-1", "0:2", "x", "1:2:3", "2.5", "")),
         (("--max-restarts=-1", "train.py"), "--max-restarts -1: it is a number from 0"),
         (("--max-restarts=x", "train.py"), "--max-restarts takes a whole number, not 'x'. `lockstep run --help`"),
@@ -436,13 +436,13 @@ def test_another_ranks_end_is_told_from_an_error_of_ones_own() -> None:
 
 @pytest.mark.parametrize(("text", "numbers"), [(None, (0, 0)), ("3", (3, 3)), ("1:4", (1, 4))])
 def test_number_of_processes_or_a_range(text: str | None, numbers: tuple[int, int]) -> None:
-    assert read_range(text) == numbers
+    assert read_processes(text) == numbers
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "0:3", "3:1", "x", "1:", "1:2:3", "", ":2", "9999999"])
 def test_impossible_number_of_processes_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="-n"):
-        read_range(text)
+        read_processes(text)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ from lockstep.launch.program import Program
 from lockstep.launch.recovery import USER_ERROR, RestartPolicy
 from lockstep.launch.starter import default_processes, loading_ahead, may_have_accelerator
 from lockstep.launch.stop_signals import leaving_at_once
-from lockstep.launch.words import nearest, printing, refuse, say
+from lockstep.launch.words import nearest, printing, read_range, refuse, say
 from lockstep.launch.worker import (
     AGENT_PID,
     INTERRUPTED,
@@ -96,7 +96,7 @@ def train(words: Sequence[str]) -> int:
     read_window(window := command.profile or os.environ.get(PROFILE, ""), "--profile" if command.profile else PROFILE)
     GuardSettings.of(os.environ)
     place = find_place(os.environ)
-    smallest, largest = read_range(command.processes)
+    smallest, largest = read_processes(command.processes)
     if place.launcher != "one process":
         if command.processes is not None and not smallest <= place.world_size <= largest:
             given = f"-n {command.processes} under a launcher that has started {place.world_size} processes"
@@ -117,19 +117,11 @@ def train(words: Sequence[str]) -> int:
     return code
 
 
-def read_range(text: str | None) -> tuple[int, int]:
+def read_processes(text: str | None) -> tuple[int, int]:
     """(smallest, largest) number of processes of "4" or "1:4"; (0, 0) for None. Raises: ConfigError."""
     if text is None:
         return 0, 0
-    first, colon, last = text.partition(":")
-    try:
-        smallest, largest = int(first), int(last if colon else first)
-    except ValueError as error:
-        raise ConfigError(f"-n {text}: it takes a number of processes, or a range like 1:4") from error
-    if smallest < 1:
-        raise ConfigError(f"-n {text}: at least one process has to train")
-    if largest < smallest:
-        raise ConfigError(f"-n {text}: the smaller number comes first")
+    smallest, largest = read_range("-n", text, "processes")
     refuse_crowd(f"-n {text}", largest)
     return smallest, largest
 

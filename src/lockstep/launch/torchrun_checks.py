@@ -14,8 +14,9 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.run import determine_local_world_size
 
 from lockstep.errors import ConfigError
-from lockstep.launch.doctor.asked import read_machines, refuse_crowd, refuse_meeting
+from lockstep.launch.doctor.asked import refuse_crowd, refuse_meeting
 from lockstep.launch.processes import refuse_few_files
+from lockstep.launch.words import read_range
 
 _OUTPUTS = r"[0-3]|\d:[0-3](,\d:[0-3])*"
 
@@ -53,7 +54,7 @@ def refuse(args: Namespace, from_zero: Sequence[str]) -> None:
 
 def _refuse_meeting(args: Namespace) -> None:
     """Raises: ConfigError for machines that could never meet."""
-    machines, is_static = read_machines(args.nnodes)[1], args.rdzv_backend == "static"
+    machines, is_static = read_range("--nnodes", args.nnodes, "machines")[1], args.rdzv_backend == "static"
     is_alone = machines == 1 or args.standalone
     if is_static and args.max_restarts and not is_alone:
         why = "they could not agree on a restart, and would read what dead workers wrote"

@@ -20,7 +20,6 @@ from torch.distributed.run import config_from_args, get_args_parser
 from lockstep.comm.choose import wants_shared_memory
 from lockstep.comm.place import SWITCH, find_place
 from lockstep.errors import ConfigError
-from lockstep.launch.doctor.asked import read_machines
 from lockstep.launch.guess import new_record
 from lockstep.launch.job import LOGGERS_GRACE_S, Launch, Supervision
 from lockstep.launch.launch_log import LaunchLog
@@ -30,7 +29,7 @@ from lockstep.launch.processes import ForkServer
 from lockstep.launch.program import Program
 from lockstep.launch.recovery import RestartPolicy
 from lockstep.launch.torchrun_checks import count_processes, refuse
-from lockstep.launch.words import Words, say
+from lockstep.launch.words import Words, read_range, say
 from lockstep.observe.loggers import LOG, logger_names
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.settings import GUARD, MODES, GuardSettings
@@ -165,19 +164,16 @@ def _record(args: Namespace, named: str) -> str:
 
 def _smallest(args: Namespace) -> int:
     """The smaller number where --nproc-per-node is a range, else 0; the larger one stays there, for torch's parser."""
-    text = args.nproc_per_node
-    if ":" not in text:
+    if ":" not in args.nproc_per_node:
         return 0
-    first, _, last = text.partition(":")
-    if not (first.isdigit() and last.isdigit() and 0 < int(first) <= int(last)):
-        raise ConfigError(f"--nproc-per-node {text}: a range is two numbers from 1, the smaller first, like 2:4")
-    args.nproc_per_node = last
-    return int(first)
+    smallest, largest = read_range("--nproc-per-node", args.nproc_per_node, "processes")
+    args.nproc_per_node = str(largest)
+    return smallest
 
 
 def _meet_on_loopback(args: Namespace) -> int:
     """Choose our own rendezvous where one machine meets itself; the port it has to take, 0 for any."""
-    alone = read_machines(args.nnodes)[1] == 1
+    alone = read_range("--nnodes", args.nnodes, "machines")[1] == 1
     is_static = args.rdzv_backend == "static" and not args.rdzv_endpoint
     port = args.master_port
     if args.master_port is None:

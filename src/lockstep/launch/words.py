@@ -54,6 +54,15 @@ def printing() -> Iterator[None]:
         say(f"nothing is printed any more: {error.strerror}; the run goes on")
 
 
+def read_range(flag: str, text: str, what: str) -> tuple[int, int]:
+    """The least and the most of `what` that `flag` allows, as in "2" or "2:4". Raises: ConfigError."""
+    first, colon, last = text.partition(":")
+    last = last if colon else first
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last)):
+        raise ConfigError(f"{flag} {text}: it takes a number of {what} from 1, or a range like 2:4, the smaller first")
+    return int(first), int(last)
+
+
 def say(text: str, before: str = "") -> None:
     """One line to the user."""
     tell(f"{before}lockstep: {text}\n")

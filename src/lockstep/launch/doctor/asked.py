@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from lockstep.comm.place import Place, read_place
 from lockstep.errors import ConfigError
-from lockstep.launch.words import Words
+from lockstep.launch.words import Words, read_range
 
 DEFAULT_PORT = 29500  # torchrun's
 _PROCESSES_PER_CORE = 32  # a slip of the finger beyond: each takes some 400 MB
@@ -91,7 +91,7 @@ def _one_of_many(args: Namespace, place: Place) -> Asked:
 
 
 def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:
-    smallest, largest = read_machines(args.nnodes)
+    smallest, largest = read_range("--nnodes", args.nnodes, "machines")
     processes = args.nproc_per_node or ("2" if largest == 1 else "1")
     words = ["--nproc-per-node", processes]
     if largest == 1:
@@ -147,14 +147,6 @@ def _meeting_point(args: Namespace, environ: Mapping[str, str]) -> tuple[str, in
 def _ends_with_port(endpoint: str) -> bool:
     head, _, tail = endpoint.rpartition(":")
     return bool(head) and tail.isdigit() and (":" not in head or head.endswith("]"))
-
-
-def read_machines(text: str) -> tuple[int, int]:
-    """The least and the most machines that --nnodes allows. Raises: ConfigError."""
-    first, _, last = text.partition(":")
-    if not (first.isdigit() and (last or first).isdigit() and 0 < int(first) <= int(last or first)):
-        raise ConfigError(f"--nnodes {text}: it takes a number of machines, or a range like 1:2")
-    return int(first), int(last or first)
 
 
 def _count(processes: str) -> int:

@@ -17,6 +17,7 @@ from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
 from lockstep.launch.processes import refuse_few_files
 from lockstep.launch.words import say as tell
+from lockstep.observe.settings import GuardSettings
 
 if TYPE_CHECKING:
     from lockstep.launch.channel import Channel
@@ -38,21 +39,20 @@ def examine(asked: Asked, environ: Mapping[str, str], say: Say) -> int:
     `asked.wait_s`.
     """
     clock = [probes.clock_offset()]
-    said = list[str]()
     for check in probes.examine_machine(asked, environ):
         say(check)
-        said.append(check.found)
     exit_code = 0
     try:
         refuse_few_files(asked.processes)
-        exit_code = _examine_ranks(asked, _meet(asked, environ, say), say)
+        channel = _meet(asked, environ, say)
+        _refuse_settings(environ)
+        exit_code = _examine_ranks(asked, channel, say)
     except Stopped as stopped:
         say(*stopped.args)
     except LaunchError as error:
         say(Check("FAIL", "way", str(error), "read what the doctor says on the machine that holds it"))
     except (ConfigError, OSError) as error:  # of the launcher: `lockstep run` would end with it
-        if str(error) not in said:
-            say(Check("FAIL", "ranks", f"none was started: {error}", "correct that, then run the doctor again"))
+        say(Check("FAIL", "ranks", f"none was started: {error}", "correct that, then run the doctor again"))
     say(machine.check_clock_jump([*clock, probes.clock_offset()]))
     return exit_code
 
@@ -161,6 +161,15 @@ def _roll_call(asked: Asked, channel: Channel, say: Say) -> None:
 
 
 # ---------------------------------------------------------------------- the ranks
+
+
+def _refuse_settings(environ: Mapping[str, str]) -> None:
+    """Raises: Stopped for settings of the guard with which `lockstep run` would end."""
+    try:
+        GuardSettings.of(environ)
+    except ConfigError as error:
+        text = str(error)
+        raise Stopped(Check("FAIL", "guard", text, f"unset {text.partition('=')[0]}")) from error
 
 
 def _examine_ranks(asked: Asked, channel: Channel, say: Say) -> int:

@@ -8,10 +8,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from lockstep.comm.place import read_place
-from lockstep.errors import ConfigError
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
-from lockstep.observe.settings import GuardSettings
 
 _NAMES = json.loads(Path(__file__).with_name("variables.json").read_text())
 KNOWN = frozenset(_NAMES["known"])  # what a person sets; what is close to one of these, and none, was meant to be it
@@ -23,7 +21,7 @@ _LIKENESS = 0.9
 
 def check_variables(environ: Mapping[str, str], asked: Asked, cores: int) -> list[Check]:
     """Everything that is wrong with the variables, or one check that says that nothing is."""
-    found = [*_misspelt(environ), *_refused(environ), *_place(environ), *_against_flags(environ, asked)]
+    found = [*_misspelt(environ), *_place(environ), *_against_flags(environ, asked)]
     found += _harmful(environ, asked, cores)
     shown = [name for name in sorted(environ) if name in KNOWN]
     return found or [Check("ok", "variables", ", ".join(shown) or "none of torch's, NCCL's or Gloo's is set")]
@@ -47,14 +45,6 @@ def meant_by(name: str) -> str:
     if upper.replace("_", "") in bare:
         return bare[upper.replace("_", "")]
     return next(iter(difflib.get_close_matches(upper, sorted(KNOWN), 1, _LIKENESS)), "")
-
-
-def _refused(environ: Mapping[str, str]) -> Iterator[Check]:
-    """A setting of the guard with which nothing starts."""
-    try:
-        GuardSettings.of(environ)
-    except ConfigError as error:
-        yield Check("FAIL", "variables", str(error), f"unset {str(error).partition('=')[0]}")
 
 
 def _place(environ: Mapping[str, str]) -> Iterator[Check]:

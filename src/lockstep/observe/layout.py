@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lockstep.observe.torch_optimizers import params_of
+
 UNITS_MAX = 200
 _STRATEGIES = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 _WORDS = {"FSDPModule": "fully_shard"}
@@ -26,9 +28,9 @@ def layout_of(module: Module | None, optimizer: Optimizer | None, wrappers: Iter
 
     module: None where only the optimizer is known. wrappers: other modules that hold its parameters.
     """
-    groups, state = ([], {}) if optimizer is None else (optimizer.param_groups, optimizer.state)
-    named = enumerate(param for group in groups for param in group["params"])
-    params = [(f"parameter {n}", param) for n, param in named] if module is None else [*module.named_parameters()]
+    trained, state = ([], {}) if optimizer is None else (params_of(optimizer), optimizer.state)
+    named = [(f"parameter {n}", param) for n, param in enumerate(trained)]
+    params = named if module is None else [*module.named_parameters()]
     device = next((str(param.device) for _, param in params), "")
     return {
         "strategy": strategy_of([*wrappers, *([] if module is None else [module])], optimizer),
@@ -53,7 +55,7 @@ def strategy_of(modules: Sequence[Module], optimizer: Optimizer | None) -> str:
 
 def modules_training(optimizer: Any) -> list[Module]:
     """The modules that hold all that `optimizer` trains, whoever keeps them; those with the fewest parts first."""
-    wanted = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    wanted = set(map(id, params_of(optimizer)))
     modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "_parameters" in vars(thing)]
     holding = [module for module in modules if wanted <= {id(param) for param in module.parameters()}]
     return sorted(holding, key=lambda module: sum(1 for _ in module.modules()))

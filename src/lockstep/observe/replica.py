@@ -27,6 +27,7 @@ from lockstep.errors import ConfigError, ReplicaDrift
 from lockstep.observe.profile.notes import note
 from lockstep.observe.replica_diff import OF_GROUP, Entry, agree, differences, drift_in_words, fold
 from lockstep.observe.tensor_digest import digests
+from lockstep.observe.torch_optimizers import params_of
 
 BUFFER = "buffer "
 _ENTRIES_AT_ONCE = 4000  # of one message
@@ -60,7 +61,7 @@ def replica_entries(
     numbers: list[Entry] = []
     optimizers = [*optimizer] if isinstance(optimizer, Sequence) else [optimizer] if optimizer is not None else []
     for one in optimizers:
-        trained = (params.get(id(param), "") for group in one.param_groups for param in group["params"])
+        trained = (params.get(id(param), "") for param in params_of(one))
         which = f" of the optimizer of {next(filter(None, trained), '')!r}" if len(optimizers) > 1 else ""
         for what, value in _optimizer_values(one, params, which):
             if isinstance(value, Tensor) and (value.numel() != 1 or is_dtensor(value)):  # whose piece may be empty

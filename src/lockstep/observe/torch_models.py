@@ -26,6 +26,7 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
 from lockstep.observe.torch_groups import is_the_job
+from lockstep.observe.torch_optimizers import params_of
 from lockstep.observe.torch_replicas import Model
 
 _FEW = 10  # steps: all looked at, and then every tenth
@@ -233,7 +234,7 @@ class ModelFacts:
         pairs = [(model, model.module()) for model in tuple(self._models.values())]
         followed = [module.module if model.kind == "ddp" else module for model, module in pairs if module is not None]
         names = names_in(followed)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = params_of(optimizer)
         if not any(id(param) in names for param in params):  # no model has been followed so far
             names |= names_in(modules_training(optimizer)[:1])
         return [(names.get(id(param), f"parameter {index}"), param) for index, param in enumerate(params)]

@@ -30,6 +30,11 @@ _nothing = memoryview(b"").__exit__  # of C: takes three arguments, and does no 
 Seen = tuple[int, list[Loss], list[Any]]  # step; of its backwards: losses, and gradients of probes before averaging
 
 
+def params_of(optimizer: Any) -> list[Any]:
+    """What `optimizer` trains, in the order of its groups."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 @final
 class Optimizers(SharedPatches):
     """Those of one process. An optimizer whose step calls that of its parent class steps once: when that has ended."""

@@ -19,6 +19,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.replica_diff import SIGNS, fold
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
+from lockstep.observe.torch_optimizers import params_of
 from lockstep.observe.wording import step_after
 
 _SOON, _EVERY = 8, 128  # steps: from the first comparison to the second, and from one to the next
@@ -174,10 +175,10 @@ class ReplicaFacts:
         wanted = set() if module is None else {id(param) for param in module.parameters() if param.requires_grad}
         within, found = {id(getattr(one, "optim", None)) for one in made}, []
         for optimizer in (self.leader(), *reversed(made)) if wanted else ():
-            if optimizer is not None and wanted <= _trained_by(optimizer):
+            if optimizer is not None and wanted <= set(map(id, params_of(optimizer))):
                 return [optimizer]
         for optimizer in reversed(made):
-            if id(optimizer) not in within and wanted & (trained := _trained_by(optimizer)):
+            if id(optimizer) not in within and wanted & (trained := set(map(id, params_of(optimizer)))):
                 found.append(optimizer)
                 wanted -= trained
         return [] if wanted else found
@@ -315,17 +316,13 @@ def _cut_over(params: Sequence[Any], everybody: Sequence[int]) -> Sequence[int]:
     return () if others else first
 
 
-def _trained_by(optimizer: Any) -> set[int]:
-    return {id(param) for group in optimizer.param_groups for param in group["params"]}
-
-
 def _starts(optimizer: Any) -> dict[int, int]:
     """Digests of the first elements of what `optimizer` trains, by id, where it is whole and there."""
     from torch.nn import Parameter
 
     from lockstep.observe.tensor_digest import digests
 
-    params = [p for group in optimizer.param_groups for p in group["params"] if type(p) is Parameter and not p.is_meta]
+    params = [param for param in params_of(optimizer) if type(param) is Parameter and not param.is_meta]
     found = digests([param.detach().reshape(-1)[:_FEW_ELEMENTS] for param in params])
     return {id(param): digest & 0xFFFF for param, digest in zip(params, found, strict=True)}
 

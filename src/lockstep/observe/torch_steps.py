@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.pace import PACE
 from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_optimizers import params_of
 
 if TYPE_CHECKING:
     from lockstep.observe.guard import Guard, Started
@@ -27,11 +28,7 @@ def mark_averaged(params: Iterable[Any]) -> None:
 
 def is_averaged(optimizer: Any) -> bool:
     """Whether `mark_averaged` was told of parameters of `optimizer`."""
-    return bool(_averaged) and any(_averaged.get(id(param)) is param for param in _params(optimizer))
-
-
-def _params(optimizer: Any) -> list[Any]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
+    return bool(_averaged) and any(_averaged.get(id(param)) is param for param in params_of(optimizer))
 
 
 @final
@@ -149,7 +146,7 @@ class TorchSteps:
         """Whether the ranks share parameters of `optimizer`."""
         if self.guard.world_size == 1:
             return True
-        params = _params(optimizer)
+        params = params_of(optimizer)
         if is_averaged(optimizer) or any(self._reduced.get(id(param)) is param for param in params):
             return True
         tensor = sys.modules.get("torch.distributed.tensor")

@@ -59,11 +59,12 @@ class GradientFacts:
         faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
         if faults and not scaler_is_active():
             applied, steps = _applied(named), self._by_step()
-            went_well = self._went_well or any(map(_has_gone_well, steps[:-1]))
-            if applied and not went_well:
+            if applied and not self._went_well:
                 self._tell(applied, steps[-1], NEVER_FINITE)
+            elif applied:
+                self._tell(applied, steps[-2:][0])
             else:
-                self._tell(applied or faults, steps[-2:][0 if applied else -1])
+                self._tell(faults, steps[-1])
         # a first step without a backward may be one that only makes the optimizer's state
         self._went_well |= not faults and (bool(losses) or self._steps > 0)
         self._steps += 1
@@ -121,11 +122,6 @@ def _is_probe_faulty() -> bool:
 def _first_line(losses: Sequence[Loss]) -> str:
     """Of the backward of the first loss that is not finite."""
     return next((site for loss, site in losses if not isfinite(loss)), "")
-
-
-def _has_gone_well(seen: Seen) -> bool:
-    _, losses, _ = seen
-    return bool(losses) and all(isfinite(loss) for loss, _ in losses)
 
 
 def _is_faulty(gradients: Sequence[Any]) -> bool:

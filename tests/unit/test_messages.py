@@ -9,7 +9,7 @@ from rank_sights import LIMITS, PaperRank, diagnosed, found_in, rank_1, running,
 
 from lockstep.observe.diagnosis import Finding, diagnose
 from lockstep.observe.divergence import find_mismatch
-from lockstep.observe.endings import find_left_over, find_too_large
+from lockstep.observe.message_findings import find_left_over, find_too_large
 from lockstep.observe.scene import Scene
 
 ABORT = "was killed by SIGABRT"

@@ -14,9 +14,10 @@ from typing import Any
 
 from lockstep.observe import histories, wording
 from lockstep.observe.data_facts import uneven
-from lockstep.observe.endings import CAUGHT, find_too_large, saw_another
+from lockstep.observe.endings import CAUGHT, saw_another
 from lockstep.observe.flight import Record
 from lockstep.observe.histories import Fault, Parting, Side, calls_in
+from lockstep.observe.message_findings import find_too_large
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.status import FINISHED, Progress, Status

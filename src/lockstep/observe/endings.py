@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.observe import wording
 from lockstep.observe.data_facts import uneven
 from lockstep.observe.flight import Record
-from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages, tally
+from lockstep.observe.messages import tally
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status, in_words
@@ -152,16 +152,20 @@ def find_raised(scene: Scene) -> Finding | None:
 def find_gone(scene: Scene) -> Finding | None:
     """A rank whose process ended without a word; all of them, where they were killed in a way that no rank causes."""
     grace_s, sights = scene.limits.grace_s, scene.sights
-    missed = [(wait, rank) for wait in scene.waits for rank in _without(scene, wait) if wait.age_s >= grace_s]
-    missed = [(wait, r) for wait, r in missed if sights[r].age_s - sights[wait.rank].age_s >= grace_s]
-    vanished = [rank for _, rank in missed if _has_vanished(sights[rank])]
+    vanished: list[int] = []
+    for wait in scene.waits:
+        for rank in _without(scene, wait) if wait.age_s >= grace_s else ():
+            was_seen_later = sights[rank].age_s - sights[wait.rank].age_s < grace_s
+            if _has_vanished(sights[rank]) and not was_seen_later:
+                vanished.append(rank)
     if not vanished:
         return None
     first = max(vanished, key=lambda one: sights[one].age_s)  # others may have been ended for it
     sign, fix = next(advice for advice in _FIXES if advice[0] in sights[first].how)
-    alike = {r for r, sight in sights.items() if sign in sight.how and _has_vanished(sight)}
-    in_order = sorted(alike, key=lambda rank: (sights[rank].how, rank))  # which say how long after the first
-    ranks = in_order if sign in ("SIGSTOP", "out of memory", "SIGKILL") else [first]
+    ranks = [first]
+    if sign in ("SIGSTOP", "out of memory", "SIGKILL"):
+        ranks = [rank for rank, sight in sights.items() if sign in sight.how and _has_vanished(sight)]
+        ranks.sort(key=lambda rank: (sights[rank].how, rank))  # which say how long after the first
     lines = [line for rank in ranks for line in _quote(sights[rank])]
     for rank in ranks:
         lines += wording.whereabouts(scene, rank, f"was last seen {seconds(sights[rank].age_s)} ago")
@@ -219,57 +223,6 @@ def _has_left(scene: Scene, rank: int, group: str) -> bool:
     return rank in scene.ended and scene.status(rank).state == FINISHED and not saw_another(scene.status(rank))
 
 
-def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding | None:
-    """The first message of `rank` of which more was sent than its receiver asked for: Gloo aborts that one; or of which
-    it asked for another dtype, which nothing refuses.
-
-    is_note: of size the other way round, which Gloo lets through.
-    """
-    fix = "send and receive one dtype and shape; or one of the two has left out a message before."
-    for (_, ends, _), (sent, asked) in channels_of(scene, rank).items():
-        is_counted = all(e in scene.sights and scene.status(e).messages for e in ends)  # else they may be no pairs
-        for number in sorted(sent.keys() & asked.keys()):
-            pair = sent[number], asked[number]
-            than = _misfit(*pair, is_counted=is_counted, is_note=is_note)
-            if than:
-                lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
-                lines += [f"  rank {end}: {wording.call(one)}" for end, one in zip(ends, pair, strict=True)]
-                is_said, step = than == "more", min(record.step for record in pair)
-                kind, head = ("messages", "SIZES of messages differ in") if is_said else ("mismatch", "MISMATCH in")
-                return _finding(scene, kind, sorted(ends), head, step, lines, fix, [])
-    return None
-
-
-def _misfit(sent: Record, asked: Record, *, is_counted: bool, is_note: bool) -> str:
-    """What was asked for, "less" than was sent say; "" where that is not looked for: see `find_too_large`."""
-    is_less = bits(asked) < bits(sent)
-    if is_counted and is_garbled(sent, asked):
-        return "less" if is_less else "another dtype"
-    if is_note:
-        return "more" if is_counted and bits(sent) < bits(asked) else ""
-    return "less" if is_less else ""
-
-
-def find_left_over(scene: Scene) -> Finding | None:
-    """Messages that were sent and that nobody has asked for, as the one that looks can tell at its own end."""
-    others = [sight.status for rank, sight in scene.sights.items() if rank != scene.me]
-    if len(others) < scene.status(scene.me).world_size - 1:
-        return None
-    if any(one.state != FINISHED or saw_another(one) for one in others):
-        return None
-    lines: list[str] = []
-    for rank in sorted(scene.sights):
-        for key, count in scene.status(rank).messages.items():
-            group, kind, peer, tag = key.rsplit(" ", 3)
-            asked = scene.status(int(peer)).messages.get(f"{group} recv {rank} {tag}", 0)
-            if kind == "send" and count > asked and knows_all_messages(scene, int(peer)):
-                record = channels_of(scene, rank)[group, (rank, int(peer)), int(tag)][0].get(asked)
-                lines.append(f"rank {rank} sent {count}, rank {peer} asked for {asked}; the first that it did not:")
-                lines.append("  (overwritten)" if record is None else f"  {wording.call(record)}")
-    fix = "as many receives as sends, and wait() for each isend: what nobody waits for may never be sent."
-    return _finding(scene, "messages", [], "MESSAGES left over in", scene.step, lines, fix, []) if lines else None
-
-
 def find_caught(scene: Scene) -> Finding | None:
     """An error of the ranks that programs have handled, and at which lines."""
     handled = {rank: one.status.facts for rank, one in scene.sights.items() if one.status.state != RAISED}
@@ -288,10 +241,14 @@ def find_caught(scene: Scene) -> Finding | None:
 def _finding(
     scene: Scene, kind: Kind, ranks: list[int], head: str, done: int, body: list[str], fix: str, waits: list[Wait]
 ) -> Finding:
-    inside = {wait.rank for wait in waits if wait.record.site in scene.status(wait.rank).stack}  # else it is of before
-    key, head, body = ",".join(map(str, ranks)), f"{head} {step_after(done)}.", [*body, *wording.waiters(waits)]
-    least = wording.stacks(scene, inside | (set(ranks) if kind == "gone" else set()))
-    return wording.compose(scene, kind, key, head, ranks, body, fix=fix, least=least, done=done)
+    shown = {wait.rank for wait in waits if wait.record.site in scene.status(wait.rank).stack}  # else it is of before
+    if kind == "gone":
+        shown.update(ranks)
+    key, body = ",".join(map(str, ranks)), [*body, *wording.waiters(waits)]
+    stacks = wording.stacks(scene, shown)
+    return wording.compose(
+        scene, kind, key, f"{head} {step_after(done)}.", ranks, body, fix=fix, least=stacks, done=done
+    )
 
 
 def _without(scene: Scene, wait: Wait) -> list[int]:

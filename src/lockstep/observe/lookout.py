@@ -17,9 +17,10 @@ from lockstep.observe.account import Account
 from lockstep.observe.board import Board
 from lockstep.observe.diagnosis import Finding, Limits, diagnose
 from lockstep.observe.divergence import find_left_out
-from lockstep.observe.endings import find_caught, find_left_over, find_too_large, goes_on, left_first, stalled_by
+from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_by
 from lockstep.observe.hang import find_timed_out
 from lockstep.observe.last_words import users_line
+from lockstep.observe.message_findings import find_left_over, find_too_large
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from lockstep.observe.facts import Facts
+from lockstep.observe.followed_model import Model
 from lockstep.observe.patches import Patches
 from lockstep.observe.torch_models import ModelFacts
-from lockstep.observe.torch_replicas import Model
 
 TEAM = "world/2/7"
 

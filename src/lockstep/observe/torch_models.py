@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches
@@ -27,7 +28,6 @@ from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
 from lockstep.observe.torch_groups import is_the_job
 from lockstep.observe.torch_optimizers import params_of
-from lockstep.observe.torch_replicas import Model
 
 _FEW = 10  # steps: all looked at, and then every tenth
 _EXPLAIN_S = 1.0

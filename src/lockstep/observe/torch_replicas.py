@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.followed_model import Model, Signs
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches
 from lockstep.observe.replica_diff import SIGNS, fold
@@ -26,74 +27,6 @@ _SOON, _EVERY = 8, 128  # steps: from the first comparison to the second, and fr
 _SHARE = 0.003  # of the time may go into comparing replicas
 _NAMED = 2  # buffers in a fact
 _FEW_ELEMENTS = 256  # stand for all of a parameter: another seed changes any of them
-
-Signs = dict[str, list[Any]]  # of parameters: digests of the gradient and of what each was at first, and its shape
-
-
-@final
-class Model:
-    """One that DistributedDataParallel wraps, that FSDP has cut, or that a program keeps equal by itself."""
-
-    def __init__(
-        self, module: Any, team: str, kind: str, site: str = "", named: Sequence[tuple[str, Any]] = ()
-    ) -> None:
-        self.module = weakref.ref(module)
-        self.team = team
-        self.kind = kind  # "ddp"; without it "pieces", of all its ranks, or "hand"; "loose" beside it
-        self.site = site  # where it was wrapped
-        self.names = [name for name, _ in named]  # of the parameters that DDP averages, in its order
-        self._params = [weakref.ref(param) for _, param in named]
-        self.sample = [self._params[at] for at in {0, len(named) // 2, len(named) - 1} if named]
-        self.forwards: list[Any] = [0, 0, ""]  # of this step: synchronised ones, others, the line of the last of these
-        self.brief_after = -1  # the step before the last that was only counted and had a forward
-        self.told: list[Any] = []  # as they were told last
-        self.is_forwarded = False  # has had a forward that was seen
-        self.past = ""  # where a backward first went past DDP
-        self.buffers: dict[str, str] = {}  # as they were at the last check
-        self.moving: set[str] = set()  # those that have changed
-        self.signs: Signs = {}  # as they were applied; none where gradients are averaged for certain
-        self.stamps = ((0, self.version()),) * 2  # as the last two steps left it that were looked at closely
-        self.is_another = False  # at the end, since the program has changed it after its last step
-        self.is_later = False  # at the end, since its optimizer has stepped after the one that counts steps
-
-    @property
-    def is_averaged(self) -> bool:
-        """Whether it is not the program that averages gradients: then ranks are not meant to differ."""
-        has_hook = getattr(self.module(), "_comm_hooks", ()) or getattr(self.module(), "_builtin_hook", None)
-        return self.kind == "pieces" or (self.kind == "ddp" and not has_hook)
-
-    @property
-    def joins(self) -> bool:
-        """Whether ranks may run out of batches at different times: then their steps do not belong together."""
-        config = getattr(self.module(), "_join_config", None)
-        return config is not None and config.enable
-
-    def version(self) -> list[int]:
-        """Another one once the parameters have been changed in place, or put elsewhere, all or those of some part.
-
-        Asked for in every step, so a few stand for all: what a program does to a model between its steps, to load, cast
-        or test it, it does to more than one layer.
-        """
-        found: list[int] = []
-        for known in self.sample:
-            param = known()
-            if param is not None:
-                found += (param.data_ptr(), param._version)
-        return found
-
-    def is_as_left(self, step: int) -> bool:
-        """Whether nobody has changed it since `step`: each step changes it as often as those between the stamps did."""
-        (first, before), (last, stamp) = self.stamps
-        now = self.version()
-        if step == last or len({len(now), len(stamp), len(before)}) > 1:
-            return now == stamp
-        gains = zip(now, stamp, before, strict=True)
-        return all((new - old) * (last - first) == (old - older) * (step - last) for new, old, older in gains)
-
-    def frozen(self) -> list[str]:
-        """Names of the parameters that DDP averages and that are not trained any more."""
-        params = [known() for known in self._params]
-        return [n for n, p in zip(self.names, params, strict=True) if p is not None and not p.requires_grad]
 
 
 @final
@@ -246,7 +179,7 @@ class ReplicaFacts:
             sites = dict.fromkeys(filter(None, map(self._made.get, reversed(trainers))))
             lines["made"] = f"optimizer made at {' and '.join(sites)}" if sites else ""
             lines["step"] = lines["step"] if self.is_trained_by_leader(model) or len(trainers) > 1 else ""
-        self._guard.facts.tell(f"lines {_place(model)}", "now", {key: text for key, text in lines.items() if text})
+        self._guard.facts.tell(f"lines {model.place}", "now", {key: text for key, text in lines.items() if text})
 
     def _tell(self, model: Model, step: int) -> None:
         from lockstep.observe.replica import BUFFER, replica_entries
@@ -268,7 +201,7 @@ class ReplicaFacts:
         gradients = [sign[0] for sign in model.signs.values()]
         digest = f"{zlib.crc32(repr(gradients).encode()):08x}" if gradients else ""
         value, signs = [words, kind, digest, moving[:_NAMED] if keeps_own else []], [SIGNS, model.signs, [], False]
-        self._guard.facts.tell(f"replica {_place(model)}", step, value, lambda: [*compared, signs])
+        self._guard.facts.tell(f"replica {model.place}", step, value, lambda: [*compared, signs])
 
     def _follow_by_hand(self) -> None:
         """What the leading optimizer trains without DDP: a model, or what is in none, or not in the one that is."""
@@ -300,11 +233,6 @@ class ReplicaFacts:
         place = f"{zlib.crc32(repr(ranks).encode()):08x}" if 0 < len(ranks) < len(everybody) else "0"
         team, self._followed = f"{place}/{len(ranks or everybody)}/{self._followed}", self._followed + 1
         self._models[id(optimizer)] = Model(module, team, kind, named=named)
-
-
-def _place(model: Model) -> str:
-    """Of a topic: the ranks that hold it, and which model of theirs it is."""
-    return model.team if model.kind == "ddp" else f"hand {model.team}"
 
 
 def _cut_over(params: Sequence[Any], everybody: Sequence[int]) -> Sequence[int]:

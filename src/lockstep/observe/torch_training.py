@@ -20,6 +20,7 @@ from typing import Any, final
 from lockstep.observe.call_site import call_site
 from lockstep.observe.divergence import END
 from lockstep.observe.endings import CLOSED
+from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches
@@ -32,7 +33,7 @@ from lockstep.observe.torch_groups import name_of
 from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_models import ModelFacts
 from lockstep.observe.torch_optimizers import OPTIMIZERS
-from lockstep.observe.torch_replicas import Model, ReplicaFacts
+from lockstep.observe.torch_replicas import ReplicaFacts
 from lockstep.observe.wording import BEFORE, step_after
 
 _MEET_S, _DISPUTE_S, _MET = 0.5, 2.0, "met"  # the last is told once a rank has seen all others at their end

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from profiled_worlds import World
 
-from lockstep.observe.profile.run_record import steps_of
+from lockstep.observe.profile.rank_reader import steps_of
 from lockstep.observe.profile.waits import unseen, waits_of
 from lockstep.observe.report.document import document_of
 from lockstep.observe.report.source import RunReader

@@ -20,7 +20,8 @@ from reported_runs import add_launch, add_notes, began_ns
 from lockstep.cli import main
 from lockstep.cli.profile import describe
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import OtherFormat, file_of
+from lockstep.observe.profile.rank_reader import OtherFormat
+from lockstep.observe.profile.run_record import file_of
 from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.source import RunReader
 from lockstep.observe.report.terminal import TerminalView

@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
-from lockstep.observe.profile.run_record import Steps, steps_of
+from lockstep.observe.profile.rank_reader import steps_of
+from lockstep.observe.profile.run_record import Steps
 from lockstep.observe.profile.step_clock import EXPOSED
 from lockstep.observe.scene import STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, Status, in_words

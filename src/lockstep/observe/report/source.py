@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, final
 
 from lockstep.errors import ConfigError
-from lockstep.observe.profile.run_record import Note, OtherFormat, RankReader, RankRecord, Run, without_wholes
+from lockstep.observe.profile.notes import Note
+from lockstep.observe.profile.rank_reader import OtherFormat, RankReader
+from lockstep.observe.profile.run_record import RankRecord, Run, without_wholes
 from lockstep.observe.profile.window import LAUNCH
 from lockstep.observe.report.open_step import Moment, moment_of, moments_in
 

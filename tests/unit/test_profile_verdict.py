@@ -17,12 +17,12 @@ from profiled_worlds import Pipeline, World
 
 from lockstep.cli.profile import measured_peak
 from lockstep.observe.flight import Record
+from lockstep.observe.profile.listed_operations import messages_in
 from lockstep.observe.profile.notes import Note
 from lockstep.observe.profile.replay import Change, Move, evened, play_of, plays_of, replay_us, what_ifs
 from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps
 from lockstep.observe.profile.verdict import judge
 from lockstep.observe.profile.waits import compare, waits_of
-from lockstep.observe.profile.writer import messages_in
 from whole_records import read_run
 
 _WARM = 2

@@ -7,19 +7,17 @@ import socket
 import sys
 import threading
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from lockstep.observe.flight import Record
+from lockstep.observe.profile.listed_operations import Records, Word, listing_of
 from lockstep.observe.profile.notes import Later, note_line
 from lockstep.observe.profile.run_record import (
-    OPERATIONS_MAX,
     SPANS_MAX,
-    TAIL_GROUP,
     WHOLE_MAX,
     Start,
     Steps,
@@ -31,22 +29,13 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import EXPOSED, PHASES, TAIL, Step, StepClock, spans_in, spent_in, worked_out
+from lockstep.observe.profile.step_clock import PHASES, Step, StepClock, spans_in, spent_in, worked_out
 from lockstep.observe.profile.torch_phases import forwards_found
-from lockstep.observe.scene import read_message
-from lockstep.observe.torch_groups import FROM_CPP
 
 _PERIOD_S = 0.25  # without a guard
 _WEIGH_S = 1.0  # between two looks at the memory that the process has
 _NOTES = 4096  # that nobody has written yet
-_TAILS_MAX, _BRIEF_NS = 64, 50_000  # backward passes of one step that are told apart; of one that waits for nobody
-_MESSAGES_MAX = 64  # from one rank to another in one step that are listed: if they are more, none is
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
-
-Records = Callable[[int, int], Sequence[Record]]  # of the flight record, from a number to a number
-Word = tuple[str, str, str, str]  # group, text, site, label
-# an operation: its number, entered, left, began to wait, waited; nanoseconds
-Row = tuple[Word, int, int, int, int, int]
 
 
 def attempt_of(environ: Mapping[str, str]) -> str:
@@ -228,35 +217,24 @@ class RunWriter:
 
     def _listed(self, step: Step) -> Iterable[str]:
         """Its line, after those of words that were not used before."""
-        read, first = self._records or (lambda since, until: ()), step.operations[0]
-        found = read(*step.operations)
-        records = [record for record in found if record.text != FROM_CPP]  # of these a note has the sum
-        collectives = [record for record in records if not record.is_message]
-        most, spans = (WHOLE_MAX, 2 * WHOLE_MAX) if self.is_whole else (OPERATIONS_MAX, SPANS_MAX)
-        every = 1 << max(0, -(-len(collectives) // most) - 1).bit_length()
-        listed = [record for record in collectives if record.seq % every == 0]  # all ranks list the same ones
-        earlier = sorted({number for number, *_ in step.waits if 0 <= number < first})[-OPERATIONS_MAX:]
-        carried = [one for number in earlier for one in read(number, number + 1) if not one.is_message]
-        listed += [one for one in carried if one.seq % every == 0]  # again, as they were waited for
-        listed += messages_in(records, self._about.rank, None if self.is_whole else step.step)
+        read = self._records or (lambda since, until: ())
+        listing = listing_of(step, self.clock, read, self._about.rank, is_whole=self.is_whole)
         rows: list[list[int]] = []
-        for word, seq, *times_ns, waited_ns in (*_rows(listed, step), *_tails(step, self.clock)):
+        for word, seq, *times_ns, waited_ns in listing.rows:
             if word not in self._words:
                 self._words[word] = len(self._words)
                 yield word_line(self._words[word], *word)
             times_us = [-1 if time_ns < 0 else (time_ns - step.began_ns) // 1000 for time_ns in times_ns]
             rows.append([self._words[word], seq, *times_us, waited_ns // 1000])
-        open_ns = [(one.entered_ns, one.left_ns or step.ended_ns) for one in (*records, *carried)]
-        open_ns += [one[1:] for one in step.waits]
-        hidden_ns = covered_ns(open_ns, step.began_ns, step.ended_ns) - step.summed_ns[EXPOSED]
         alone = _Line(step.began_ns, step.step)
         alone.add(step)
+        spans = spans_in(step, 2 * WHOLE_MAX if self.is_whole else SPANS_MAX)
         line = replace(
             self._told(alone),
-            spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans_in(step, spans)),
-            hidden_us=max(0, hidden_ns // 1000),
-            every=every if every > 1 else 0,
-            unlisted=len(records) + len(carried) - len(listed),
+            spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans),
+            hidden_us=listing.hidden_ns // 1000,
+            every=listing.every if listing.every > 1 else 0,
+            unlisted=listing.unlisted,
         )
         yield steps_line(line, rows)
 
@@ -305,52 +283,6 @@ def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, f
     """Seven digits of each: as many as a curve shows, and a float32 has."""
     known = {name: more.get(name) if value is None else value for name, value in fields.items()}
     return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in known.items() if v is not None}
-
-
-def messages_in(records: Iterable[Record], rank: int, step: int | None) -> Iterator[Record]:
-    """Those that are known by both ranks: as of a group of these two, with numbers that are equal on both.
-
-    step: None of a program without steps, in which each end counts all that it has begun.
-    """
-    ways: dict[str, list[Record]] = defaultdict(list)
-    for record in records:
-        message = read_message(record.text) if record.is_message else None
-        if message is not None and message.peer is not None:
-            ends = (rank, message.peer) if message.is_send else (message.peer, rank)
-            way = "{} {} > {}".format(record.group, *ends)
-            ways[way if step is not None else f"{way} tag {message.tag}"].append(record)
-    for way, ones in ways.items():
-        if step is None:
-            yield from (one._replace(group=way) for one in ones)
-        elif len(ones) <= _MESSAGES_MAX:
-            yield from (one._replace(group=way, seq=step * _MESSAGES_MAX + at) for at, one in enumerate(ones))
-
-
-def _rows(records: Iterable[Record], step: Step) -> Iterator[Row]:
-    waits: dict[int, tuple[int, int]] = {}  # of each operation: when the first began, and how long they took in all
-    for number, began_ns, ended_ns in step.waits:
-        first_ns, waited_ns = waits.get(number, (began_ns, 0))
-        waits[number] = first_ns, waited_ns + ended_ns - began_ns
-    for one in records:
-        word = one.group, one.text, one.site, one.label
-        yield word, one.seq, one.entered_ns, one.left_ns or step.ended_ns, *waits.get(one.number, (-1, 0))
-
-
-def _tails(step: Step, clock: StepClock) -> Iterator[Row]:
-    word = TAIL_GROUP + clock.tail_team, "all that DistributedDataParallel waits for", clock.tail_site, ""
-    kept = [wait[1:] for wait in step.waits if wait[0] == TAIL][-_TAILS_MAX:]
-    for number, (began_ns, ended_ns) in enumerate(kept, (step.step + 1) * _TAILS_MAX - len(kept)):
-        if ended_ns - began_ns >= _BRIEF_NS or (began_ns, ended_ns) == kept[-1]:  # else gradients are accumulated
-            yield word, number, began_ns, ended_ns, began_ns, ended_ns - began_ns
-
-
-def covered_ns(spans: Iterable[tuple[int, int]], began: int, ended: int) -> int:
-    """How much of the time from `began` to `ended` lies in at least one of `spans`."""
-    covered, behind = 0, began
-    for first, last in sorted(spans):
-        covered += max(0, min(last, ended) - max(first, behind))
-        behind = max(behind, last)
-    return covered
 
 
 def _memory_mib() -> tuple[int, int]:

@@ -140,9 +140,9 @@ def test_what_a_finite_loss_hid_is_told_of_its_step_whether_the_guard_looks_or_i
     facts = SimpleNamespace(tell=lambda *fact: told.append(fact))
     guard = SimpleNamespace(recorder=looks.recorder, settings=SimpleNamespace(mode="on"), facts=facts)
     OPTIMIZERS.looks = gradients = GradientFacts(cast("Any", guard), lambda _: [("weight", param)])
-    gradients.due_ns = gradients._due_ns = inf
     for step in range(7):
         looks.recorder.set_step(step)
+        gradients.due_ns = gradients._due_ns = inf if step else 0.0  # the first is looked at, as always
         optimizer.zero_grad()
         param.square().sum().backward()
         if step == 5 and param.grad is not None:

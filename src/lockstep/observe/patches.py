@@ -47,7 +47,7 @@ class Patches:
                 self.replace(taker, name, lambda _: new)
 
     def replace_in(self, module: str, owner: str, name: str, wrap: Wrap) -> None:
-        """`replace` in class `owner` of `module`, from its import on."""
+        """`replace` in class `owner` of `module`, from the module's import on."""
         self.add(when_imported(module, lambda: self.replace(getattr(sys.modules[module], owner), name, wrap)))
 
     def add(self, *undo: Callable[[], None]) -> None:

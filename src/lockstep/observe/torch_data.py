@@ -119,11 +119,9 @@ class DataWatch:
         self._whole: list[_Pass] = []  # each loader's last one that was told, where it was complete
 
     def watch_loaders(self) -> None:
-        """torch.utils.data is there."""
-        from torch.utils.data import dataloader
-
+        """Their passes, from torch's import on."""
         for name in ("__init__", "_reset"):  # workers that stay are only reset
-            self._patches.replace(dataloader._BaseDataLoaderIter, name, self._beginning)
+            self._patches.replace_in("torch.utils.data.dataloader", "_BaseDataLoaderIter", name, self._beginning)
         self._patches.add(BATCHES.attach())
         self._patches.insert(self._guard.before_look, self._add_up)
 

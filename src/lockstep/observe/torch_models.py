@@ -11,7 +11,6 @@ import hashlib
 import inspect
 import json
 import re
-import sys
 import time
 import zlib
 from collections import Counter
@@ -45,18 +44,13 @@ class ModelFacts:
         self._wrapped = 0
         self._meshes = Counter[str]()  # made, by their ranks in any order
 
-    def watch_models(self) -> None:
-        """DistributedDataParallel is there."""
-        from torch._C._distributed_c10d import Reducer
-        from torch.nn.parallel.distributed import DistributedDataParallel
-
-        self._patches.replace(DistributedDataParallel, "__init__", partial(self._wrapping, is_sent_by_cpp=True))
-        self._patches.replace(Reducer, "_rebuild_buckets", self._forwarding)
-        self._patches.replace_in("torch.distributed.device_mesh", "DeviceMesh", "__init__", self._laying_out)
-
-    def watch_our_models(self) -> None:
-        """Our own DistributedDataParallel is there, whose forwards do not go through torch's Reducer."""
-        self._patches.replace(sys.modules["lockstep.parallel.ddp"].DistributedDataParallel, "__init__", self._wrapping)
+    def watch(self) -> None:
+        """What is wrapped and called, from torch's import on; forwards of our own class go through no Reducer."""
+        replace_in, wrapping_torchs = self._patches.replace_in, partial(self._wrapping, is_sent_by_cpp=True)
+        replace_in("torch.nn.parallel.distributed", "DistributedDataParallel", "__init__", wrapping_torchs)
+        replace_in("lockstep.parallel.ddp", "DistributedDataParallel", "__init__", self._wrapping)
+        replace_in("torch.distributed", "Reducer", "_rebuild_buckets", self._forwarding)
+        replace_in("torch.distributed.device_mesh", "DeviceMesh", "__init__", self._laying_out)
 
     # ------------------------------------------------------------------ when they are wrapped
 

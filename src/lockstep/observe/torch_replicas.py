@@ -53,28 +53,21 @@ class ReplicaFacts:
         self._loose: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._followed = 0  # models without DDP so far
 
-    def watch_steps(self) -> None:
-        """torch.optim is there."""
-        from torch.optim.optimizer import Optimizer
+    def watch(self) -> None:
+        """What is made and loaded, from torch's import on."""
+        self._patches.replace_in("torch.optim.optimizer", "Optimizer", "__init__", self._making)
+        self._patches.replace_in("torch.optim.optimizer", "Optimizer", "load_state_dict", self._loading)
+        self._patches.replace_in("torch.nn.modules.module", "Module", "load_state_dict", self._loading)
 
-        def making(old: Callable[..., None]) -> Callable[..., None]:
-            @functools.wraps(old)
-            def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-                old(optimizer, *args, **kwargs)
-                self._made[optimizer] = call_site()
-                if self._guard.world_size > 1:
-                    self._starts[optimizer] = _starts(optimizer)
+    def _making(self, old: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(old)
+        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
+            old(optimizer, *args, **kwargs)
+            self._made[optimizer] = call_site()
+            if self._guard.world_size > 1:
+                self._starts[optimizer] = _starts(optimizer)
 
-            return init
-
-        self._patches.replace(Optimizer, "__init__", making)
-        self._patches.replace(Optimizer, "load_state_dict", self._loading)
-
-    def watch_modules(self) -> None:
-        """torch.nn is there."""
-        from torch.nn.modules.module import Module
-
-        self._patches.replace(Module, "load_state_dict", self._loading)
+        return init
 
     def _loading(self, old: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(old)

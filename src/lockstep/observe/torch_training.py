@@ -46,19 +46,17 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     """
     watch = TrainingWatch(guard, os.environ)
     watches = [
-        ("torch.nn.parallel.distributed", watch.models.watch_models),
-        ("lockstep.parallel.ddp", watch.models.watch_our_models),
         ("torch.distributed.distributed_c10d", watch.watch_end),
-        ("torch.distributed.algorithms.join", watch.watch_join),
-        ("torch.optim.optimizer", watch.replicas.watch_steps),
-        ("torch.nn.modules.module", watch.replicas.watch_modules),
-        ("torch.utils.data.dataloader", watch.data.watch_loaders),
         ("torch.serialization", watch.data.watch_saves),
         ("safetensors.torch", watch.data.watch_safetensors),
         ("torch._dynamo.trace_rules", _stay_out_of_graphs),
     ]
     watch.patches.add(*[when_imported(module, begin) for module, begin in watches])
+    watch.models.watch()
+    watch.replicas.watch()
+    watch.data.watch_loaders()
     watch.cuts.watch()
+    watch.watch_join()
     watch.patches.add(BACKWARDS.attach(), OPTIMIZERS.attach(), partial(atexit.unregister, watch.end))
     OPTIMIZERS.looks, OPTIMIZERS.counted = watch.gradients, watch.stepped
     BACKWARDS.failed = guard.saw
@@ -108,9 +106,7 @@ class TrainingWatch:
         self.patches.replace(distributed_c10d, "destroy_process_group", ending, dist)
 
     def watch_join(self) -> None:
-        """torch's Join is there: within it, ranks may have different numbers of steps."""
-        from torch.distributed.algorithms.join import Join
-
+        """Within torch's Join, ranks may have different numbers of steps."""
         stack = contextlib.ExitStack()
 
         def entering(old: Callable[..., Any]) -> Callable[..., Any]:
@@ -127,8 +123,8 @@ class TrainingWatch:
 
             return leave
 
-        self.patches.replace(Join, "__enter__", entering)
-        self.patches.replace(Join, "__exit__", leaving)
+        self.patches.replace_in("torch.distributed.algorithms.join", "Join", "__enter__", entering)
+        self.patches.replace_in("torch.distributed.algorithms.join", "Join", "__exit__", leaving)
 
     # ------------------------------------------------------------------ steps
 

@@ -50,12 +50,9 @@ class TorchNotes:
 
     def attach(self) -> Callable[[], None]:
         """Begin. The result ends it."""
-        self._patches.add(
-            BACKWARDS.attach(),
-            when_imported("torch.amp.grad_scaler", self._watch_scaler),
-            when_imported("torch.optim.optimizer", self._look_at_optimizers),
-            when_imported("torch.nn.parallel.distributed", self._watch_buckets),
-        )
+        self._patches.add(BACKWARDS.attach(), when_imported("torch.optim.optimizer", self._look_at_optimizers))
+        self._patches.replace_in("torch.amp.grad_scaler", "GradScaler", "scale", _scaling)
+        self._patches.replace_in("torch.distributed", "Logger", "__init__", self._keeping)
         if self._guard is not None:
             self._guard.before_look.insert(0, self.look)  # before what it notes is written
 
@@ -67,21 +64,6 @@ class TorchNotes:
             self._patches.undo()
 
         return detach
-
-    # ------------------------------------------------------------------ losses
-
-    def _watch_scaler(self) -> None:
-        """What GradScaler multiplies before backward is noted as it was."""
-
-        def scaling(old: Callable[..., Any]) -> Callable[..., Any]:
-            def scale(scaler: Any, outputs: Any) -> Any:
-                made = old(scaler, outputs)
-                BACKWARDS.scaled = made, outputs
-                return made
-
-            return scale
-
-        self._patches.replace(sys.modules["torch.amp.grad_scaler"].GradScaler, "scale", scaling)
 
     # ------------------------------------------------------------------ steps
 
@@ -114,15 +96,12 @@ class TorchNotes:
         layout = layout_of(holding[0] if holding else None, optimizer, holding)
         self._writer.note("layout", step=self._writer.clock.step, **layout)
 
-    def _watch_buckets(self) -> None:
-        def keeping(old: Callable[..., None]) -> Callable[..., None]:
-            def init(log: Any, *args: Any, **kwargs: Any) -> None:
-                old(log, *args, **kwargs)
-                self._logs.add(log)
+    def _keeping(self, old: Callable[..., None]) -> Callable[..., None]:
+        def init(log: Any, *args: Any, **kwargs: Any) -> None:
+            old(log, *args, **kwargs)
+            self._logs.add(log)
 
-            return init
-
-        self._patches.replace(sys.modules["torch.distributed"].Logger, "__init__", keeping)
+        return init
 
     def _note_buckets(self, step: int) -> None:
         """What C++ has sent during backward, of which the guard sees no more than how often.
@@ -189,6 +168,17 @@ class TorchNotes:
                     self._compared.add((topic.name, key))
                     digest = f"{zlib.crc32(repr(folds[0]).encode()):08x}"
                     self._writer.note("replicas", step=int(key), equal=is_equal, digest=digest, what=_WHAT)
+
+
+def _scaling(old: Callable[..., Any]) -> Callable[..., Any]:
+    """What GradScaler multiplies before backward is noted as it was."""
+
+    def scale(scaler: Any, outputs: Any) -> Any:
+        made = old(scaler, outputs)
+        BACKWARDS.scaled = made, outputs
+        return made
+
+    return scale
 
 
 def _values_of(

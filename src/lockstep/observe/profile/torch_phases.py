@@ -7,7 +7,6 @@ autograd has computed the last gradient, and ends when backward returns. No torc
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
@@ -18,7 +17,6 @@ from lockstep.observe.patches import Patches
 from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, MARKS, OTHER, Step, StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_batches import BATCHES
-from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 
 
@@ -26,14 +24,7 @@ def attach_phases(clock: StepClock) -> Callable[[], None]:
     """Let `clock` follow what torch does in this thread, from its import on. The result ends that."""
     phases = TorchPhases(clock)
     BACKWARDS.phases = BATCHES.phases = OPTIMIZERS.phases = phases
-    undo = [
-        BACKWARDS.attach(),
-        BATCHES.attach(),
-        OPTIMIZERS.attach(),
-        when_imported("torch.utils.data.dataloader", phases.watch_workers),
-        when_imported("torch.nn.parallel.distributed", phases.watch_forward),
-        when_imported("lockstep.parallel.ddp", phases.watch_our_forward),
-    ]
+    undo = [BACKWARDS.attach(), BATCHES.attach(), OPTIMIZERS.attach()]
 
     def detach() -> None:
         BACKWARDS.phases = BATCHES.phases = OPTIMIZERS.phases = None
@@ -55,80 +46,71 @@ class TorchPhases:
         clock.rest = FORWARD
         clock.restart()
         clock.begins_with_mark = True
+        replace_in = self._patches.replace_in
+        replace_in("torch.utils.data.dataloader", "DataLoader", "__iter__", self._starting_workers)
+        replace_in("torch.nn.parallel.distributed", "DistributedDataParallel", "forward", self._passing)
+        # of our own class what it calls first and last: torch.compile looks into all between
+        replace_in("lockstep.parallel.ddp", "DistributedDataParallel", "_pre_forward", self._beginning)
+        replace_in("lockstep.parallel.ddp", "DistributedDataParallel", "_post_forward", self._ending)
 
     def close(self) -> None:
         """Put back what was replaced; what somebody else has wrapped meanwhile stays, and does nothing any more."""
         self.owner = 0
         self._patches.undo()
 
-    def watch_workers(self) -> None:
-        """Waiting for the workers of a loader to start."""
+    def _starting_workers(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        """DataLoader.__iter__, which waits for them."""
 
-        def waiting(old: Callable[..., Any]) -> Callable[..., Any]:
-            def begin(loader: Any) -> Any:
-                before = self.enter(DATA)
-                try:
-                    return old(loader)
-                finally:
-                    self.clock.switch(self.clock.rest if before == OTHER else before)
+        def begin(loader: Any) -> Any:
+            before = self.enter(DATA)
+            try:
+                return old(loader)
+            finally:
+                self.clock.switch(self.clock.rest if before == OTHER else before)
 
-            return begin
-
-        self._patches.replace(sys.modules["torch.utils.data.dataloader"].DataLoader, "__iter__", waiting)
+        return begin
 
     def enter(self, phase: int) -> int:
         """As `StepClock.switch`."""
         return self.clock.switch(phase) if self.owner else -1
 
-    def watch_forward(self) -> None:
+    def _passing(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """Forward of DistributedDataParallel."""
         clock = self.clock
 
-        def passing(old: Callable[..., Any]) -> Callable[..., Any]:
-            def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-                if PACE.is_brief or get_ident() != self.owner:
-                    return old(module, *args, **kwargs)
-                clock.rest = OTHER
-                marks = clock.marks
-                before = marks[-1][0]
-                marks.append((FORWARD, monotonic_ns()))
-                try:
-                    return old(module, *args, **kwargs)
-                finally:
-                    now_ns, marks = monotonic_ns(), clock.marks
-                    marks.append((OTHER if before == FORWARD else before, now_ns))
-                    if len(marks) >= MARKS:
-                        clock.sum_up(now_ns)
-
-            return forward
-
-        ddp = sys.modules["torch.nn.parallel.distributed"].DistributedDataParallel
-        self._patches.replace(ddp, "forward", passing)
-
-    def watch_our_forward(self) -> None:
-        """That of our own class, by what it calls first and last: torch.compile looks into all between."""
-        clock = self.clock
-
-        def beginning(old: Callable[..., Any]) -> Callable[..., Any]:
-            def begin(module: Any, *args: Any, **kwargs: Any) -> Any:
-                clock.rest = OTHER
-                self.enter(FORWARD)
+        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+            if PACE.is_brief or get_ident() != self.owner:
                 return old(module, *args, **kwargs)
+            clock.rest = OTHER
+            marks = clock.marks
+            before = marks[-1][0]
+            marks.append((FORWARD, monotonic_ns()))
+            try:
+                return old(module, *args, **kwargs)
+            finally:
+                now_ns, marks = monotonic_ns(), clock.marks
+                marks.append((OTHER if before == FORWARD else before, now_ns))
+                if len(marks) >= MARKS:
+                    clock.sum_up(now_ns)
 
-            return begin
+        return forward
 
-        def ending(old: Callable[..., Any]) -> Callable[..., Any]:
-            def end(module: Any, *args: Any, **kwargs: Any) -> Any:
-                try:
-                    return old(module, *args, **kwargs)
-                finally:
-                    self.enter(OTHER)
+    def _beginning(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def begin(module: Any, *args: Any, **kwargs: Any) -> Any:
+            self.clock.rest = OTHER
+            self.enter(FORWARD)
+            return old(module, *args, **kwargs)
 
-            return end
+        return begin
 
-        ddp = sys.modules["lockstep.parallel.ddp"].DistributedDataParallel
-        self._patches.replace(ddp, "_pre_forward", beginning)
-        self._patches.replace(ddp, "_post_forward", ending)
+    def _ending(self, old: Callable[..., Any]) -> Callable[..., Any]:
+        def end(module: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return old(module, *args, **kwargs)
+            finally:
+                self.enter(OTHER)
+
+        return end
 
 
 def forwards_found(step: Step) -> Step:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 
 
 class Parent:
@@ -121,4 +122,38 @@ def test_a_warning_names_the_line_that_called_and_not_ours() -> None:
         line, said = sys._getframe().f_lineno, Warner().said()
 
     assert said == "parent!!"
+    assert [(one.filename, one.lineno) for one in seen] == [(__file__, line)]
+
+
+def test_what_stands_around_a_function_gets_it_with_its_arguments() -> None:
+    def doubled(times: int, old: Callable[..., int], /, *args: int, **kwargs: int) -> int:
+        return times * old(*args, **kwargs)
+
+    patches, home = Patches(), SimpleNamespace(plus=lambda old, new=1: old + new)
+    before = home.plus
+    patches.replace(home, "plus", around(partial(doubled, 2)))
+    assert home.plus(3) == 8
+    assert home.plus(old=1, new=2) == 6  # names of arguments are theirs
+
+    patches.undo()
+
+    assert home.plus is before
+
+
+def test_a_warning_passes_by_what_stands_around() -> None:
+    class Loud:
+        def call(self, old: Callable[..., str], /, *args: Any) -> str:
+            return old(*args) + "!"
+
+    class Warner:
+        def said(self) -> str:
+            warnings.warn("do it otherwise", FutureWarning, stacklevel=2)
+            return "warner"
+
+    Patches().replace(Warner, "said", around(Loud().call))
+
+    with pytest.warns(FutureWarning) as seen:
+        line, said = sys._getframe().f_lineno, Warner().said()
+
+    assert said == "warner!"
     assert [(one.filename, one.lineno) for one in seen] == [(__file__, line)]

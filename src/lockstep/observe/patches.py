@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import weakref
@@ -33,8 +34,7 @@ class Patches:
         """
         old = vars(owner).get(name, _MISSING)  # as it lies there; a class may inherit it
         new = wrap(getattr(owner, name))
-        if isinstance(new, FunctionType) and not new.__code__.co_filename.endswith(_PASSED_BY):
-            new.__code__ = new.__code__.replace(co_filename=new.__code__.co_filename + _PASSED_BY)
+        _pass_by(new)
         setattr(owner, name, new)
 
         def restore() -> None:
@@ -68,6 +68,32 @@ class Patches:
         """Put all back, the last one first."""
         while self._undo:
             self._undo.pop()()
+
+
+def around(call: Callable[..., Any]) -> Wrap:
+    """For `Patches`: `call` in the place of a function; it is given that function, then the arguments.
+
+    As a wrap of one's own, but with one call more: for what is not called in every step.
+    """
+    _pass_by(call)
+
+    def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(old)
+        def new(*args: Any, **kwargs: Any) -> Any:
+            return call(old, *args, **kwargs)
+
+        return new
+
+    return wrap
+
+
+def _pass_by(call: Any) -> None:
+    """The frames of `call` are none to `warnings`."""
+    while isinstance(call, partial):
+        call = call.func
+    function = getattr(call, "__func__", call)
+    if isinstance(function, FunctionType) and not function.__code__.co_filename.endswith(_PASSED_BY):
+        function.__code__ = function.__code__.replace(co_filename=function.__code__.co_filename + _PASSED_BY)
 
 
 class SharedPatches(ABC):

@@ -6,7 +6,6 @@ those of others are: from another seed on each, they put together a model that n
 
 from __future__ import annotations
 
-import functools
 import weakref
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any, final
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_groups import is_the_job
 
@@ -23,6 +22,8 @@ _FEW_ELEMENTS = 256
 
 # Of what was cut: its ranks, names, this rank's pieces. No rank or no name where one has nothing: that never changes.
 Looked = tuple[Sequence[int], Sequence[str], Sequence[Any]]
+# of what cuts: its attribute after a forward, how one looks at what it has cut, the parameters in its argument
+Cutting = tuple[str, Callable[[Any], Looked], Callable[[Any], Sequence[Any]]]
 
 
 @final
@@ -37,30 +38,31 @@ class CutFacts:
 
     def watch(self) -> None:
         """Whatever cuts, from its import on."""
-        one = partial(self._cutting, "_unsharded_param", _in_param, lambda param: [param])
-        flat = partial(self._cutting, "_is_root", _in_flat, list)  # called after sync_module_states has broadcast
-        ours = partial(self._cutting, "unsharded", _in_group, lambda members: [member.param for member in members])
-        self._patches.replace_in("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "__init__", one)
-        self._patches.replace_in("torch.distributed.fsdp", "_init_utils", "_init_param_handle_from_params", flat)
-        self._patches.replace_in("lockstep.parallel.shard_group", "ShardGroup", "__init__", ours)
+        one: Cutting = "_unsharded_param", _in_param, lambda param: [param]
+        flat: Cutting = "_is_root", _in_flat, list  # called after sync_module_states has broadcast
+        ours: Cutting = "unsharded", _in_group, lambda members: [member.param for member in members]
+        for module, owner, name, cutting in (
+            ("torch.distributed.fsdp._fully_shard._fsdp_param", "FSDPParam", "__init__", one),
+            ("torch.distributed.fsdp", "_init_utils", "_init_param_handle_from_params", flat),
+            ("lockstep.parallel.shard_group", "ShardGroup", "__init__", ours),
+        ):
+            self._patches.replace_in(module, owner, name, around(partial(self._cut, cutting)))
 
-    def _cutting(self, used: str, look: Callable[[Any], Looked], given: Callable[[Any], Any], old: Any) -> Any:
+    def _cut(
+        self, cutting: Cutting, old: Callable[..., None], /, owner: Any, params: Any, *args: Any, **kwargs: Any
+    ) -> None:
         """With `old` a rank keeps its piece of its own model, whatever those of others are."""
-
-        @functools.wraps(old)
-        def cut(owner: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            locals_ = [getattr(param, "_local_tensor", param) for param in given(params)]
-            is_odd = any(hasattr(local, "__tensor_flatten__") or local.is_meta for local in locals_)
-            is_odd |= self._guard.world_size == 1 or not is_the_job(self._guard)
-            wholes = [] if is_odd else _digests(locals_)
-            old(owner, params, *args, **kwargs)
-            BACKWARDS.are_shared = True
-            ranks, _, pieces = look(owner) if wholes else ((), (), ())
-            if len(ranks) > 1:
-                BACKWARDS.once += [self._tell_cuts] * (not self._cuts)
-                self._cuts[owner] = used, look, f"cut at {call_site()}", wholes, _digests(pieces)
-
-        return cut
+        used, look, given = cutting
+        locals_ = [getattr(param, "_local_tensor", param) for param in given(params)]
+        is_odd = any(hasattr(local, "__tensor_flatten__") or local.is_meta for local in locals_)
+        is_odd |= self._guard.world_size == 1 or not is_the_job(self._guard)
+        wholes = [] if is_odd else _digests(locals_)
+        old(owner, params, *args, **kwargs)
+        BACKWARDS.are_shared = True
+        ranks, _, pieces = look(owner) if wholes else ((), (), ())
+        if len(ranks) > 1:
+            BACKWARDS.once += [self._tell_cuts] * (not self._cuts)
+            self._cuts[owner] = used, look, f"cut at {call_site()}", wholes, _digests(pieces)
 
     def _tell_cuts(self) -> None:
         """What of the model in use is still as it was cut: a program may have loaded or broadcast since."""

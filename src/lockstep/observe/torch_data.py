@@ -6,7 +6,6 @@ samples. Nothing is told of other passes.
 
 from __future__ import annotations
 
-import functools
 import io
 import math
 import os
@@ -19,7 +18,7 @@ from typing import TYPE_CHECKING, Any, final
 from lockstep.observe.call_site import call_site
 from lockstep.observe.data_facts import PassFacts, same_order
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.profile.notes import note, takes_notes
 from lockstep.observe.torch_batches import BATCHES, PASS
 
@@ -121,7 +120,7 @@ class DataWatch:
     def watch_loaders(self) -> None:
         """Their passes, from torch's import on."""
         for name in ("__init__", "_reset"):  # workers that stay are only reset
-            self._patches.replace_in("torch.utils.data.dataloader", "_BaseDataLoaderIter", name, self._beginning)
+            self._patches.replace_in("torch.utils.data.dataloader", "_BaseDataLoaderIter", name, around(self._begin))
         self._patches.add(BATCHES.attach())
         self._patches.insert(self._guard.before_look, self._add_up)
 
@@ -131,16 +130,17 @@ class DataWatch:
         import torch
         from torch import serialization
 
-        self._patches.replace(serialization, "save", self._saving, torch)
-        self._patches.replace(serialization.pickle, "dump", self._saving)
+        saving = around(partial(self._save, 1))
+        self._patches.replace(serialization, "save", saving, torch)
+        self._patches.replace(serialization.pickle, "dump", saving)
         for name in ("save", "savez", "savez_compressed"):
-            self._patches.replace(numpy, name, partial(self._saving, at=0))
+            self._patches.replace(numpy, name, around(partial(self._save, 0)))
 
     def watch_safetensors(self) -> None:
         """safetensors.torch is there."""
         from safetensors import torch
 
-        self._patches.replace(torch, "save_file", self._saving)
+        self._patches.replace(torch, "save_file", around(partial(self._save, 1)))
 
     def finish(self) -> None:
         """The program is at its end, maybe within a pass."""
@@ -152,25 +152,21 @@ class DataWatch:
 
     # ------------------------------------------------------------------ passes
 
-    def _beginning(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(old)
-        def begin(iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
-            from lockstep.observe.dealt_samples import Share, deal_of
-            from lockstep.observe.sample_marks import marks_of
+    def _begin(self, old: Callable[..., Any], /, iterator: Any, loader: Any, *args: Any, **kwargs: Any) -> None:
+        from lockstep.observe.dealt_samples import Share, deal_of
+        from lockstep.observe.sample_marks import marks_of
 
-            old(iterator, loader, *args, **kwargs)
-            vars(iterator)[PASS] = current = _Pass(self, iterator, loader)
-            vars(iterator).pop(_DRAW, None)
-            may_follow = self._followed is None or self._followed is current.data
-            if takes_notes() and may_follow and (deal := deal_of(loader)):
-                current.share = Share(deal)
-            if self.ranks > 1 and not current.rule:
-                current.marks = marks_of(loader)
-            if current.share is not None or current.marks is not None:
-                drew = current.share.drawn.append if current.share and not current.marks else current.drew
-                vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, drew)
-
-        return begin
+        old(iterator, loader, *args, **kwargs)
+        vars(iterator)[PASS] = current = _Pass(self, iterator, loader)
+        vars(iterator).pop(_DRAW, None)
+        may_follow = self._followed is None or self._followed is current.data
+        if takes_notes() and may_follow and (deal := deal_of(loader)):
+            current.share = Share(deal)
+        if self.ranks > 1 and not current.rule:
+            current.marks = marks_of(loader)
+        if current.share is not None or current.marks is not None:
+            drew = current.share.drawn.append if current.share and not current.marks else current.drew
+            vars(iterator)[_DRAW] = _drawing(type(iterator)._next_index, current.iterator, drew)
 
     def ended(self, current: _Pass) -> None:
         """There is no other batch in it."""
@@ -261,23 +257,18 @@ class DataWatch:
 
     # ------------------------------------------------------------------ files
 
-    def _saving(self, old: Callable[..., Any], at: int = 1) -> Callable[..., Any]:
+    def _save(self, at: int, old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A function that writes to its argument `at`."""
-
-        @functools.wraps(old)
-        def save(*args: Any, **kwargs: Any) -> Any:
-            named = (kwargs[name] for name in ("f", "filename", "file") if name in kwargs)
-            target = args[at] if len(args) > at else next(named, None)
-            if isinstance(target, io.FileIO | io.BufferedWriter | io.BufferedRandom):  # no other has a path for certain
-                target = getattr(target, "name", None)  # a number where a descriptor was opened
-            if isinstance(target, str | os.PathLike):
-                path = os.path.realpath(target)
-                if not path.startswith("/dev/"):
-                    self._guard.facts.tell("save", path, [self.recorder.step, call_site()])
-            with self._guard.activity("checkpoint"):
-                return old(*args, **kwargs)
-
-        return save
+        named = (kwargs[name] for name in ("f", "filename", "file") if name in kwargs)
+        target = args[at] if len(args) > at else next(named, None)
+        if isinstance(target, io.FileIO | io.BufferedWriter | io.BufferedRandom):  # no other has a path for certain
+            target = getattr(target, "name", None)  # a number where a descriptor was opened
+        if isinstance(target, str | os.PathLike):
+            path = os.path.realpath(target)
+            if not path.startswith("/dev/"):
+                self._guard.facts.tell("save", path, [self.recorder.step, call_site()])
+        with self._guard.activity("checkpoint"):
+            return old(*args, **kwargs)
 
 
 def _drawing(old: Callable[[Any], Any], iterator: Callable[[], Any], drew: Callable[[Any], Any]) -> Callable[[], Any]:

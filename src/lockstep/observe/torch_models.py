@@ -22,7 +22,7 @@ from lockstep.observe.call_site import call_site
 from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_data import may_share_samples
 from lockstep.observe.torch_groups import is_the_job
@@ -46,41 +46,35 @@ class ModelFacts:
 
     def watch(self) -> None:
         """What is wrapped and called, from torch's import on; forwards of our own class go through no Reducer."""
-        replace_in, wrapping_torchs = self._patches.replace_in, partial(self._wrapping, is_sent_by_cpp=True)
-        replace_in("torch.nn.parallel.distributed", "DistributedDataParallel", "__init__", wrapping_torchs)
-        replace_in("lockstep.parallel.ddp", "DistributedDataParallel", "__init__", self._wrapping)
+        replace_in = self._patches.replace_in
+        for module, is_torchs in (("torch.nn.parallel.distributed", True), ("lockstep.parallel.ddp", False)):
+            replace_in(module, "DistributedDataParallel", "__init__", around(partial(self._wrap, is_torchs)))
         replace_in("torch.distributed", "Reducer", "_rebuild_buckets", self._forwarding)
-        replace_in("torch.distributed.device_mesh", "DeviceMesh", "__init__", self._laying_out)
+        replace_in("torch.distributed.device_mesh", "DeviceMesh", "__init__", around(self._lay_out))
 
     # ------------------------------------------------------------------ when they are wrapped
 
-    def _wrapping(self, old: Callable[..., None], *, is_sent_by_cpp: bool = False) -> Callable[..., None]:
-        signature = inspect.signature(old)
-
-        @functools.wraps(old)
-        def init(ddp: Any, *args: Any, **kwargs: Any) -> None:
-            try:
-                given = signature.bind(ddp, *args, **kwargs).arguments
-            except TypeError:
-                old(ddp, *args, **kwargs)  # raises it, with the name of the class
-                raise
-            team = self._team_of(given.get("process_group"), given.get("device_mesh"))
-            if not team:
-                old(ddp, *args, **kwargs)
-                return
-            self._describe(given["module"], team, _settings_in(given) if is_sent_by_cpp else ())
-            try:
-                old(ddp, *args, **kwargs)
-            except Exception as error:
-                self._explain(error)
-                raise
-            ignored = set(ddp.parameters_to_ignore)
-            named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
-            self._models[id(ddp.reducer)] = Model(ddp, team, "ddp", call_site(), named)
-            self._guard.recorder.clock.tail_team = team.rpartition("/")[0] * (f"/{self._guard.world_size}/" not in team)
-            BACKWARDS.follow(ddp.module.parameters(), is_sent_by_cpp=is_sent_by_cpp)
-
-        return init
+    def _wrap(self, is_sent_by_cpp: bool, old: Callable[..., None], /, ddp: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            given = inspect.signature(old).bind(ddp, *args, **kwargs).arguments
+        except TypeError:
+            old(ddp, *args, **kwargs)  # raises it, with the name of the class
+            raise
+        team = self._team_of(given.get("process_group"), given.get("device_mesh"))
+        if not team:
+            old(ddp, *args, **kwargs)
+            return
+        self._describe(given["module"], team, _settings_in(given) if is_sent_by_cpp else ())
+        try:
+            old(ddp, *args, **kwargs)
+        except Exception as error:
+            self._explain(error)
+            raise
+        ignored = set(ddp.parameters_to_ignore)
+        named = [(n, p) for n, p in ddp.module.named_parameters() if p.requires_grad and n not in ignored]
+        self._models[id(ddp.reducer)] = Model(ddp, team, "ddp", call_site(), named)
+        self._guard.recorder.clock.tail_team = team.rpartition("/")[0] * (f"/{self._guard.world_size}/" not in team)
+        BACKWARDS.follow(ddp.module.parameters(), is_sent_by_cpp=is_sent_by_cpp)
 
     def _team_of(self, group: Any, mesh: Any) -> str:
         """A name for the ranks that average, in which the number of this model is; "" where they are not the job's."""
@@ -119,25 +113,20 @@ class ModelFacts:
             time.sleep(0.02)
         raise found.error() from error
 
-    def _laying_out(self, old: Callable[..., None]) -> Callable[..., None]:
+    def _lay_out(self, old: Callable[..., None], /, mesh: Any, *args: Any, **kwargs: Any) -> None:
         """DeviceMesh.__init__, which all ranks call in one order, as it makes groups. Not so of one dimension."""
-
-        @functools.wraps(old)
-        def init(mesh: Any, *args: Any, **kwargs: Any) -> None:
-            old(mesh, *args, **kwargs)
-            is_cut = not kwargs.get("_init_backend", True) or kwargs.get("_root_mesh") is not None  # from another
-            if is_cut or mesh.ndim < 2 or mesh.get_coordinate() is None or not is_the_job(self._guard):
-                return
-            ranks = mesh.mesh.flatten().tolist()
-            team, digest = (f"{zlib.crc32(repr(them).encode()):08x}" for them in (sorted(ranks), ranks))
-            order = ranks if len(ranks) <= _NAMED else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]} (their order: {digest})"
-            names = mesh.mesh_dim_names or map("dim {}".format, range(mesh.ndim))
-            dims = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.mesh.shape, strict=True))
-            value = [f"({dims}) of ranks {order}", call_site()]
-            self._guard.facts.tell(f"mesh {team}/{len(ranks)}", self._meshes[team], value)
-            self._meshes[team] += 1
-
-        return init
+        old(mesh, *args, **kwargs)
+        is_cut = not kwargs.get("_init_backend", True) or kwargs.get("_root_mesh") is not None  # from another
+        if is_cut or mesh.ndim < 2 or mesh.get_coordinate() is None or not is_the_job(self._guard):
+            return
+        ranks = mesh.mesh.flatten().tolist()
+        team, digest = (f"{zlib.crc32(repr(them).encode()):08x}" for them in (sorted(ranks), ranks))
+        order = ranks if len(ranks) <= _NAMED else f"{ranks[0]}, {ranks[1]} .. {ranks[-1]} (their order: {digest})"
+        names = mesh.mesh_dim_names or map("dim {}".format, range(mesh.ndim))
+        dims = ", ".join(f"{name}={size}" for name, size in zip(names, mesh.mesh.shape, strict=True))
+        value = [f"({dims}) of ranks {order}", call_site()]
+        self._guard.facts.tell(f"mesh {team}/{len(ranks)}", self._meshes[team], value)
+        self._meshes[team] += 1
 
     # ------------------------------------------------------------------ when they are called
 

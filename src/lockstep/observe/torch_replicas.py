@@ -6,7 +6,6 @@ nobody has seen; so the lines are told from which the model was wrapped, loaded 
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 import weakref
@@ -17,7 +16,7 @@ from typing import Any, final
 from lockstep.observe.call_site import call_site
 from lockstep.observe.followed_model import Model, Signs
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.replica_diff import SIGNS, fold
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
 from lockstep.observe.torch_optimizers import params_of
@@ -55,30 +54,22 @@ class ReplicaFacts:
 
     def watch(self) -> None:
         """What is made and loaded, from torch's import on."""
-        self._patches.replace_in("torch.optim.optimizer", "Optimizer", "__init__", self._making)
-        self._patches.replace_in("torch.optim.optimizer", "Optimizer", "load_state_dict", self._loading)
-        self._patches.replace_in("torch.nn.modules.module", "Module", "load_state_dict", self._loading)
+        self._patches.replace_in("torch.optim.optimizer", "Optimizer", "__init__", around(self._make))
+        self._patches.replace_in("torch.optim.optimizer", "Optimizer", "load_state_dict", around(self._load))
+        self._patches.replace_in("torch.nn.modules.module", "Module", "load_state_dict", around(self._load))
 
-    def _making(self, old: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(old)
-        def init(optimizer: Any, *args: Any, **kwargs: Any) -> None:
-            old(optimizer, *args, **kwargs)
-            self._made[optimizer] = call_site()
-            if self._guard.world_size > 1:
-                self._starts[optimizer] = _starts(optimizer)
+    def _make(self, old: Callable[..., None], /, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        old(optimizer, *args, **kwargs)
+        self._made[optimizer] = call_site()
+        if self._guard.world_size > 1:
+            self._starts[optimizer] = _starts(optimizer)
 
-        return init
-
-    def _loading(self, old: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(old)
-        def load_state_dict(owner: Any, *args: Any, **kwargs: Any) -> Any:
-            if any(owner in self._parts(model) for model in self._models.values()):
-                self.before_load()
-            self._loaded.pop(owner, None)  # the last one is the last of all
-            self._loaded[owner] = f"load_state_dict() at {call_site()}, in {step_after(self._guard.recorder.step)}"
-            return old(owner, *args, **kwargs)
-
-        return load_state_dict
+    def _load(self, old: Callable[..., Any], /, owner: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(owner in self._parts(model) for model in self._models.values()):
+            self.before_load()
+        self._loaded.pop(owner, None)  # the last one is the last of all
+        self._loaded[owner] = f"load_state_dict() at {call_site()}, in {step_after(self._guard.recorder.step)}"
+        return old(owner, *args, **kwargs)
 
     # ------------------------------------------------------------------ when
 

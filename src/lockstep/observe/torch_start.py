@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import itertools
 import os
@@ -17,7 +16,7 @@ from urllib.parse import urlsplit
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.scene import INIT, NEW_GROUP
 from lockstep.observe.torch_groups import is_the_job, name_of
 from lockstep.observe.torch_import import when_imported
@@ -80,57 +79,47 @@ class Meetings:
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
         self._given = dict(os.environ)  # by the launcher
+        self._groups, self._worlds, self._given_stores = itertools.count(), itertools.count(), itertools.count()
 
-    def making(self, old: Callable[..., Any]) -> Callable[..., Any]:
+    def make(self, old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """What makes a group: every rank of the job calls it, in the same order, and waits for the others."""
-        signature, made = inspect.signature(old), itertools.count()
+        given = inspect.signature(old).bind(*args, **kwargs).arguments
+        if given.get("use_local_synchronization") or not is_the_job(self._guard):
+            return old(*args, **kwargs)
+        ranks = given.get("ranks")
+        listed = "all ranks" if ranks is None else name_of("", False, ranks).strip()
+        self._guard.group(NEW_GROUP, range(self._guard.world_size))
+        began_ns = monotonic_ns()
+        number = self._guard.enter(NEW_GROUP, next(self._groups), f"new_group {listed}", call_site())
+        try:
+            return old(*args, **kwargs)
+        finally:
+            self._guard.recorder.stood(number, began_ns)
 
-        def make(*args: Any, **kwargs: Any) -> Any:
-            given = signature.bind(*args, **kwargs).arguments
-            if given.get("use_local_synchronization") or not is_the_job(self._guard):
-                return old(*args, **kwargs)
-            ranks = given.get("ranks")
-            listed = "all ranks" if ranks is None else name_of("", False, ranks).strip()
-            self._guard.group(NEW_GROUP, range(self._guard.world_size))
-            began_ns = monotonic_ns()
-            number = self._guard.enter(NEW_GROUP, next(made), f"new_group {listed}", call_site())
-            try:
-                return old(*args, **kwargs)
-            finally:
-                self._guard.recorder.stood(number, began_ns)
-
-        return make
-
-    def meeting(self, old: Callable[..., None]) -> Callable[..., None]:
+    def meet(self, old: Callable[..., None], /, *args: Any, **kwargs: Any) -> None:
         """init_process_group: every rank of the job calls it, and waits for the others, by default for 30 minutes."""
-        signature, made, with_store = inspect.signature(old), itertools.count(), itertools.count()
-
-        @functools.wraps(old)
-        def init_process_group(*args: Any, **kwargs: Any) -> None:
-            bound, site, size = signature.bind(*args, **kwargs), call_site(), self._guard.world_size
-            given = bound.arguments
-            wanted = max(given.get("world_size", -1), 0) or int(os.environ.get("WORLD_SIZE", size))
-            if wanted > size:
-                here = f"rank {self._guard.rank}: init_process_group(world_size={wanted}) at {site}"
-                why = f"this run has {size} ranks, and nobody starts the others"
-                sys.stderr.write(f"lockstep: {here}: {why}. Next: leave world_size and rank out\n")
-            if wanted < size:  # a world of its own
-                return old(*args, **kwargs)
-            for misfit in misfits(self._given, os.environ, given, self._guard.rank):
-                here = f"rank {self._guard.rank}: init_process_group at {site}: {misfit}"
-                sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
-            self._guard.group(INIT, range(size))
-            port = own_port(self._given, os.environ, given)
-            began_ns = monotonic_ns()
-            number = self._guard.enter(INIT, next(made), f"{INIT}:port={port}" if port else INIT, site)
-            if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
-                given["store"] = _anew(store, next(with_store))
-            try:
-                return old(*bound.args, **bound.kwargs)
-            finally:
-                self._guard.recorder.stood(number, began_ns)
-
-        return init_process_group
+        bound, site, size = inspect.signature(old).bind(*args, **kwargs), call_site(), self._guard.world_size
+        given = bound.arguments
+        wanted = max(given.get("world_size", -1), 0) or int(os.environ.get("WORLD_SIZE", size))
+        if wanted > size:
+            here = f"rank {self._guard.rank}: init_process_group(world_size={wanted}) at {site}"
+            why = f"this run has {size} ranks, and nobody starts the others"
+            sys.stderr.write(f"lockstep: {here}: {why}. Next: leave world_size and rank out\n")
+        if wanted < size:  # a world of its own
+            return old(*args, **kwargs)
+        for misfit in misfits(self._given, os.environ, given, self._guard.rank):
+            here = f"rank {self._guard.rank}: init_process_group at {site}: {misfit}"
+            sys.stderr.write(f"lockstep: {here}: the ranks may never meet. Next: leave it as it was\n")
+        self._guard.group(INIT, range(size))
+        port = own_port(self._given, os.environ, given)
+        began_ns = monotonic_ns()
+        number = self._guard.enter(INIT, next(self._worlds), f"{INIT}:port={port}" if port else INIT, site)
+        if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
+            given["store"] = _anew(store, next(self._given_stores))
+        try:
+            return old(*bound.args, **bound.kwargs)
+        finally:
+            self._guard.recorder.stood(number, began_ns)
 
 
 @final
@@ -155,7 +144,7 @@ class Worlds:
             Patches().replace_in("multiprocessing.context", start, "_Popen", self._starting)
 
     def _replace(self, name: str) -> None:
-        Patches().replace(sys.modules[name], "rendezvous", self._meeting)
+        Patches().replace(sys.modules[name], "rendezvous", around(self._meet))
 
     def _starting(self, old: Callable[[Any], Any]) -> Any:
         def start(process: Any) -> Any:
@@ -165,31 +154,29 @@ class Worlds:
 
         return staticmethod(start)
 
-    def _meeting(self, old: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        @functools.wraps(old)
-        def rendezvous(url: str, rank: int = -1, world_size: int = -1, **kwargs: Any) -> Iterator[Any]:
-            is_first = "0" in (str(rank), os.environ.get("RANK") if rank < 0 else "")
-            is_own = os.getpid() != self._pid and "RANK" in self._given  # else no launcher has given any
-            if is_first and is_own and not self._before:
-                sys.stderr.write(f"lockstep: processes that rank {self._given['RANK']} has started {_UNWATCHED}\n")
-            port, agents = own_port(self._given, os.environ, {"init_method": url}), os.environ.get(_AGENTS, "")
-            nth, is_file = self._before[url, port, world_size], url.startswith("file:")
-            path, mark, query = url.partition("?")
-            if is_file and nth:  # torch deletes that of the world before
-                path += f".{nth}"
-            if port and agents:
-                os.environ[_AGENTS] = "False"
-            try:
-                store, rank, its_size = next(old(path + mark + query, rank, world_size, **kwargs))
-            finally:
-                if agents:
-                    os.environ[_AGENTS] = agents
-            self._before[url, port, world_size] += 1
-            if not is_file:
-                self._held, store = store, _anew(store, nth)
-            yield store, rank, its_size
-
-        return rendezvous
+    def _meet(
+        self, old: Callable[..., Iterator[Any]], /, url: str, rank: int = -1, world_size: int = -1, **kwargs: Any
+    ) -> Iterator[Any]:
+        is_first = "0" in (str(rank), os.environ.get("RANK") if rank < 0 else "")
+        is_own = os.getpid() != self._pid and "RANK" in self._given  # else no launcher has given any
+        if is_first and is_own and not self._before:
+            sys.stderr.write(f"lockstep: processes that rank {self._given['RANK']} has started {_UNWATCHED}\n")
+        port, agents = own_port(self._given, os.environ, {"init_method": url}), os.environ.get(_AGENTS, "")
+        nth, is_file = self._before[url, port, world_size], url.startswith("file:")
+        path, mark, query = url.partition("?")
+        if is_file and nth:  # torch deletes that of the world before
+            path += f".{nth}"
+        if port and agents:
+            os.environ[_AGENTS] = "False"
+        try:
+            store, rank, its_size = next(old(path + mark + query, rank, world_size, **kwargs))
+        finally:
+            if agents:
+                os.environ[_AGENTS] = agents
+        self._before[url, port, world_size] += 1
+        if not is_file:
+            self._held, store = store, _anew(store, nth)
+        yield store, rank, its_size
 
 
 def _run_in_own_world(given: Mapping[str, str], target: Callable[..., Any], *args: Any, **kwargs: Any) -> None:

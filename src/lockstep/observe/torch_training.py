@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from lockstep.observe.endings import CLOSED
 from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.status import RUNNING
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_cuts import CutFacts
@@ -102,29 +101,23 @@ class TrainingWatch:
         import torch.distributed as dist
         from torch.distributed import distributed_c10d
 
-        ending = partial(self._ending, distributed_c10d._world)
-        self.patches.replace(distributed_c10d, "destroy_process_group", ending, dist)
+        destroy = around(partial(self._destroy, distributed_c10d._world))
+        self.patches.replace(distributed_c10d, "destroy_process_group", destroy, dist)
 
     def watch_join(self) -> None:
         """Within torch's Join, ranks may have different numbers of steps."""
         stack = contextlib.ExitStack()
 
-        def entering(old: Callable[..., Any]) -> Callable[..., Any]:
-            def enter(join: Any) -> Any:
-                stack.enter_context(self._guard.activity("join"))
-                return old(join)
+        def enter(old: Callable[..., Any], join: Any) -> Any:
+            stack.enter_context(self._guard.activity("join"))
+            return old(join)
 
-            return enter
+        def leave(old: Callable[..., Any], join: Any, *error: Any) -> Any:
+            with stack:
+                return old(join, *error)
 
-        def leaving(old: Callable[..., Any]) -> Callable[..., Any]:
-            def leave(join: Any, *error: Any) -> Any:
-                with stack:
-                    return old(join, *error)
-
-            return leave
-
-        self.patches.replace_in("torch.distributed.algorithms.join", "Join", "__enter__", entering)
-        self.patches.replace_in("torch.distributed.algorithms.join", "Join", "__exit__", leaving)
+        self.patches.replace_in("torch.distributed.algorithms.join", "Join", "__enter__", around(enter))
+        self.patches.replace_in("torch.distributed.algorithms.join", "Join", "__exit__", around(leave))
 
     # ------------------------------------------------------------------ steps
 
@@ -176,23 +169,20 @@ class TrainingWatch:
         self.finish()
         self._give_up_if_failed()
 
-    def _ending(self, world: Any, old: Callable[..., None]) -> Callable[..., None]:
-        @functools.wraps(old)
-        def destroy_process_group(group: Any = None) -> None:
-            at = f"at {call_site()}, in {step_after(self._guard.recorder.step)}"
-            if group is None:
-                self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
-                self.finish()
-            elif (ranks := world.pg_group_ranks.get(group)) is not None:
-                name = name_of(group.group_name, is_default=False, ranks=tuple(ranks))
-                self._guard.facts.tell(CLOSED, name, at)
-            self._give_up_if_failed()
-            self._guard.drain()
-            if not self._guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
-                old(group)
-            self._guard.raise_if_found()
-
-        return destroy_process_group
+    def _destroy(self, world: Any, old: Callable[..., None], /, group: Any = None) -> None:
+        """destroy_process_group of torch, whose groups are in `world`."""
+        at = f"at {call_site()}, in {step_after(self._guard.recorder.step)}"
+        if group is None:
+            self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
+            self.finish()
+        elif (ranks := world.pg_group_ranks.get(group)) is not None:
+            name = name_of(group.group_name, is_default=False, ranks=tuple(ranks))
+            self._guard.facts.tell(CLOSED, name, at)
+        self._give_up_if_failed()
+        self._guard.drain()
+        if not self._guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
+            old(group)
+        self._guard.raise_if_found()
 
     def _give_up_if_failed(self) -> None:
         """The end of a group waits for what is under way in it, to which the other ranks may never come."""

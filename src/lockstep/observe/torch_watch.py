@@ -22,7 +22,7 @@ from lockstep.errors import CommError
 from lockstep.observe.call_site import call_site, site_from
 from lockstep.observe.group_layers import watch_groups
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.stacks import frame_of, stack_of
@@ -112,9 +112,9 @@ class TorchWatch:
         self._replace(ProcessGroup, "_end_coalescing", self._ending_batch)
         reducer = _distributed_c10d.Reducer
         self._replace(reducer, "__init__", self._remembering)
-        self._replace(distributed_c10d, "_new_group_with_tag", self._meetings.making)
+        self._replace(distributed_c10d, "_new_group_with_tag", around(self._meetings.make))
         dist = sys.modules["torch.distributed"]
-        self.patches.replace(distributed_c10d, "init_process_group", self._meetings.meeting, dist)
+        self.patches.replace(distributed_c10d, "init_process_group", around(self._meetings.meet), dist)
 
     def watch_functional(self) -> None:
         """Functional collectives are there, which DTensor and torch.compile make."""

@@ -16,7 +16,7 @@ from typing import Any, final
 
 from lockstep.observe.facts import told_by_kind, topics_of
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.profile.device_values import read_later
 from lockstep.observe.profile.notes import Later
 from lockstep.observe.profile.run_record import steps_per_line
@@ -52,7 +52,7 @@ class TorchNotes:
         """Begin. The result ends it."""
         self._patches.add(BACKWARDS.attach(), when_imported("torch.optim.optimizer", self._look_at_optimizers))
         self._patches.replace_in("torch.amp.grad_scaler", "GradScaler", "scale", _scaling)
-        self._patches.replace_in("torch.distributed", "Logger", "__init__", self._keeping)
+        self._patches.replace_in("torch.distributed", "Logger", "__init__", around(self._keep))
         if self._guard is not None:
             self._guard.before_look.insert(0, self.look)  # before what it notes is written
 
@@ -96,12 +96,10 @@ class TorchNotes:
         layout = layout_of(holding[0] if holding else None, optimizer, holding)
         self._writer.note("layout", step=self._writer.clock.step, **layout)
 
-    def _keeping(self, old: Callable[..., None]) -> Callable[..., None]:
-        def init(log: Any, *args: Any, **kwargs: Any) -> None:
-            old(log, *args, **kwargs)
-            self._logs.add(log)
-
-        return init
+    def _keep(self, old: Callable[..., None], log: Any, *args: Any) -> None:
+        """Logger.__init__ of torch."""
+        old(log, *args)
+        self._logs.add(log)
 
     def _note_buckets(self, step: int) -> None:
         """What C++ has sent during backward, of which the guard sees no more than how often.

@@ -13,7 +13,7 @@ from time import monotonic_ns
 from typing import Any, final
 
 from lockstep.observe.pace import PACE
-from lockstep.observe.patches import Patches
+from lockstep.observe.patches import Patches, around
 from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, MARKS, OTHER, Step, StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_batches import BATCHES
@@ -47,7 +47,7 @@ class TorchPhases:
         clock.restart()
         clock.begins_with_mark = True
         replace_in = self._patches.replace_in
-        replace_in("torch.utils.data.dataloader", "DataLoader", "__iter__", self._starting_workers)
+        replace_in("torch.utils.data.dataloader", "DataLoader", "__iter__", around(self._start_workers))
         replace_in("torch.nn.parallel.distributed", "DistributedDataParallel", "forward", self._passing)
         # of our own class what it calls first and last: torch.compile looks into all between
         replace_in("lockstep.parallel.ddp", "DistributedDataParallel", "_pre_forward", self._beginning)
@@ -58,17 +58,13 @@ class TorchPhases:
         self.owner = 0
         self._patches.undo()
 
-    def _starting_workers(self, old: Callable[..., Any]) -> Callable[..., Any]:
+    def _start_workers(self, old: Callable[..., Any], loader: Any) -> Any:
         """DataLoader.__iter__, which waits for them."""
-
-        def begin(loader: Any) -> Any:
-            before = self.enter(DATA)
-            try:
-                return old(loader)
-            finally:
-                self.clock.switch(self.clock.rest if before == OTHER else before)
-
-        return begin
+        before = self.enter(DATA)
+        try:
+            return old(loader)
+        finally:
+            self.clock.switch(self.clock.rest if before == OTHER else before)
 
     def enter(self, phase: int) -> int:
         """As `StepClock.switch`."""

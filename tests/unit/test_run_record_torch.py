@@ -6,7 +6,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,7 +29,8 @@ class Watched:
         self.folder = folder
         self.clock = StepClock()
         self.writer = RunWriter(folder, self.clock, rank=0, world_size=1, attempt="a/0")
-        self.notes = TorchNotes(self.writer, None)
+        guard = SimpleNamespace(rank=0, before_look=[], facts=SimpleNamespace(sights={}))
+        self.notes = TorchNotes(self.writer, cast("Any", guard))
         self.detach = self.notes.attach()
         self.clock.close_reader, self.clock.values = self.writer.close, self.notes.values
 

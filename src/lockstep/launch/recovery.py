@@ -10,6 +10,7 @@ import re
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from lockstep.comm.pulse import NONE, Beat
 from lockstep.launch.ended import Ended, apart, describe, first_failure, signal_name
@@ -118,20 +119,18 @@ def decide(policy: RestartPolicy, history: Sequence[Fault], fits: Callable[[int]
 
     fits: whether the run can be done by that many processes; None: by any number.
     """
-    fault = history[-1]
-    alike = _in_vain([past for past in history if past.cause == fault.cause])
-    here = [past for past in alike if past.processes == fault.processes]
+    fault, refused = history[-1], partial(Decision, False, history[-1].processes)
+    same = _in_vain([past for past in history if past.cause == fault.cause])
+    here = [past for past in same if past.processes == fault.processes]
     if fault.hopeless:
-        return Decision(False, fault.processes, f"no restart: {fault.hopeless}")
+        return refused(f"no restart: {fault.hopeless}")
     if policy.max_restarts < 1:
-        return Decision(False, fault.processes, f"no restart: none is allowed ({policy.flag} 0)")
-    if fault.cause.is_exception and any(_is_same(fault, past) for past in alike[:-1]):
+        return refused(f"no restart: none is allowed ({policy.flag} 0)")
+    if fault.cause.is_exception and any(_is_same(fault, past) for past in same[:-1]):
         when = f"after step {fault.step}" if fault.step != NONE else "soon after the start"
-        why = f"no restart: {fault.cause} came twice {when}, so it would fail again"
-        return Decision(False, fault.processes, why)
+        return refused(f"no restart: {fault.cause} came twice {when}, so it would fail again")
     if len(_in_vain(history)) > _IN_VAIN * policy.max_restarts:
-        why = f"no restart: {_IN_VAIN * policy.max_restarts} restarts have brought no new checkpoint"
-        return Decision(False, fault.processes, why)
+        return refused(f"no restart: {_IN_VAIN * policy.max_restarts} restarts have brought no new checkpoint")
     used_up = len(here) > policy.max_restarts
     of_this_rank = sum(past.rank == fault.rank for past in here)
     if not fault.cause.is_exception and (used_up or of_this_rank >= policy.shrink_after):
@@ -142,7 +141,7 @@ def decide(policy: RestartPolicy, history: Sequence[Fault], fits: Callable[[int]
             return Decision(True, fewer, why, len(here))
     if used_up:
         why = f"no restart: {policy.max_restarts} of {policy.max_restarts} restarts after {fault.cause} are used up"
-        return Decision(False, fault.processes, f"{why}, and no new checkpoint came of them")
+        return refused(f"{why}, and no new checkpoint came of them")
     why = f"restart {len(here)} of {policy.max_restarts} after {fault.cause}"
     return Decision(True, fault.processes, why, len(here))
 

@@ -110,28 +110,41 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     found = _differences(rows)
     if not found:
         return
+    kinds = {value[1] for value in topic.told[step].values()}
+    is_cut, is_wrapped = kinds == {"cut"}, not kinds.isdisjoint(("ddp", "hook"))
     ranks = sorted({rank for one in found for rank in one.values})
     odd = sorted({rank for one in found for rank in one.odd}) or ranks
     options = [one for one in found if OF_GROUP in one.what]
     causes = [*options, *(one for one in found if one not in options)]
-    lines = [*map(difference_in_words, causes[:3]), *([f"and {len(found) - 3} more"] if len(found) > 3 else [])]
-    later = "" if len(options) < len(found) else _apart_after(topic, step)
-    lines += [f"after step {later} parameters or optimizer state differ too"] if later else []
-    is_cut = all(value[1] == "cut" for value in topic.told[step].values())
-    is_wrapped = any(value[1] in ("ddp", "hook") for value in topic.told[step].values())
-    since = f"equal after step {good}" if good is not None else _SINCE[is_wrapped]
+    lines = [difference_in_words(one) for one in causes[:3]]
+    if len(found) > 3:
+        lines.append(f"and {len(found) - 3} more")
+    later = _apart_after(topic, step) if len(options) == len(found) else ""
+    if later:
+        lines.append(f"after step {later} parameters or optimizer state differ too")
     is_seed = good is None and not is_wrapped and not options
     keys = ("cut", "made") if options or is_seed else ("loaded", "past", "step")
     lines += _lines_of(scene, topic, ranks, keys) or _lines_of(scene, topic, ranks, ("made",))
-    is_load = len(found) > 1 and any("load_state_dict()" in line for line in lines)
-    cause = _SEED if is_seed else _LOAD if is_load else likely_cause(found)
+    if is_seed:
+        cause = _SEED
+    elif len(found) > 1 and any("load_state_dict()" in line for line in lines):
+        cause = _LOAD
+    else:
+        cause = likely_cause(found)
     if good is not None and int(step) - int(good) > 16:  # of short steps, facts keep no more than each 16th
         cause += " LOCKSTEP_REPLICA_EVERY=1 narrows that down to 16 steps or fewer."
-    head = f"REPLICAS differ{': built from different seeds' if is_cut else f' after step {step}, {since}'}."
-    why = "each rank trains another model, and averaging gradients does not bring them together again."
-    why = "each rank keeps its piece of its own model: the whole is put together of different ones." if is_cut else why
-    fix = f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank."
-    fix = "" if good is None else fix
+    if is_cut:
+        head = "REPLICAS differ: built from different seeds."
+        why = "each rank keeps its piece of its own model: the whole is put together of different ones."
+    else:
+        since = _SINCE[is_wrapped] if good is None else f"equal after step {good}"
+        head = f"REPLICAS differ after step {step}, {since}."
+        why = "each rank trains another model, and averaging gradients does not bring them together again."
+    fix = (
+        ""
+        if good is None
+        else f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank."
+    )
     key, done = f"{topic.name} later" if later else topic.name, int(step) - 1
     sure = (len(options) < len(found) or bool(later)) and not is_cut
     body = [*lines, cause]

@@ -83,11 +83,13 @@ def refuse_crowd(flag: str, processes: int) -> None:
 
 def _one_of_many(args: Namespace, place: Place) -> Asked:
     """Somebody else has started one process for each rank: each is examined as a machine with one."""
-    words = ["--nnodes", place.world_size, "--node-rank", place.rank, "--nproc-per-node", 1]
-    words += ["--master-addr", place.address, "--master-port", place.port]
-    words += ["--rdzv-conf", f"timeout={args.wait_s:.0f}"]
-    where = place.address, place.port, place.source("address"), place.rank, place.rank == 0
-    return Asked(tuple(map(str, words)), place.world_size, 1, *where, args.json, args.wait_s)
+    meeting = f"--master-addr {place.address} --master-port {place.port} --rdzv-conf timeout={args.wait_s:.0f}"
+    words = f"--nnodes {place.world_size} --node-rank {place.rank} --nproc-per-node 1 {meeting}"
+    return Asked(
+        tuple(words.split()), place.world_size, processes=1, host=place.address, port=place.port,
+        source=place.source("address"), node_rank=place.rank, is_host=place.rank == 0,
+        is_json=args.json, wait_s=args.wait_s,
+    )  # fmt: skip
 
 
 def _from_flags(args: Namespace, environ: Mapping[str, str]) -> Asked:

@@ -87,10 +87,10 @@ class Profile:
         if self._window.step_done(step):  # starting torch's profiler takes longer than a step
             self.clock.restart()
 
-    def follow_torch(self) -> None:
+    def follow_torch(self, guard: Guard) -> None:
         """Phases, steps and notes are those that torch does in this process."""
         self.clock.is_marked = False
-        notes = self._notes = TorchNotes(self._writer, self._guard)
+        notes = self._notes = TorchNotes(self._writer, guard)
         self._undo += [attach_phases(self.clock), notes.attach(), partial(PACE.dues.remove, self._due)]
         PACE.dues.append(self._due)
 
@@ -204,7 +204,7 @@ def follow_program(guard: Guard, environ: Mapping[str, str], command: Sequence[s
     if not folder:
         return None
     profile = open_profile(Path(folder), guard, environ, command=command, rank=guard.rank, world_size=guard.world_size)
-    profile.follow_torch()
+    profile.follow_torch(guard)
     names = logger_names(environ.get(LOG, "")) if guard.rank == 0 else ()
     if names:  # opened by the first number: their imports take seconds
         profile.open_loggers = partial(open_loggers, names, Path(folder), {"command": list(command)})

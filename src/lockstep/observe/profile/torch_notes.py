@@ -35,7 +35,7 @@ _WHAT = "parameters, buffers, optimizer state"
 class TorchNotes:
     """Of one rank. `look` is for the guard's thread, all else for the rank's own."""
 
-    def __init__(self, writer: RunWriter, guard: Guard | None) -> None:
+    def __init__(self, writer: RunWriter, guard: Guard) -> None:
         self.knows_loss = False  # from the program itself, whose own is not to be mixed with ours
         self._writer = writer
         self._guard = guard
@@ -53,13 +53,11 @@ class TorchNotes:
         self._patches.add(BACKWARDS.attach(), when_imported("torch.optim.optimizer", self._look_at_optimizers))
         self._patches.replace_in("torch.amp.grad_scaler", "GradScaler", "scale", _scaling)
         self._patches.replace_in("torch.distributed", "Logger", "__init__", around(self._keep))
-        if self._guard is not None:
-            self._guard.before_look.insert(0, self.look)  # before what it notes is written
+        self._guard.before_look.insert(0, self.look)  # before what it notes is written
 
         def detach() -> None:
             self.look()
-            if self._guard is not None:
-                self._guard.before_look.remove(self.look)
+            self._guard.before_look.remove(self.look)
             self._seeing.undo()
             self._patches.undo()
 
@@ -153,8 +151,8 @@ class TorchNotes:
 
     def look(self) -> None:
         """Note what the ranks have told of their replicas by now."""
-        sights = {} if self._guard is None else self._guard.facts.sights
-        if self._guard is None or self._guard.rank != min(sights, default=None):
+        sights = self._guard.facts.sights
+        if self._guard.rank != min(sights, default=None):
             return  # one rank notes it
         for topic in topics_of(told_by_kind(sights).get("replica", ())):
             for key, told in topic.told.items():

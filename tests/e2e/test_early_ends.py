@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from command_runs import Run
+from whole_records import read_run
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -66,6 +67,21 @@ thread.start()
 thread.join()
 """
 
+_HELD_UP = """
+import os, signal, subprocess, sys
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(4))
+if dist.get_rank() == 1:
+    launcher = int(os.environ["LOCKSTEP_AGENT_PID"])
+    subprocess.Popen(["sh", "-c", f"sleep {sys.argv[1]}; kill -CONT {launcher}"])
+    os.kill(launcher, signal.SIGSTOP)
+    os.kill(os.getpid(), signal.SIGKILL)
+dist.all_reduce(torch.ones(4))
+"""
+
 
 def _output(folder: Path, case: str, program: str = _PROGRAM, code: int = 1) -> str:
     (folder / "train.py").write_text(program)
@@ -115,3 +131,18 @@ def test_training_that_ends_in_a_thread_is_an_error_of_the_run(tmp_path: Path) -
     assert re.search(r"^(lockstep\.errors\.)?PeerFailed: ", text, re.MULTILINE), text  # in the thread of rank 0
     assert "CAUGHT" not in text  # nobody has
     assert f" with exit code 0, after it raised at train.py:{line}: ValueError: label 7" in text
+
+
+@pytest.mark.parametrize("held_s", ["1", "4"])
+def test_killed_rank_is_found_also_where_the_launcher_is_held_up(tmp_path: Path, held_s: str) -> None:
+    """It tells of the end after torch's error has come up on the other rank, or so late that this one looks itself."""
+    (tmp_path / "train.py").write_text(_HELD_UP)
+    with contextlib.closing(Run(tmp_path, "run", "--record=kept", "--nproc-per-node=2", "train.py", held_s)) as run:
+        text = run.end(1)
+    head = re.search(r"lockstep: GONE in step 1\.  Culprit: rank 1 \(", text)
+    assert head is not None, text
+    assert re.search(
+        r"^\[rank0\]: lockstep.errors.PeerFailed: GONE in step 1\.  Culprit: rank 1 ", text, re.MULTILINE
+    ), text
+    (finding,) = [dict(note.fields) for note in read_run(tmp_path / "kept").ranks[0].notes if note.kind == "finding"]
+    assert (finding["kind"], finding["culprits"]) == ("gone", [1])

@@ -54,12 +54,18 @@ def make(tmp_path: Path) -> Iterator[Make]:
     made: list[tuple[FlightRecorder, Board]] = []
 
     def one(
-        rank: int, here: list[int], world_size: int = 2, folder: str = "", store: DictStore | None = None
+        rank: int,
+        here: list[int],
+        world_size: int = 2,
+        folder: str = "",
+        store: DictStore | None = None,
+        *,
+        has_launcher: bool = False,
     ) -> tuple[FlightRecorder, Board]:
         place = tmp_path / folder
         place.mkdir(exist_ok=True)
         recorder = FlightRecorder(flight_path(place, rank), rank, world_size)
-        made.append((recorder, Board(place, recorder, here, store)))
+        made.append((recorder, Board(place, recorder, here, store, has_launcher=has_launcher)))
         return made[-1]
 
     yield one
@@ -190,8 +196,11 @@ os.kill(os.getpid(), 9)
 """
 
 
-def test_a_killed_rank_is_seen_to_be_gone_and_its_record_is_read(make: Make, tmp_path: Path) -> None:
-    _, mine = make(0, [0, 1])
+@pytest.mark.parametrize("has_launcher", [False, True], ids=["no launcher", "a launcher that is stopped"])
+def test_a_killed_rank_is_seen_to_be_gone_and_its_record_is_read(
+    make: Make, tmp_path: Path, has_launcher: bool
+) -> None:
+    _, mine = make(0, [0, 1], has_launcher=has_launcher)
     child = subprocess.Popen([sys.executable, "-c", _CHILD, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.read() == "told\n"

@@ -18,14 +18,14 @@ _GRACE_S, _FAILURE_GRACE_S, _CONSEQUENCE_S = 60.0, 0.25, 2.0
 _TOLD = Request(signal.SIGTERM, "host2 was asked to stop by SIGTERM: stopping")
 
 
-def course(*, asks_first: bool = False) -> Course:
-    limits: Any = SimpleNamespace(grace_s=_GRACE_S, failure_grace_s=_FAILURE_GRACE_S, asks_first=asks_first)
+def course(*, asks_first: bool = False, failure_grace_s: float = _FAILURE_GRACE_S) -> Course:
+    limits: Any = SimpleNamespace(grace_s=_GRACE_S, failure_grace_s=failure_grace_s, asks_first=asks_first)
     return Course(limits)
 
 
 def seen(now_s: float = 0.0, **what: Any) -> Seen:
     nothing: dict[str, Any] = {"signals": (), "told": None, "asked": {}, "stopped": {}}
-    return Seen(now_s, **nothing | {"has_failed": False, "cause_is_known": False} | what)
+    return Seen(now_s, **nothing | {"has_failed": False, "cause_is_known": False, "are_asking": False} | what)
 
 
 @pytest.mark.parametrize(
@@ -75,6 +75,17 @@ def test_a_cause_that_becomes_known_shortens_the_wait() -> None:
     run.look(seen(5.0, has_failed=True))
     run.look(seen(5.5, has_failed=True, cause_is_known=True))
     assert run.deadline_s == 5.5 + _FAILURE_GRACE_S
+
+
+@pytest.mark.parametrize(
+    ("grace_s", "asking", "lives"),
+    [(_FAILURE_GRACE_S, 6, 8), (_FAILURE_GRACE_S, 40, 22), (0.0, 40, 1)],
+    ids=["until it has said so", "not for ever", "not where no time is to be given"],
+)
+def test_who_asks_why_it_has_failed_is_left_alone(grace_s: float, asking: int, lives: int) -> None:
+    run, failed = course(failure_grace_s=grace_s), {"has_failed": True, "cause_is_known": True}
+    acts = [run.look(seen(5.0 + tenths / 10, **failed, are_asking=tenths < asking)).act for tenths in range(40)]
+    assert acts == [""] * lives + ["kill"] * (40 - lives)
 
 
 def test_who_ends_because_this_launcher_asked_is_no_request() -> None:

@@ -142,6 +142,25 @@ def test_who_was_aborted_is_not_blamed_before_the_others_have_spoken(guard: Guar
     assert "MISMATCH in step 1, group world.  Culprit: rank 2" in str(guard.cause_of(LOST))
 
 
+def test_news_that_come_late_make_a_finding_too(
+    guard: Guard, story: Story, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As of a launcher that was held up while it had to tell of an end."""
+    monkeypatch.setattr(lookout, "_NEWS_S", 0.0)
+    guard.enter("world", 0, REDUCE, FIRST)
+    for one in story.ranks:
+        one.group("world", range(3))
+
+    def told() -> None:
+        story.ranks[0].is_gone, story.ranks[0].how = True, "was killed by SIGKILL"
+
+    story.happens = told
+    assert "GONE in step 1.  Culprit: rank 1" in str(guard.cause_of(LOST))
+    assert guard.finding is not None
+    assert (guard.finding.kind, guard.finding.culprits) == ("gone", (1,))
+    assert "GONE in step 1.  Culprit: rank 1" in capfd.readouterr().err
+
+
 def test_who_was_aborted_is_named_where_nobody_says_more(guard: Guard, story: Story) -> None:
     guard.enter("world", 0, REDUCE, FIRST)
     for one in story.ranks:

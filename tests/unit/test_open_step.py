@@ -91,6 +91,9 @@ def test_moment_has_the_operations_of_the_step_and_who_was_absent(
     gone = moments[1]._replace(says="killed, or gone without a word: at t.py:1 f")
     assert gone.told(was_ended=True).says == "ended because of another: at t.py:1 f"
     assert gone.told(was_ended=False) == gone
+    waited = moments[0]._replace(says="killed, or gone without a word: at t.py:1 f")  # which it had left since
+    whom = f"waited for rank 1: {_TEXT} at t.py:2 f"
+    assert waited.told(was_ended=True).says == f"ended because of another, while it {whom}"
     assert [moment_of(each) for each in json.loads(json.dumps(moments))] == moments
 
 

@@ -30,7 +30,7 @@ from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.board import put_up_in, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
-from lockstep.observe.post_mortem import post_mortem, words_in
+from lockstep.observe.post_mortem import failing_in, post_mortem, words_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
@@ -139,12 +139,13 @@ class Attempt:
                     workers.look()
             self._starter.look(workers.running().values())
             reap_strangers(list(workers.pids().values()))
+            self._tell_ends()  # before the time begins in which the others say what they saw
             now_s, beats = time.monotonic(), read_pulses(self._pulses)
             self._act(now_s, beats)
             self._look_at_states(now_s, beats)
-            self._tell_ends()
             if course.request is None and self._others_wait(now_s):
                 return False
+        self._tell_ends()  # of those that were ended, to other machines
         return True
 
     def _seen(self, now_s: float, beats: list[Beat]) -> Seen:
@@ -158,6 +159,7 @@ class Attempt:
             {self.ranks[local]: code for local, code in self.workers.stopped().items()},
             has_failed,
             has_failed and self.workers.cause_is_known(),
+            has_failed and not failing_in(self._flights).isdisjoint(self.ranks[one] for one in self.workers.running()),
         )
 
     def _act(self, now_s: float, beats: list[Beat]) -> None:

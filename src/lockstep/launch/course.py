@@ -33,6 +33,7 @@ class Seen(NamedTuple):
     stopped: Mapping[int, int]  # rank -> exit code, of those that have ended because somebody asked them to
     has_failed: bool  # one of the others has, and not well
     cause_is_known: bool  # one of these cannot have failed only because another did
+    are_asking: bool  # some that are left ask why an operation has failed, and will say so
 
 
 class Orders(NamedTuple):
@@ -50,11 +51,13 @@ class Course:
         self._limits = limits
         self._are_asked_to_end = False  # those that are left, after one failed
         self.request: Request | None = None
-        self.deadline_s = math.inf
+        self.deadline_s = self._answered_s = math.inf  # by then those that ask have their answer
 
     def look(self, seen: Seen) -> Orders:
         """What to do now. Between two looks nothing has to be done before `deadline_s`."""
         heard = self.hear(seen)
+        if seen.are_asking and self.request is None and seen.now_s < self._answered_s:
+            self.deadline_s = max(self.deadline_s, seen.now_s + self._limits.failure_grace_s)
         if seen.now_s >= self.deadline_s or len(seen.signals) > 1:
             return Orders(heard, "kill")
         if heard is not None:  # from now on each has its time to save, whatever becomes of the others
@@ -65,6 +68,7 @@ class Course:
         if not seen.has_failed:
             self._end_after(self._limits.grace_s if seen.stopped else math.inf, seen)
             return Orders()
+        self._answered_s = min(self._answered_s, seen.now_s + _CONSEQUENCE_S)
         asks_now = self._limits.asks_first and not self._are_asked_to_end
         self._are_asked_to_end = self._limits.asks_first
         is_plain = self._limits.asks_first or seen.cause_is_known

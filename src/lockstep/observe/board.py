@@ -24,6 +24,7 @@ FLIGHTS = "flight-*"  # names of the records' files
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
 _STORE_S = 1.0  # and the store to answer
+_WORD_S = 1.5  # and a launcher to say how a process has ended, before it counts as gone without a word
 _OPEN = 8  # operations under way that are shown
 _FINDING = "guard/finding"
 _KEPT = "guard/last/{}"  # records of a rank that has ended
@@ -77,6 +78,7 @@ class Board:
         self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
         self._first = min(here)  # whose record holds what was found on this machine
         self._peers: dict[int, Peers] = {}
+        self._ended_s: dict[int, float] = {}  # when the process of a rank of this machine was first seen to be gone
         self._heard: dict[int, _Heard] = {}  # of ranks of other machines
         self._mine: Status | None = None  # what this rank said last
         self._told_s, self._has_left = 0.0, False
@@ -209,10 +211,13 @@ class Board:
         """Of the process of a rank of this machine; "" where nobody says, None while it runs."""
         if rank not in self._peers:
             return None
-        if self._has_launcher:
-            place = f"{self._folder}/{_ENDED.format(rank)}"
-            return Path(place).read_text() if os.path.exists(place) else None  # once written, it stays
-        return "" if record.header().pid != os.getpid() and self._peers[rank].has_ended(0) else None
+        place = f"{self._folder}/{_ENDED.format(rank)}"
+        if self._has_launcher and os.path.exists(place):  # once written, it stays
+            return Path(place).read_text()
+        if record.header().pid == os.getpid() or not self._peers[rank].has_ended(0):
+            return None
+        ended_s = self._ended_s.setdefault(rank, time.monotonic())
+        return None if self._has_launcher and time.monotonic() - ended_s < _WORD_S else ""
 
     def _ask(self, key: str) -> bytes | None:
         return self._try(lambda store: store.get(key) if store.check([key]) else None)

@@ -10,15 +10,25 @@ from lockstep.errors import CollectiveMismatch, ConfigError
 from lockstep.observe.board import FLIGHTS, from_record, status_of
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.flight import FlightRecord
+from lockstep.observe.hang import FAILING
 from lockstep.observe.scene import Limits, Scene
-from lockstep.observe.status import LastWords, Sight
+from lockstep.observe.status import LastWords, Sight, Status
 
 
 def words_in(folder: Path) -> dict[int, LastWords]:
     """What ranks said when they left, by rank: also of an exception that `sys.exit(1)` followed."""
+    return {rank: status.words for rank, status in _told_in(folder).items() if status.words is not None}
+
+
+def failing_in(folder: Path) -> set[int]:
+    """The ranks that ask why an operation has failed, and are about to say so."""
+    return {rank for rank, status in _told_in(folder).items() if status.activity == FAILING}
+
+
+def _told_in(folder: Path) -> dict[int, Status]:
     with _records_in(folder) as records:
         told = {rank: status_of(record.status()) for rank, record in records.items()}
-    return {rank: status.words for rank, status in told.items() if status is not None and status.words is not None}
+    return {rank: status for rank, status in told.items() if status is not None}
 
 
 def post_mortem(folder: Path) -> str:

@@ -6,9 +6,11 @@ Public names are resolved on first use, so `import lockstep` and `lockstep --hel
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # `typing` takes longer than all else here, and `lockstep` cannot answer a Ctrl-C before that
 if TYPE_CHECKING:
+    from typing import Any
+
     from lockstep import errors
     from lockstep.checkpoint.checkpointer import Checkpointer
     from lockstep.checkpoint.rng import rng_state, set_rng_state

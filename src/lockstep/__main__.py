@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import signal
+from lockstep.launch import early_stop
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # an import that is interrupted has but a traceback to show
 
-from lockstep.cli import main
+def main() -> int:
+    """The command of `sys.argv`; its exit code."""
+    early_stop.listen()
+    from lockstep.cli import main as command
+
+    return command()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -379,3 +379,21 @@ def test_an_error_of_a_handler_at_the_exit_ends_the_rank_unless_one_has_before(
     is_its = bool(of) and not has_ended
     assert capsys.readouterr().err == said * is_its
     assert getattr(guard.words, "kind", "") == ("KeyError" if has_ended else "ValueError" * is_its)
+
+
+def test_a_ctrl_c_at_the_very_end_of_a_rank_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Python would print where in our handlers and torch's it came up."""
+    guard, printed = Told(), list[Any]()
+    monkeypatch.delenv("LOCKSTEP_DEBUG", raising=False)
+    monkeypatch.setattr(process_guard, "_listening", {guard})
+    monkeypatch.setitem(process_guard._before, process_guard._ignored, printed.append)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)  # so that it is as before in the end
+    monkeypatch.delattr(sys, "last_value")
+    args: Any = SimpleNamespace(exc_value=KeyboardInterrupt(), err_msg="Exception ignored in atexit callback")
+    process_guard._ignored(args)
+    process_guard._end()
+    assert printed == []
+    assert capsys.readouterr().err == "lockstep: rank 3 was interrupted as it ended\n"
+    assert (guard.words and guard.words.kind) == "KeyboardInterrupt"

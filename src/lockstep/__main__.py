@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from lockstep.launch import early_stop
+import signal
+
+from lockstep.launch.early_stop import leave_at_once
 
 
 def main() -> int:
     """The command of `sys.argv`; its exit code."""
-    early_stop.listen()
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, leave_at_once)
     from lockstep.cli import main as command
 
     return command()

@@ -267,12 +267,23 @@ def test_nothing_is_said(name: str, tmp_path: Path) -> None:
     assert not (tmp_path / "evidence").exists()
 
 
-def test_a_rank_that_prepares_the_data_before_its_first_call_is_no_hang(tmp_path: Path) -> None:
-    body = "if rank == 1:\n    time.sleep(4)\ntrain(DDP(torch.nn.Linear(4, 2)), 5)\n"
-    output = _run(tmp_path, "", body)
+_WRAPS, _PREPARES = "ddp = DDP(torch.nn.Linear(4, 2))\n", "if rank == 1:\n    time.sleep(4)\n"
+
+
+@pytest.mark.parametrize(
+    ("body", "line", "last"),
+    [
+        (_PREPARES + _WRAPS, 21, "nothing yet|init_process_group .*"),
+        (_WRAPS + _PREPARES, 22, r".*, train\.py:20 <module>"),
+    ],
+    ids=["before its first call", "before its first step"],
+)
+def test_a_rank_that_prepares_the_data_is_no_hang(tmp_path: Path, body: str, line: int, last: str) -> None:
+    output = _run(tmp_path, "", body + "train(ddp, 5)\n")
     assert len(complaints(output)) == 1
     assert re.search(r"lockstep: waiting for rank 1 for \d\.\d s in step 1; no fault so far\n", output)
-    assert re.search(r"\n  rank 1 is still starting: at train\.py:21 <module>, unmoved for ", output)
+    at = rf"\n  rank 1 is still starting: at train\.py:{line} <module>, unmoved for .*\n    issued last: ({last})\n"
+    assert re.search(at, output), output
 
 
 def test_nothing_is_said_of_a_rank_that_a_debugger_holds(tmp_path: Path) -> None:

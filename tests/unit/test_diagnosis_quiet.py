@@ -268,3 +268,45 @@ def test_a_rank_that_has_not_begun_is_waited_for_longer(
     assert (finding.kind, finding.culprits) == (kind, (1,)), finding.text
     assert "at data.py:7 build" in finding.text
     assert ("rank 1 is still starting" in finding.text) is (kind == "waiting")
+
+
+_WRAP = "train.py:8 main"
+
+
+@pytest.mark.parametrize(
+    ("calls", "unmoved_s", "kind"),  # lines of rank 1 after its model was wrapped
+    [
+        ((), 14, "waiting"),
+        ((FIRST,), 14, "waiting"),  # a forward that sends buffers, and the batch has still to come
+        ((FIRST,), 301, "hang"),
+        ((FIRST, SECOND, FIRST), 14, "hang"),  # it trains, though nobody counts its steps
+        ((FIRST, FIRST), 14, "hang"),
+    ],
+)
+def test_a_rank_with_a_model_is_waited_for_longer_in_its_first_step(
+    calls: tuple[str, ...], unmoved_s: float, kind: str
+) -> None:
+    ranks = world(3)
+    for one in ranks:
+        one.call("barrier", "train.py:3 main")
+        for _ in range(2):
+            one.call("broadcast float32 [8] root=0", _WRAP)
+        for site in calls:
+            one.call(REDUCE, site)
+        one.status_fields["facts"] = {"model 7f/3/1": {"wrapped": ["d1", _WRAP]}}
+        if one.rank != 1:
+            one.waits(one.call(REDUCE, "train.py:52 train_step"), unmoved_s)
+    ranks[1].is_at("data.py:7 fetch", unmoved_s=unmoved_s)
+    finding = found_in(ranks)
+    assert (finding.kind, finding.culprits) == (kind, (1,)), finding.text
+    assert "at data.py:7 fetch" in finding.text
+    assert f"ranks 0,2 wait in {REDUCE} #" in finding.text
+    fix = "Likely fix: none while it loads, fetches or compiles; else see what holds it. A HANG after 300 s."
+    assert (fix in finding.text.splitlines()) is (kind == "waiting")
+
+
+def test_a_rank_with_a_model_that_has_ended_a_step_is_not_starting() -> None:
+    ranks = waiting_for_rank_1(3)
+    for one in ranks:
+        one.status_fields["facts"] = {"model 7f/3/1": {"wrapped": ["d1", _WRAP]}}
+    assert found_in(ranks).kind == "hang"

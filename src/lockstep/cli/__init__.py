@@ -12,7 +12,7 @@ from importlib import import_module
 
 import lockstep
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launch import early_stop
+from lockstep.launch.early_stop import INTERRUPTED, leave_at_once
 from lockstep.launch.words import current_folder, lead_nowhere, nearest, say
 
 _PARENT_PID = "LOCKSTEP_PARENT_PID"  # of who has started this command for itself, and takes it along when it ends
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
         say("stopped")
-        return early_stop.INTERRUPTED
+        return INTERRUPTED
 
 
 def ends_with_me() -> dict[str, str]:
@@ -111,5 +111,6 @@ def _command(name: str, words: Sequence[str]) -> int:
         raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
     current_folder()
     command = getattr(import_module(f"lockstep.cli.{name}"), name)
-    early_stop.done()
+    if signal.getsignal(signal.SIGINT) is leave_at_once:  # as __main__ has set it until here
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     return command(words)

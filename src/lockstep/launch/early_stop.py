@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from types import FrameType
 
 INTERRUPTED = 130  # exit code of what a signal stopped before there was anything to keep, as a shell reports SIGINT
@@ -15,15 +14,3 @@ def leave_at_once(number: int, frame: FrameType | None) -> None:
         os.write(2, b"lockstep: stopped\n")
     finally:  # also where the terminal was closed
         os._exit(INTERRUPTED)
-
-
-def listen() -> None:
-    """From now on a Ctrl-C is answered so, where Python would raise KeyboardInterrupt; until `done`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, leave_at_once)
-
-
-def done() -> None:
-    """The command has been imported."""
-    if signal.getsignal(signal.SIGINT) is leave_at_once:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,7 +13,7 @@ from lockstep.observe.messages import PAIR_UP, let_go, unpaired, waiters
 from lockstep.observe.profile.step_clock import DATA
 from lockstep.observe.scene import SILENT_S, STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED
-from lockstep.observe.wait_chains import activity, point_of_life, roots, state, waits_for
+from lockstep.observe.wait_chains import START_TIMES, activity, point_of_life, roots, state, waits_for
 from lockstep.observe.wording import Finding, names, seconds, step_after, times
 
 FAILING = "failing"  # activity of a rank that asks why its operation has failed
@@ -245,8 +245,11 @@ def _report_transport(scene: Scene, wait: Wait, gone: Mapping[int, str]) -> Find
 def _report_waiting(scene: Scene, wait: Wait, busy: Sequence[int]) -> Finding:
     lines = [line for rank in busy for line in wording.whereabouts(scene, rank, _at_work(scene, rank))]
     lines += wording.waiters(waits_for(scene, busy) or [wait])
-    end, fix = wording.NO_FAULT, ""
-    if any(state(scene, rank) == "looping" for rank in busy):
+    end, fix, states = wording.NO_FAULT, "", {state(scene, rank) for rank in busy}
+    if "starting" in states:
+        later_s = START_TIMES * scene.hang_s
+        fix = f"none while it loads, fetches or compiles; else see what holds it. A HANG after {later_s:g} s."
+    if "looping" in states:
         end, fix = "; is that a loop without an end?", "end that loop, or see why what it waits for never comes."
     done = scene.done_by(busy)
     head = f"waiting for {names(busy)} for {seconds(wait.age_s)} in {step_after(done)}{end}"

@@ -251,7 +251,12 @@ class TorchWatch:
         def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
             self.steps.share(params)
             old(reducer, params, *args, **kwargs)
-            outlive(reducer, [group for group in (*args, *kwargs.values()) if isinstance(group, self._groups.plain)])
+            groups = [group for group in (*args, *kwargs.values()) if isinstance(group, self._groups.plain)]
+            outlive(reducer, groups)
+            for group in groups:  # what the wrap has sent is of its line, and not of that where this rank is seen next
+                watched = self._groups.known(group)
+                if watched is not None:
+                    watched.catch_up(group._get_sequence_number_for_group(), call_site())
 
         return init
 

@@ -14,7 +14,7 @@ from lockstep.observe.scene import INIT, NEW_GROUP, STILL_S, Scene, Wait
 from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import Status
 
-_START_TIMES = 30  # as long as the limit: building or fetching what all need, before anything else
+START_TIMES = 30  # as long as the limit: building or fetching what all need, before anything else
 _LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
 
 Root = Literal["unseen", "ended", "asked", "silent", "active", "moving", "looping", "starting", "stuck", "inside"]
@@ -63,11 +63,20 @@ def state(scene: Scene, rank: int) -> Root:
 
 
 def _is_starting(scene: Scene, status: Status) -> bool:
-    """Before its first call a rank may build or fetch what the others wait for; but a group is made by all."""
-    if status.step < scene.step or status.unmoved_s >= _START_TIMES * scene.hang_s:
+    """In its first step a rank may build, fetch or compile what the others wait for; but a group is made by all.
+
+    So before its first call; and once a model has been wrapped, until it makes a call for the second time. Elsewhere
+    nobody knows whether a program has steps, and a hang would be told late.
+    """
+    if status.step or scene.step or status.unmoved_s >= START_TIMES * scene.hang_s:
         return False
-    has_begun = status.last is not None and status.last.group != INIT
-    return not has_begun and all(wait.record.group != NEW_GROUP for wait in scene.waits)
+    if any(wait.record.group == NEW_GROUP for wait in scene.waits):
+        return False
+    if status.last is None or status.last.group == INIT:
+        return True
+    wrapped = {told["wrapped"][1] for name, told in status.facts.items() if name.startswith("model ")}
+    done = [record for record in scene.records_of(status.rank) if record.site not in wrapped]
+    return bool(wrapped and done) and len({(one.site, one.text) for one in done}) == len(done)
 
 
 def activity(scene: Scene, rank: int) -> str:

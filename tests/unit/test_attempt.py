@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,9 @@ from lockstep.launch.course import Course
 from lockstep.launch.job import Supervision
 from lockstep.launch.recovery import RestartPolicy
 from lockstep.observe.board import flight_path
-from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
 from lockstep.observe.hang import FAILING
-from lockstep.observe.status import Status
+from lockstep.observe.status import Status, Waiting
 
 _LOOK_S, _TELLING_S = 0.1, 5.0
 
@@ -86,6 +87,22 @@ def test_time_to_speak_begins_when_the_others_were_told(
 ) -> None:
     """Not before: writing that down may take longer than they have."""
     assert attended(Workers(last), tmp_path, clock, monkeypatch) is is_killed
+
+
+@pytest.mark.parametrize(("queued", "is_said"), [(True, False), (True, True), (False, False)])
+def test_whose_gpu_waits_is_not_killed_before_its_guard_has_said_why(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, queued: bool, is_said: bool
+) -> None:
+    """Nothing fails there, as a wait on the CPU does."""
+    recorder = FlightRecorder(flight_path(tmp_path, 0), 0, 2)
+    waits = Waiting(Record(7, 7, 20, 1, 0, 0, False, "WORLD", "all_reduce float32 [4] sum", "train.py:3 main", ""), 0.1)
+    status = Status(0, 2, 4711, "host", queued={"WORLD": 8} if queued else {}, waiting=(waits,))
+    recorder.tell(status.to_json())
+    if is_said:
+        with contextlib.closing(FlightRecord(recorder.path)) as record:
+            record.put_up(b"GONE")
+    assert attended(Workers(20), tmp_path, clock, monkeypatch) is not (queued and not is_said)
+    recorder.close()
 
 
 @pytest.mark.parametrize(("activity", "is_killed"), [(FAILING, False), ("checkpoint", True)])

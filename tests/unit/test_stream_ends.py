@@ -134,9 +134,9 @@ def test_which_collectives_a_gpu_has_not_come_to(watched: Watched) -> None:
     watch, _, followed = watch_of(guard)
     words = pack_words("WORLD", "all_reduce float32 [4] sum", "train.py:3 main")
     followed.pending.extend((7 + seq, guard.recorder.enter(40 + seq, words)) for seq in range(3))
-    for begun, queued in ((-1, {}), (6, {"WORLD": 40}), (7, {"WORLD": 41}), (9, {})):
+    for begun, queued in ((-1, 43), (6, 40), (7, 41), (9, 43)):
         watch._flights = cast("Any", SimpleNamespace(begun=lambda group, begun=begun: begun))
-        assert watch.first_queued() == queued
+        assert watch.first_queued() == {"WORLD": queued}
     assert guard.motion.is_queued() is False  # nobody has attached it
     assert watch.has_queued()
 

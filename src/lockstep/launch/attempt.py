@@ -30,7 +30,7 @@ from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.board import put_up_in, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
-from lockstep.observe.post_mortem import failing_in, post_mortem, words_in
+from lockstep.observe.post_mortem import asking_in, post_mortem, words_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
@@ -159,7 +159,7 @@ class Attempt:
             {self.ranks[local]: code for local, code in self.workers.stopped().items()},
             has_failed,
             has_failed and self.workers.cause_is_known(),
-            has_failed and not failing_in(self._flights).isdisjoint(self.ranks[one] for one in self.workers.running()),
+            has_failed and not asking_in(self._flights).isdisjoint(self.ranks[one] for one in self.workers.running()),
         )
 
     def _act(self, now_s: float, beats: list[Beat]) -> None:

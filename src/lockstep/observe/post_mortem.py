@@ -20,9 +20,15 @@ def words_in(folder: Path) -> dict[int, LastWords]:
     return {rank: status.words for rank, status in _told_in(folder).items() if status.words is not None}
 
 
-def failing_in(folder: Path) -> set[int]:
-    """The ranks that ask why an operation has failed, and are about to say so."""
-    return {rank for rank, status in _told_in(folder).items() if status.activity == FAILING}
+def asking_in(folder: Path) -> set[int]:
+    """The ranks that are about to say why they cannot go on.
+
+    One asks why an operation has failed. Where a GPU waits, none fails: the guard sees what is under way, and finds.
+    """
+    with _records_in(folder) as records:
+        is_said = any(record.notice() for record in records.values())
+    told = _told_in(folder).items()
+    return {rank for rank, one in told if one.activity == FAILING or (one.queued and one.waiting and not is_said)}
 
 
 def _told_in(folder: Path) -> dict[int, Status]:

@@ -80,9 +80,7 @@ class Status:
     state: State = RUNNING
     groups: dict[str, Progress] = field(default_factory=dict)
     messages: dict[str, int] = field(default_factory=dict)  # begun so far, by `channel`; empty where that is not known
-    queued: dict[str, int] = field(
-        default_factory=dict
-    )  # of a group: the first collective that the GPU has not come to
+    queued: dict[str, int] = field(default_factory=dict)  # by group that a GPU works for: the first it has not come to
     waiting: tuple[Waiting, ...] = ()  # what is under way, oldest first; messages as numbered in their channel
     last: Record | None = None  # the last that was started
     phases: tuple[tuple[int, int], ...] = ()  # of the main thread in this step, and when each began: see `StepClock`

@@ -313,13 +313,16 @@ class TorchWatch:
         )
 
     def first_queued(self) -> dict[str, int]:
-        """By group, which collective its GPU has not come to yet, as far as torch says so."""
+        """By group that a GPU has collectives of under way: the first that it has not come to, if torch tells that."""
         found: dict[str, int] = {}
         for watched in tuple(self._groups.followed.values()):
-            begun = self._flights.begun(watched.torch_name) if self._flights and watched.pending else -1
-            ahead = [number for of_torch, number in tuple(watched.pending) if of_torch > begun >= 0]
-            for record in self._guard.records(ahead[0], ahead[0] + 1) if ahead else ():
-                found[watched.name] = record.seq
+            pending = tuple(watched.pending) if watched.has_streams else ()
+            if pending:
+                begun = self._flights.begun(watched.torch_name) if self._flights else -1
+                ahead = [number for of_torch, number in pending if of_torch > begun >= 0]
+                number = ahead[0] if ahead else pending[-1][1]
+                for record in self._guard.records(number, number + 1):
+                    found[watched.name] = record.seq + (not ahead)
         return found
 
     def abort(self, error: CommError) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol, final
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import DATA, MARKS, OTHER, StepClock
 
-PASS = "_lockstep_pass"  # of an iterator: what its `Pass` is kept as
+PASS = "_lockstep_pass"  # of an iterator: what the one pass over its loader is kept as, see `torch_data`
 
 
 class Timed(Protocol):
@@ -22,17 +22,6 @@ class Timed(Protocol):
 
     clock: StepClock
     owner: int
-
-
-class Pass(Protocol):
-    """One pass over a loader that somebody follows."""
-
-    batches: int  # so far
-    asks_at: float  # from so many on `reached` is called after each
-
-    def reached(self, iterator: Any, batch: Any) -> None: ...
-
-    def ended(self) -> None: ...
 
 
 @final

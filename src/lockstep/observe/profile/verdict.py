@@ -185,7 +185,7 @@ def _advice(run: Run, shares: Sequence[Share], waits: Waits) -> list[Advice]:
         part = statistics.fmean(share.phases_ms[name] for share in rest) / step_ms
         if part > least and not (run.is_whole and name == "other"):  # a program without steps may do what it likes
             found.append(Advice(name, part, words.format(part), _LEVERS[name]))
-    return found + _small_buckets(run, step_ms, moving)
+    return found + _small_buckets(run, moving)
 
 
 def _silent(run: Run) -> Sequence[int]:
@@ -223,7 +223,7 @@ def _straggler(shares: Sequence[Share], waits: Waits) -> Advice | None:
     return Advice("straggler", lost_ms / mine.step_ms, text, lever, late)
 
 
-def _small_buckets(run: Run, step_ms: float, moving: float) -> list[Advice]:
+def _small_buckets(run: Run, moving: float) -> list[Advice]:
     """Many small collectives: each pays the latency anew."""
     record = run.ranks[min(run.ranks)]
     listed = [line for line, _ in weighted(record.lines) if line.ops][-_MANY:]

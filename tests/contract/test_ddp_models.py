@@ -10,24 +10,10 @@ import torch
 from ddp_sides import Cases, Side, gradients, scalar, seeded, snapshot, train
 from torch import Tensor, nn
 
+from shard_models import gpt2
+
 CASES = Cases(__name__)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-3)
-
-
-def gpt2(dropout: float = 0.0) -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=61,
-        n_positions=16,
-        n_embd=32,
-        n_layer=2,
-        n_head=2,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-    )
-    return GPT2LMHeadModel(config)
 
 
 @CASES.add(2)

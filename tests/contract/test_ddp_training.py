@@ -10,12 +10,10 @@ import torch
 from ddp_sides import Cases, Side, scalar, seeded, snapshot, train
 from torch import Tensor, nn
 
+from shard_models import Tied, mlp
+
 CASES = Cases(__name__)
 ADAMW = functools.partial(torch.optim.AdamW, lr=1e-2)
-
-
-def mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(8, 33), nn.ReLU(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 3))
 
 
 # ------------------------------------------------------------------ optimizers, sizes of buckets
@@ -140,18 +138,6 @@ class Transposed(nn.Module):
 @CASES.add(2)
 def non_contiguous(side: Side) -> Any:
     return train(side, Transposed)
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(11, 8)
-        self.mix = nn.Linear(8, 8)
-        self.head = nn.Linear(8, 11, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.mix(self.embed(tokens)).tanh())
 
 
 @CASES.add(2, 4)

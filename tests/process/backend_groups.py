@@ -66,3 +66,10 @@ def same(theirs: Any, ours: Any, place: str = "result") -> None:
 def _bits(tensor: Tensor) -> Tensor:
     flat = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format).view(-1)
     return flat.view(torch.uint8)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same numbers in memory that is not contiguous."""
+    holder = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
+    holder[..., 0].copy_(tensor)
+    return holder[..., 0]

@@ -39,13 +39,6 @@ def value(shape: tuple[int, ...] = (7,), dtype: torch.dtype = torch.float32, ran
     return ((torch.arange(math.prod(shape)) * 7 + rank * 3) % 5 + 1).reshape(shape).to(dtype)
 
 
-def strided(tensor: Tensor) -> Tensor:
-    """The same numbers in memory that is not contiguous."""
-    holder = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
-    holder[..., 0].copy_(tensor)
-    return holder[..., 0]
-
-
 def all_reductions() -> list[Tensor]:
     results = []
     for dtype in (*FLOATS, *INTEGERS, torch.complex64):

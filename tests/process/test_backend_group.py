@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from backend_groups import default_group
+from backend_groups import default_group, strided
 from torch import Tensor
 from torch.distributed._functional_collectives import all_reduce
 
@@ -27,13 +27,6 @@ def world() -> Any:
     group = dist.group.WORLD
     assert group is not None
     return group
-
-
-def strided(tensor: Tensor) -> Tensor:
-    """The same numbers in memory that is not contiguous."""
-    holder = torch.zeros(*tensor.shape, 2, dtype=tensor.dtype)
-    holder[..., 0].copy_(tensor)
-    return holder[..., 0]
 
 
 def which_way(rank: int, world_size: int, folder: str) -> None:

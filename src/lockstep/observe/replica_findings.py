@@ -115,8 +115,7 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
     ranks = sorted({rank for one in found for rank in one.values})
     odd = sorted({rank for one in found for rank in one.odd}) or ranks
     options = [one for one in found if OF_GROUP in one.what]
-    causes = [*options, *(one for one in found if one not in options)]
-    lines = [difference_in_words(one) for one in causes[:3]]
+    lines = [difference_in_words(one) for one in sorted(found, key=lambda one: one not in options)[:3]]
     if len(found) > 3:
         lines.append(f"and {len(found) - 3} more")
     later = _apart_after(topic, step) if len(options) == len(found) else ""

@@ -111,7 +111,7 @@ class TorchWatch:
         self._replace(Work, "wait", self._leaving)
         self._replace(ProcessGroup, "_end_coalescing", self._ending_batch)
         reducer = _distributed_c10d.Reducer
-        self._replace(reducer, "__init__", self._remembering)
+        self._replace(reducer, "__init__", around(self._remember))
         self._replace(distributed_c10d, "_new_group_with_tag", around(self._meetings.make))
         dist = sys.modules["torch.distributed"]
         self.patches.replace(distributed_c10d, "init_process_group", around(self._meetings.meet), dist)
@@ -245,20 +245,16 @@ class TorchWatch:
 
         return wait
 
-    def _remembering(self, old: Callable[..., None]) -> Callable[..., None]:
+    def _remember(self, old: Callable[..., None], /, reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
         """Reducer.__init__ of DistributedDataParallel, whose parameters all ranks share."""
-
-        def init(reducer: Any, params: Any, *args: Any, **kwargs: Any) -> None:
-            self.steps.share(params)
-            old(reducer, params, *args, **kwargs)
-            groups = [group for group in (*args, *kwargs.values()) if isinstance(group, self._groups.plain)]
-            outlive(reducer, groups)
-            for group in groups:  # what the wrap has sent is of its line, and not of that where this rank is seen next
-                watched = self._groups.known(group)
-                if watched is not None:
-                    watched.catch_up(group._get_sequence_number_for_group(), call_site())
-
-        return init
+        self.steps.share(params)
+        old(reducer, params, *args, **kwargs)
+        groups = [group for group in (*args, *kwargs.values()) if isinstance(group, self._groups.plain)]
+        outlive(reducer, groups)
+        for group in groups:  # what the wrap has sent is of its line, and not of that where this rank is seen next
+            watched = self._groups.known(group)
+            if watched is not None:
+                watched.catch_up(group._get_sequence_number_for_group(), call_site())
 
     # ------------------------------------------------------------------ from the guard's thread
 

@@ -301,7 +301,7 @@ def test_a_rank_with_a_model_is_waited_for_longer_in_its_first_step(
     assert (finding.kind, finding.culprits) == (kind, (1,)), finding.text
     assert "at data.py:7 fetch" in finding.text
     assert f"ranks 0,2 wait in {REDUCE} #" in finding.text
-    fix = "Likely fix: none while it loads, fetches or compiles; else see what holds it. A HANG after 300 s."
+    fix = "Likely fix: none while it loads or compiles; else see what holds it. A HANG after 300 s."
     assert (fix in finding.text.splitlines()) is (kind == "waiting")
 
 

@@ -19,7 +19,7 @@ from lockstep.observe.board import Board, flight_path, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
-from lockstep.observe.post_mortem import post_mortem, words_in
+from lockstep.observe.post_mortem import post_mortem, told_in
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import FINISHED, LastWords, Progress, Status
 from lockstep.observe.wording import BEFORE
@@ -442,7 +442,7 @@ def test_last_words(ranks: Ranks, tmp_path: Path, error: BaseException, state: s
     ranks.guards[0].end(error)
     status = ranks.guards[1]._board.sights(is_urgent=True)[0].status
     assert (status.state, status.words) == (state, words)
-    assert words_in(tmp_path / "a") == {0: words}
+    assert {rank: one.words for rank, one in told_in(tmp_path / "a").items()} == {0: words, 1: None}
 
 
 def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> None:

@@ -18,11 +18,12 @@ from lockstep.observe.board import flight_path, from_record, status_of, waits_of
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, FORWARD, OPTIMIZER, OTHER, StepClock
+from lockstep.observe.report import open_step
 from lockstep.observe.report.document import document_of
 from lockstep.observe.report.lanes import lanes_of
 from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
 from lockstep.observe.report.source import RunReader
-from lockstep.observe.status import RAISED, LastWords, Progress, Status
+from lockstep.observe.status import RAISED, LastWords, Progress, Sight, Status
 from lockstep.observe.torch_groups import FROM_CPP
 
 _TEXT = "all_reduce float32 [4] sum"
@@ -91,10 +92,26 @@ def test_moment_has_the_operations_of_the_step_and_who_was_absent(
     gone = moments[1]._replace(says="killed, or gone without a word: at t.py:1 f")
     assert gone.told(was_ended=True).says == "ended because of another: at t.py:1 f"
     assert gone.told(was_ended=False) == gone
-    waited = moments[0]._replace(says="killed, or gone without a word: at t.py:1 f")  # which it had left since
-    whom = f"waited for rank 1: {_TEXT} at t.py:2 f"
-    assert waited.told(was_ended=True).says == f"ended because of another, while it {whom}"
     assert [moment_of(each) for each in json.loads(json.dumps(moments))] == moments
+
+
+def test_of_a_rank_that_was_ended_mute_it_is_said_whom_it_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its launcher, before it could say so: the operation has failed, and it stands where that is handled."""
+
+    class Ended(open_step.Onlooker):
+        def sights(self) -> dict[int, Sight]:
+            return {rank: sight._replace(is_gone=True) for rank, sight in super().sights().items()}
+
+    recorders = [rank_in(tmp_path, rank, 2 - (rank == 1), is_open=False, stack=("t.py:1 f",)) for rank in range(3)]
+    monkeypatch.setattr(open_step, "Onlooker", Ended)
+    survivor, killed, _ = moments_in([tmp_path])
+    for recorder in recorders:
+        recorder.close()
+    waited = f"ended because of another, while it waited for rank 1: {_TEXT} at t.py:2 f"
+    assert survivor.told(was_ended=True).says == waited
+    assert killed.told(was_ended=False).says == "killed, or gone without a word: at t.py:1 f"
 
 
 def test_moment_has_the_phases_of_that_step_to_the_wait_that_has_not_ended(tmp_path: Path) -> None:

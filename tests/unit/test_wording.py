@@ -42,6 +42,6 @@ def test_where_a_rank_stood_before_is_not_said_of_its_end(
     last = Record(3, 3, last_step, 1, 2, 7, False, "world", "barrier", "t.py:9", "")
     status = Status(0, 1, 4711, "b", step=25, stood_step=stood_step, last=last, stack=("t.py:1 start",))
     scene = Scene(0, {0: Sight(status, 0.3, is_gone=True)}, lambda _: [], Limits())
-    where = whereabouts(scene, 0, "was last seen")
+    where = whereabouts(scene, {0: "was last seen"})
     assert where == [f"rank 0 was last seen {seen}", f"  {recorded}"]
     assert stacks(scene, [0]) == []

@@ -12,12 +12,13 @@ from importlib import import_module
 
 import lockstep
 from lockstep.errors import ConfigError, LaunchError
-from lockstep.launch.early_stop import INTERRUPTED, leave_at_once
+from lockstep.launch.early_stop import leave_at_once
 from lockstep.launch.words import current_folder, lead_nowhere, nearest, say
 
 _PARENT_PID = "LOCKSTEP_PARENT_PID"  # of who has started this command for itself, and takes it along when it ends
 _COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
 _USER_ERROR = 2
+_INTERRUPTED = 130
 
 HELP = """usage: lockstep [-h] [--version] COMMAND ...
 
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # before anything was started that could be asked
         say("stopped")
-        return INTERRUPTED
+        return _INTERRUPTED
 
 
 def ends_with_me() -> dict[str, str]:

@@ -30,7 +30,8 @@ from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.board import put_up_in, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
-from lockstep.observe.post_mortem import asking_in, post_mortem, words_in
+from lockstep.observe.hang import FAILING
+from lockstep.observe.post_mortem import is_said_in, post_mortem, told_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
@@ -149,17 +150,21 @@ class Attempt:
         return True
 
     def _seen(self, now_s: float, beats: list[Beat]) -> Seen:
-        is_told = self._course.request is None and not self._signals.count and self._machines is not None
+        machines = self._machines if self._course.request is None and not self._signals.count else None
         has_failed = self.workers.failed()
+        told = told_in(self._flights) if has_failed else {}
+        left = [told[rank] for local in self.workers.running() if (rank := self.ranks[local]) in told]
+        # on the CPU a wait fails; where a GPU waits, the guard sees it, and finds why
+        is_seen = any(one.queued and one.waiting for one in left) and not is_said_in(self._flights)
         return Seen(
             now_s,
             tuple(self._signals.arrived),
-            self._machines.told_stop() if is_told and self._machines is not None else None,
+            None if machines is None else machines.told_stop(),
             {beat.rank: beat.asked for beat in beats if beat.asked},
             {self.ranks[local]: code for local, code in self.workers.stopped().items()},
             has_failed,
             has_failed and self.workers.cause_is_known(),
-            has_failed and not asking_in(self._flights).isdisjoint(self.ranks[one] for one in self.workers.running()),
+            is_seen or any(one.activity == FAILING for one in left),
         )
 
     def _act(self, now_s: float, beats: list[Beat]) -> None:
@@ -255,6 +260,6 @@ class Attempt:
         return ""
 
     def _ended(self) -> list[Ended]:
-        words = words_in(self._flights)
+        words = {rank: status.words for rank, status in told_in(self._flights).items()}
         ended = self.workers.ended(self.ranks, out_of_memory_kills() > self._oom_kills)
         return [replace(one, words=words.get(one.rank)) for one in ended]

@@ -5,12 +5,10 @@ from __future__ import annotations
 import os
 from types import FrameType
 
-INTERRUPTED = 130  # exit code of what a signal stopped before there was anything to keep, as a shell reports SIGINT
-
 
 def leave_at_once(number: int, frame: FrameType | None) -> None:
     """A handler: an import that is interrupted by an exception could swallow it, or die of it in C++."""
     try:
         os.write(2, b"lockstep: stopped\n")
     finally:  # also where the terminal was closed
-        os._exit(INTERRUPTED)
+        os._exit(128 + number)

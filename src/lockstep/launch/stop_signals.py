@@ -45,15 +45,14 @@ def leaving_at_once() -> Iterator[tuple[Callable[[], None], ExitStack]]:
     before = {number: handler for number in stop_signals() if (handler := signal.getsignal(number)) in defaults}
     for number in before:
         signal.signal(number, leave)
+    after = before
     try:
         with stack:
             yield settle, stack
-    except BaseException:
-        for number, handler in before.items():
+        after = dict.fromkeys(before, signal.SIG_IGN)
+    finally:
+        for number, handler in after.items():
             signal.signal(number, handler)
-        raise
-    for number in before:
-        signal.signal(number, signal.SIG_IGN)
 
 
 class StoppedEarly(Exception):

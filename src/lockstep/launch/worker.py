@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, final
 
 from lockstep.comm.pulse import open_pulse
 from lockstep.errors import ConfigError
-from lockstep.launch.early_stop import INTERRUPTED
 from lockstep.observe.last_words import innermost, places_in, quoted
 from lockstep.observe.status import in_words
 
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 AGENT_PID = "LOCKSTEP_AGENT_PID"  # set by our agent only: it also prints what its workers report
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # set by our agent and by torchrun; torchrun prints the message in it
 REQUEUE = 75  # exit code of a run that a signal stopped after its checkpoint: start it again, and it goes on
+INTERRUPTED = 130  # of one that a signal stopped before there was anything to keep, as a shell reports SIGINT
 # What asks a run to stop. SIGUSR1 is what batch systems send some time before the end, `#SBATCH --signal=USR1@60`.
 ASKING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>

@@ -167,8 +167,7 @@ def find_gone(scene: Scene) -> Finding | None:
         ranks = [rank for rank, sight in sights.items() if sign in sight.how and _has_vanished(sight)]
         ranks.sort(key=lambda rank: (sights[rank].how, rank))  # which say how long after the first
     lines = [line for rank in ranks for line in _quote(sights[rank])]
-    for rank in ranks:
-        lines += wording.whereabouts(scene, rank, f"was last seen {seconds(sights[rank].age_s)} ago")
+    lines += wording.whereabouts(scene, {r: f"was last seen {seconds(sights[r].age_s)} ago" for r in ranks})
     waits = [wait for wait in scene.waits if set(ranks).intersection(_without(scene, wait))]
     return _finding(scene, "gone", sorted(ranks), "GONE in", scene.done_by(ranks), lines, fix, waits)
 

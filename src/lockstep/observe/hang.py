@@ -189,7 +189,7 @@ def _report_stopped(scene: Scene, ranks: Sequence[int]) -> Finding:
         fix = f"on {', '.join(sorted(hosts))}: {fix}"
     waits = waits_for(scene, ranks)
     lines = [f"not scheduled for {seconds(max(sight.age_s for sight in sights))}: stopped by {why}"]
-    lines += [line for rank in ranks for line in wording.whereabouts(scene, rank, "was last seen")]
+    lines += wording.whereabouts(scene, dict.fromkeys(ranks, "was last seen"))
     if len(scene.sights) > 2 and len(ranks) == len(scene.sights) - 1:
         lines.append(f"all but {names([scene.me])}: it may as well be that this host is cut off")
     lines += wording.waiters(waits)
@@ -211,7 +211,7 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
     if all(text == _LOADS for text in how.values()):
         what, why = "no batch", f"no deadlock: all go on once {are} given the batch."
         fix = "see what it waits for: disk, network, a lock, a worker. Is that usual: a longer LOCKSTEP_HANG_S."
-    lines = [line for rank in ranks for line in wording.whereabouts(scene, rank, how[rank])]
+    lines = wording.whereabouts(scene, how)
     if all(text == _COMPUTES for text in how.values()):
         why = "the GPU does what it is given in order: it comes to the collective when that is done, if ever."
         fix = f"see what {names(ranks)} had its GPU do before: CUDA_LAUNCH_BLOCKING=1 shows the line."
@@ -243,12 +243,11 @@ def _report_transport(scene: Scene, wait: Wait, gone: Mapping[int, str]) -> Find
 
 
 def _report_waiting(scene: Scene, wait: Wait, busy: Sequence[int]) -> Finding:
-    lines = [line for rank in busy for line in wording.whereabouts(scene, rank, _at_work(scene, rank))]
+    lines = wording.whereabouts(scene, {rank: _at_work(scene, rank) for rank in busy})
     lines += wording.waiters(waits_for(scene, busy) or [wait])
     end, fix, states = wording.NO_FAULT, "", {state(scene, rank) for rank in busy}
     if "starting" in states:
-        later_s = START_TIMES * scene.hang_s
-        fix = f"none while it loads, fetches or compiles; else see what holds it. A HANG after {later_s:g} s."
+        fix = f"none while it loads or compiles; else see what holds it. A HANG after {START_TIMES * scene.hang_s:g} s."
     if "looping" in states:
         end, fix = "; is that a loop without an end?", "end that loop, or see why what it waits for never comes."
     done = scene.done_by(busy)
@@ -273,9 +272,8 @@ def _at_work(scene: Scene, rank: int) -> str:
 
 def _report_timed_out(scene: Scene, wait: Wait, ranks: Sequence[int], line: str) -> Finding:
     step = scene.done_by(ranks or (scene.me,))
-    are = "is" if len(ranks) == 1 else "are"
-    them = f"{names(ranks)} {are} not there" if ranks else "nobody has set it"
-    lines = [text for rank in ranks for text in wording.whereabouts(scene, rank, _not_there(scene, rank))]
+    them = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'} not there" if ranks else "nobody has set it"
+    lines = wording.whereabouts(scene, {rank: _not_there(scene, rank) for rank in ranks})
     lines += wording.waiters([wait._replace(rank=rank) for rank in (scene.me, *wait.ranks) if rank not in wait.absent])
     lines += wording.waiters([one for one in waits_for(scene, ranks) if one.rank in wait.absent])
     fix = f"see why {them}; may it be so late: timeout=, there or in init_process_group."

@@ -237,11 +237,8 @@ class Lookout:
 
     def of_failure(self, error: BaseException) -> Finding | None:
         """Why the newest operation of this rank failed, by torch's `error`; put up. None where that cannot be seen."""
-        with self._voice.spared("looking for the cause of an error"):
-            return self.certain() or self._cause_of(error)
-        return None
-
-    def _cause_of(self, error: BaseException) -> Finding | None:
+        if self.certain() is not None:
+            return self.finding
         deadline = time.monotonic() + _NEWS_S
         while ((found := self.now(has_failed=True)) is None or _may_be_another(found)) and time.monotonic() < deadline:
             time.sleep(0.02)  # the others may be about to say it

@@ -10,31 +10,21 @@ from lockstep.errors import CollectiveMismatch, ConfigError
 from lockstep.observe.board import FLIGHTS, from_record, status_of
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.flight import FlightRecord
-from lockstep.observe.hang import FAILING
 from lockstep.observe.scene import Limits, Scene
-from lockstep.observe.status import LastWords, Sight, Status
+from lockstep.observe.status import Sight, Status
 
 
-def words_in(folder: Path) -> dict[int, LastWords]:
-    """What ranks said when they left, by rank: also of an exception that `sys.exit(1)` followed."""
-    return {rank: status.words for rank, status in _told_in(folder).items() if status.words is not None}
-
-
-def asking_in(folder: Path) -> set[int]:
-    """The ranks that are about to say why they cannot go on.
-
-    One asks why an operation has failed. Where a GPU waits, none fails: the guard sees what is under way, and finds.
-    """
+def told_in(folder: Path) -> dict[int, Status]:
+    """What ranks have said last: how they left, too, also of an exception that `sys.exit(1)` followed."""
     with _records_in(folder) as records:
-        is_said = any(record.notice() for record in records.values())
-    told = _told_in(folder).items()
-    return {rank for rank, one in told if one.activity == FAILING or (one.queued and one.waiting and not is_said)}
+        told = ((rank, status_of(record.status())) for rank, record in records.items())
+        return {rank: status for rank, status in told if status is not None}
 
 
-def _told_in(folder: Path) -> dict[int, Status]:
+def is_said_in(folder: Path) -> bool:
+    """Whether the guards of this machine have put up what they found."""
     with _records_in(folder) as records:
-        told = {rank: status_of(record.status()) for rank, record in records.items()}
-    return {rank: status for rank, status in told.items() if status is not None}
+        return any(record.notice() for record in records.values())
 
 
 def post_mortem(folder: Path) -> str:

@@ -140,17 +140,17 @@ def thread_error() -> BaseException | None:
 
 def _ignored(args: sys.UnraisableHookArgs) -> None:
     """By Python: an error that a handler of `atexit` has raised. It ends this rank, unless one has ended it before."""
-    error, is_at_exit = args.exc_value, "atexit callback" in (args.err_msg or "") and not hasattr(sys, "last_value")
-    is_stop = is_at_exit and isinstance(error, KeyboardInterrupt) and DEBUG not in os.environ
+    is_its_end = "atexit callback" in (args.err_msg or "") and not hasattr(sys, "last_value")
+    error = args.exc_value if is_its_end else None
+    is_stop = isinstance(error, KeyboardInterrupt) and DEBUG not in os.environ
     if not is_stop:
         _before[_ignored](args)
-    if error is not None and is_at_exit:
+    if error is not None:
         for guard in tuple(_listening):
             error = guard.cause_of(error)
             kind, message, where, *_ = last_words(error)
-            text = f"raised at {where or 'its exit'}: {in_words(kind, message)}; no exit code tells of it"
-            text = "was interrupted as it ended" if is_stop else text
-            sys.stderr.write(f"lockstep: rank {guard.rank} {text}\n")
+            said = f"raised at {where or 'its exit'}: {in_words(kind, message)}; no exit code tells of it"
+            sys.stderr.write(f"lockstep: rank {guard.rank} {'was interrupted as it ended' if is_stop else said}\n")
         sys.last_value = error
 
 

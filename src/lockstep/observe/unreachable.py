@@ -24,7 +24,7 @@ def find_unreachable(scene: Scene) -> Finding | None:
         lines.append(
             f"nothing has come from {host} ({names(ranks)}) for {since}: the network is cut, or it stands still"
         )
-    lines += [line for rank in lost for line in wording.whereabouts(scene, rank, "was last heard")]
+    lines += wording.whereabouts(scene, dict.fromkeys(lost, "was last heard"))
     fix = f"`ping {hosts[0]}`, and see there whether its ranks run; `lockstep doctor` tries all ways."
     key, head, least = ",".join(hosts), f"UNREACHABLE in {step_after(scene.step)}.", wording.waiters(waits)
     return wording.compose(scene, "unreachable", key, head, lost, [*least, *lines], fix=fix, done=scene.step)

@@ -65,12 +65,10 @@ def state(scene: Scene, rank: int) -> Root:
 def _is_starting(scene: Scene, status: Status) -> bool:
     """In its first step a rank may build, fetch or compile what the others wait for; but a group is made by all.
 
-    So before its first call; and once a model has been wrapped, until it makes a call for the second time. Elsewhere
-    nobody knows whether a program has steps, and a hang would be told late.
+    So before its first call; and where a model was wrapped, for else nobody knows of steps, before it repeats a call.
     """
-    if status.step or scene.step or status.unmoved_s >= START_TIMES * scene.hang_s:
-        return False
-    if any(wait.record.group == NEW_GROUP for wait in scene.waits):
+    has_ended = status.step or scene.step or status.unmoved_s >= START_TIMES * scene.hang_s
+    if has_ended or any(wait.record.group == NEW_GROUP for wait in scene.waits):
         return False
     if status.last is None or status.last.group == INIT:
         return True

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any, Literal, final
 
 from lockstep import errors
 from lockstep.observe.flight import Record
+from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import Scene, Wait
 from lockstep.observe.status import Status
 
 LINES, COLUMNS = 12, 110
 _WRAPPER = textwrap.TextWrapper(COLUMNS - 6, subsequent_indent="  ", break_on_hyphens=False)  # a path stays whole
 BEFORE = "before"  # topic of sentences that a rank tells of itself: what may explain why it is not with the others
+_PLURALS = {"is": "are", "was": "were", "has": "have", "waits": "wait"}
 NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 STANDSTILLS = ("stopped", "unreachable", "hang")  # kinds of which ranks may yet go on
@@ -181,19 +183,33 @@ def stacks(scene: Scene, ranks: Iterable[int]) -> list[str]:
     return [f"stack of {names(ranks)}: {' < '.join(reversed(stack))}" for stack, ranks in ordered]
 
 
-def whereabouts(scene: Scene, rank: int, how: str) -> list[str]:
-    """Where `rank` is, and what it did last."""
+def whereabouts(scene: Scene, how: Mapping[int, str]) -> list[str]:
+    """Where ranks are, and what they did last; ranks at one place share a line. how: of each, "is not there"."""
+    places = alike({rank: _place(scene, rank, text) for rank, text in how.items()})
+    did = {last for _, last in places}
+    is_shared = len(places) > 1 and len(did) == 1 and len(next(iter(did))) == 1
+    lines = []
+    for (text, last), ranks in places.items():
+        verb, _, rest = text.partition(" ")
+        unmoved_s = min(scene.status(rank).unmoved_s for rank in ranks) if ": at " in text else 0.0
+        moved = f", unmoved for {seconds(unmoved_s)}" if unmoved_s >= 1 else ""
+        lines.append(f"{names(ranks)} {_PLURALS.get(verb, verb) if len(ranks) > 1 else verb} {rest}{moved}")
+        lines += () if is_shared else last
+    return lines + ([f"each of them {did.pop()[0].lstrip()}"] if is_shared else [])
+
+
+def _place(scene: Scene, rank: int, how: str) -> tuple[str, tuple[str, ...]]:
+    """What is said of `rank` and where it is; what it did last, and has told of itself."""
     if rank not in scene.sights:
-        return [f"{names([rank])} {how}"]
+        return how, ()
     status = scene.status(rank)
-    moved = f", unmoved for {seconds(status.unmoved_s)}" if status.unmoved_s >= 1 else ""
-    here = f": at {status.stack[-1]}{moved}" if status.stack else ""
+    here = f": at {status.stack[-1]}" if status.stack else ""
     last, issued = "nothing yet" if status.last is None else operation(status.last), "issued last"
     if status.stood_step is not None:
         how, here = f"{how} in {step_after(status.stood_step)}", ""
         if status.last is not None and status.last.step < status.step - 1:  # what C++ starts is recorded a little later
             last, issued = f"{last}, in {step_after(status.last.step)}", "recorded last"
-    return [f"{names([rank])} {how}{here}", f"  {issued}: {last}", *told_before(status)]
+    return how + here, (f"  {issued}: {last}", *told_before(status))
 
 
 def told_before(status: Status) -> list[str]:
@@ -228,10 +244,11 @@ def compose(
     who = f"  {culprit(scene, culprits)}" if culprits and kind not in _BLAMELESS else ""
     is_certain = is_certain and kind not in (*_MAY_PASS, *_NOTES)
     evidence = scene.limits.evidence if is_certain or kind in _MAY_PASS else ""
-    end = [f"Why it matters: {why}"] * bool(why) + [f"Likely fix: {fix}"] * bool(fix)
-    end += [f"Evidence: {evidence}"] * bool(evidence)
-    room = LINES - 1 - len(end)
     middle = [line for text in body for line in _WRAPPER.wrap(text)]
+    end = [f"Likely fix: {fix}"] * bool(fix) + [f"Evidence: {evidence}"] * bool(evidence)
+    if why and len(middle) + len(least) + len(end) != LINES - 1:  # all there is finds room, but for this
+        end.insert(0, f"Why it matters: {why}")
+    room = LINES - 1 - len(end)
     middle += least
     if len(middle) > room:
         middle = [*middle[: room - 1], f"... and {len(middle) - room + 1} more"]

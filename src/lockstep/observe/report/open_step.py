@@ -36,11 +36,6 @@ class OpenOp(NamedTuple):
     left_ns: int  # 0: never
     absent: Sequence[int]  # ranks that had not begun their part
 
-    @property
-    def words(self) -> str:
-        """What its rank did, once others were absent."""
-        return f"waited for {names(self.absent)}: {self.text} at {self.site}"
-
 
 class Moment(NamedTuple):
     """One rank when it was last seen."""
@@ -53,12 +48,8 @@ class Moment(NamedTuple):
     phases: Sequence[tuple[int, int]] = ()  # of its thread, and when each began; nothing where that is not known
 
     def told(self, was_ended: bool) -> Moment:
-        """As its launcher tells of it. was_ended: by that, because of another rank, before it could say more itself."""
-        if not was_ended or GONE not in self.says:
-            return self
-        missed = next((op for op in self.ops if op.absent), None)
-        at = self.says.partition(GONE)[2] if missed is None else f", while it {missed.words}"
-        return self._replace(says=f"ended because of another{at}")
+        """As its launcher tells of it. was_ended: by that, because of another rank."""
+        return self._replace(says=self.says.replace(GONE, "ended because of another")) if was_ended else self
 
 
 def moments_in(folders: Sequence[Path]) -> list[Moment]:
@@ -89,8 +80,11 @@ def _moment(rank: int, before: Scene, as_they_are: Scene) -> Moment:
     until_ns = max([seen_ns, *(max(record.entered_ns, record.left_ns) for record in newest)])
     missed, words = next((op for op in ops if op.absent), None), status.words
     is_left = words is not None and (words.is_consequence or words.kind in ("KeyboardInterrupt", "SystemExit"))
-    if missed is not None and words is not None and is_left:
-        says = f"{missed.words}; then {words.kind}"
+    waited = "" if missed is None else f"waited for {names(missed.absent)}: {missed.text} at {missed.site}"
+    if waited and words is not None and is_left:
+        says = f"{waited}; then {words.kind}"
+    elif waited and says.startswith(GONE):  # where it was seen last may be where it was before
+        says = f"{GONE}, while it {waited}"
     phases = list(status.phases)
     if phases and (wait := before.blocked.get(rank)) is not None:  # a clock knows of waits that have ended
         phases.append((EXPOSED, max(phases[-1][1], wait.record.entered_ns)))

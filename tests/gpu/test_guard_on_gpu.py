@@ -41,7 +41,7 @@ for step in range(1, 41):
 tensor[0].item()
 dist.destroy_process_group()
 """
-_STUCK = "waits for its GPU, which is at what it was given before: at "
+_STUCK = "waits for a GPU that is at what it was given before: at "
 _NOT_THERE = r"HANG.* in step 20\..*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}"
 _IN_TRAINING = {
     "sleeps": ("time.sleep(600)  # fault", _NOT_THERE, "stack of rank 0: {item}"),

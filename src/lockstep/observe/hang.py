@@ -19,7 +19,7 @@ from lockstep.observe.wording import Finding, names, seconds, step_after, times
 FAILING = "failing"  # activity of a rank that asks why its operation has failed
 _LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOADS = "is loading data"
-_COMPUTES = "waits for its GPU, which is at what it was given before"
+_COMPUTES = "waits for a GPU that is at what it was given before"
 _TIMED_OUT = re.compile("(?P<store>wait timeout|Socket Timeout|waiting for clients|client socket has)|[Tt]imed out")
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
 
@@ -214,7 +214,7 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
     lines = wording.whereabouts(scene, how)
     if all(text == _COMPUTES for text in how.values()):
         why = "the GPU does what it is given in order: it comes to the collective when that is done, if ever."
-        fix = f"see what {names(ranks)} had its GPU do before: CUDA_LAUNCH_BLOCKING=1 shows the line."
+        fix = f"see what the GPU of {names(ranks)} was given before: CUDA_LAUNCH_BLOCKING=1 shows the line."
     if alone:
         what, why, fix, lines = "no match of messages", "", PAIR_UP, []
     if more:

@@ -27,7 +27,7 @@ def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding
                 lines += [f"  rank {end}: {call(one)}" for end, one in zip(ends, pair, strict=True)]
                 is_said, step = than == "more", min(record.step for record in pair)
                 kind: Kind = "messages" if is_said else "mismatch"
-                head = f"{'SIZES of messages differ' if is_said else 'MISMATCH'} in {step_after(step)}."
+                head = ("SIZES of messages differ" if is_said else "MISMATCH") + f" in {step_after(step)}."
                 key = ",".join(map(str, sorted(ends)))
                 return compose(scene, kind, key, head, sorted(ends), lines, fix=fix, done=step)
     return None

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from far_tensors import Far
 from lockstep.observe.gradients import (
     SHARE,
     GradientWatch,
@@ -81,6 +82,20 @@ def test_looking_costs_its_share_of_the_time_and_no_more() -> None:
     for _ in range(100):
         clock.now += step_s
         assert looks(cheap, bad)
+
+
+def test_a_device_is_waited_for_once_all_buckets_have_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Far, "may_wait", False)
+    watch, bad = GradientWatch(), torch.tensor([1.0, NAN]).as_subclass(Far)
+    for values in (bad, torch.ones(3).as_subclass(Far)):
+        watch.begin()
+        watch.look(torch.ones(2).as_subclass(Far), ["a"], lambda: [bad])
+        watch.look(values, iter(["b"]), lambda: [bad])
+    monkeypatch.setattr(Far, "may_wait", True)
+    assert watch.settle() == []  # of the last backward, in which another rank made the mean bad
+    watch.begin()
+    watch.look(bad, iter(["b"]), lambda: [bad])
+    assert [str(fault) for fault in watch.settle()] == ["'b' (1 NaN of 2 elements)"]
 
 
 def test_off() -> None:

@@ -107,22 +107,35 @@ class GradientWatch:
         self._spent_s = 0.0
         self._begun_s = clock()
         self._looks = False
+        self._sums: list[Tensor] = []  # of buckets on a device, and how to look at these
+        self._closer: list[Callable[[], list[Fault]]] = []
 
     def begin(self) -> None:
         """A synchronised backward begins."""
         self.step += 1
-        self.faults = []
+        self.faults, self._sums, self._closer = [], [], []
         is_affordable = self._spent_s <= SHARE * (self._clock() - self._begun_s)
         self._looks = self.is_on and (self.step <= FIRST_STEPS or is_affordable)
 
     def look(self, bucket: Tensor, names: Iterable[str], gradients: Callable[[], Iterable[Tensor]]) -> None:
-        """At a bucket, complete and not yet sent, and if need be at the `gradients` in it.
-
-        Waits for the device where that is another than the CPU.
-        """
+        """At a bucket, complete and not yet sent, and if need be at the `gradients` in it: on a device by `settle`."""
         if not self._looks:
             return
         began = self._clock()
-        if not bool(total(values_of(bucket)).isfinite()):
+        whole = total(values_of(bucket))
+        if bucket.is_cuda:
+            self._sums.append(whole)
+            self._closer.append(lambda: nonfinite_gradients(zip(names, gradients(), strict=True)))
+        elif not bool(whole.isfinite()):
             self.faults += nonfinite_gradients(zip(names, gradients(), strict=True))
         self._spent_s += self._clock() - began
+
+    def settle(self) -> list[Fault]:
+        """What was found in this backward, all buckets of which have left; waits for the device once.
+
+        There a bucket may hold the mean by now: it is looked at if it was not finite before.
+        """
+        are_finite = torch.stack(self._sums).isfinite().tolist() if self._sums else []
+        for closer, is_finite in zip(self._closer, are_finite, strict=True):
+            self.faults += [] if is_finite else closer()
+        return self.faults

@@ -163,7 +163,7 @@ class GradExchange:
         report = Report()
         if not shadow:
             frozen = [i for i in absent if not self.params[i].requires_grad]
-            report = Report(frozen=frozen, is_faulty=bool(self.watch.faults), local_steps=self.local.count)
+            report = Report(frozen=frozen, is_faulty=bool(self.watch.settle()), local_steps=self.local.count)
         early = None if self.hook.chains else ControlMessage(self.comm, self.used, report)
         for bucket in self.buckets:
             bucket.finish()

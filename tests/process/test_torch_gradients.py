@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from guarded_programs import Case, is_named, small, train
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+
+from far_tensors import Far, HostNumber, Spoilt
+from lockstep.observe import finite_later, torch_gradients
+from lockstep.observe.torch_backward import BACKWARDS
 
 
 def nan_loss(rank: int, _: Path) -> None:
@@ -67,6 +72,41 @@ def never_filled(rank: int, _: Path) -> None:
     train(model, 3)
 
 
+def far(rank: int, *, is_sharded: bool = False, hides: bool = False) -> None:
+    """As on a device, where no loss is known in its step; past those in which all gradients are looked at."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(BACKWARDS, "_plain", Far)
+        patch.setattr(finite_later, "host_number", lambda: HostNumber(is_near=True))
+        patch.setattr(torch_gradients, "_is_probe_faulty", lambda: False)
+        module = small()
+        model: Any = fully_shard(module) or module if is_sharded else DistributedDataParallel(module)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(40):
+            is_here = (rank, step) == (1, 20)
+            optimizer.zero_grad()
+            out = model(torch.full((3, 4), float("nan") if is_here and not hides else 1.0))
+            loss = out.sum().as_subclass(Far)
+            torch.autograd.backward(Spoilt.apply(loss, float("nan")) if is_here and hides else loss)  # type: ignore[no-untyped-call]
+            optimizer.step()
+        _held[:] = [optimizer]
+
+
+def far_loss(rank: int, _: Path) -> None:
+    far(rank)
+
+
+def far_sharded_loss(rank: int, _: Path) -> None:
+    far(rank, is_sharded=True)
+
+
+def far_gradient(rank: int, _: Path) -> None:
+    far(rank, hides=True)
+
+
+def far_sharded_gradient(rank: int, _: Path) -> None:
+    far(rank, is_sharded=True, hides=True)
+
+
 WRONG: dict[Case, tuple[str, ...]] = {
     nan_loss: ("NOT FINITE gradients in step 4.  Culprit: rank 1", "the loss is not finite at", "'0.weight' (28 NaN"),
     nan_in_backward: ("NOT FINITE gradients in step 4.  Culprit: rank 1", "not finite before averaging"),
@@ -76,6 +116,10 @@ WRONG: dict[Case, tuple[str, ...]] = {
         "'2.weight' (21 NaN",
     ),
     nan_in_last_backward: ("NOT FINITE gradients in step 14.  Culprit: rank 1", "before averaging", "(21 NaN"),
+    far_loss: ("NOT FINITE gradients in step 21.  Culprit: rank 1", "rank 1: the loss is not finite at"),
+    far_sharded_loss: ("NOT FINITE gradients in step 21.  Culprit: rank 1", "rank 1: the loss is not finite at"),
+    far_gradient: ("NOT FINITE gradients in step 21.  Culprit: rank 1", "rank 1: gradients are not finite before"),
+    far_sharded_gradient: ("NOT FINITE gradients in step 21.", "on which rank it began cannot be told"),
     nan_parameters: ("NOT FINITE parameters before step 2.", "before the backward at", "'2.weight' (21 NaN of 21"),
     never_filled: ("NOT FINITE parameters before step 1.", "to_empty()", "parameters: '2.weight' ("),
 }

@@ -127,7 +127,7 @@ def test_losses_of_a_step_are_kept_until_the_next_with_the_step_they_were_in(loo
     for step in range(4):
         looks.recorder.set_step(step)
         train(optimizer, param, step + 1)
-    assert [(step, [value for value, _ in losses]) for step, losses, _ in looks.seen] == [(2, [9.0]), (3, [12.0])]
+    assert [(step, [value for value, _ in losses]) for step, losses, *_ in looks.seen] == [(2, [9.0]), (3, [12.0])]
     assert BACKWARDS.recent == []
 
 
@@ -137,7 +137,7 @@ def test_what_a_finite_loss_hid_is_told_of_its_step_whether_the_guard_looks_or_i
 ) -> None:
     param, told = nn.Parameter(torch.ones(3)), list[Any]()
     optimizer = torch.optim.SGD([param], lr=0.1)
-    facts = SimpleNamespace(tell=lambda *fact: told.append(fact))
+    facts = SimpleNamespace(tell=lambda *fact: told.append(fact), sights={})
     guard = SimpleNamespace(recorder=looks.recorder, settings=SimpleNamespace(mode="on"), facts=facts)
     OPTIMIZERS.looks = gradients = GradientFacts(cast("Any", guard), lambda _: [("weight", param)])
     for step in range(7):
@@ -153,4 +153,4 @@ def test_what_a_finite_loss_hid_is_told_of_its_step_whether_the_guard_looks_or_i
     [(topic, step, (_, [fault], _))] = told
     assert (topic, step) == ("gradient", 5)
     assert fault == "'weight' (3 NaN of 3 elements)"
-    assert [step for step, _, _ in gradients.seen] == ([5, 6] if is_looking else [*range(7)])
+    assert [step for step, *_ in gradients.seen] == ([5, 6] if is_looking else [*range(7)])

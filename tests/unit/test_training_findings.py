@@ -349,6 +349,25 @@ def test_gradients_that_are_not_finite_are_told_once_all_have_come_by() -> None:
     assert "gradients after averaging: weight" in note.text
 
 
+def test_what_a_device_computes_is_told_once_all_know_how_it_went_and_the_first_step_counts() -> None:
+    def tells(until: int, told: int | None = None) -> Tell:
+        def tell(facts: Facts, rank: int) -> None:
+            facts.tell("finite", "until", until if rank == 1 else 9)
+            if rank != 1:
+                facts.tell("gradient", 3, ["", ["weight"], SITE])
+            elif told is not None:
+                facts.tell("gradient", told, ["the loss is not finite", ["weight"], SITE])
+
+        return tell
+
+    ahead = {0: 30, 1: 30, 2: 30}
+    assert is_quiet(tells(2), steps=ahead)  # rank 1 may yet say that it began there, or before
+    [note] = noted(tells(3, told=2), steps=ahead)
+    assert (note.culprits, "in step 3." in note.text) == ((1,), True)
+    assert "cannot be told" in noted(tells(3), steps=ahead)[0].text
+    assert noted(tells(2), steps=ahead, gone=[1])
+
+
 def test_where_every_loss_was_finite_no_rank_is_blamed() -> None:
     [note] = noted(lambda facts, _: facts.tell("gradient", 3, ["", ["weight"], SITE]))
 

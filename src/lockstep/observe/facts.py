@@ -22,6 +22,7 @@ from lockstep.observe.status import Sight, Status, ToldFacts
 
 DETAILS = "details"
 NEVER_FINITE = "parameters were not finite before the backward"  # a rank says of its gradients
+FINITE, UNTIL = "finite", "until"  # up to which step a rank knows that what its device has computed is
 _NEWEST, _OLDER, _EVERY = 8, 16, 16  # keys of one topic that are kept: all of the newest, some of the older ones
 _TOPICS = 256  # with a number, of models and loops that a program makes one after the other
 _ROOM = 24_000  # characters of details in a status

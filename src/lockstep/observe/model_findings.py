@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lockstep.observe.divergence import END, SYNC_ALIKE
-from lockstep.observe.facts import NEVER_FINITE, Topic, shown
+from lockstep.observe.facts import FINITE, NEVER_FINITE, UNTIL, Topic, shown
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import alike, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, have_all_told
@@ -171,6 +171,7 @@ def find_not_finite(scene: Scene, topic: Topic) -> Iterator[Finding]:
         silent = [scene.sights[rank] for rank in scene.sights if rank not in told and scene.is_running(rank)]
         is_heard = len(scene.sights) == scene.status(scene.me).world_size
         before = [one for one in silent if one.status.step <= int(step) + 1 or one.age_s > GRACE_S]
+        before += [one for one in silent if one.status.facts.get(FINITE, {}).get(UNTIL, int(step)) < int(step)]
         if any(END not in one.status.facts for one in before) or (scene.step <= int(step) and not is_heard):
             return  # they may yet tell
         origins = {rank: value[0] for rank, value in told.items() if value[0]}

@@ -26,7 +26,7 @@ from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
 
 _KEPT = 256  # of one step
-_SMALL = 1 << 12  # elements
+SMALL = 1 << 12  # elements of a probe; bytes of what is kept with a loss until the next step that is looked at
 
 Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it; the line of its backward)
 
@@ -66,7 +66,7 @@ class Backwards(SharedPatches):
         from torch.utils.hooks import unserializable_hook
 
         trained = [param for param in parameters if param.requires_grad and param.is_floating_point()]
-        first = next((param for param in trained if param.numel() <= _SMALL), None)
+        first = next((param for param in trained if param.numel() <= SMALL), None)
         if first is not None and not any(known() is first for known in self.probes):
             self.probes.append(weakref.ref(first))
             # C's, also below: no frame of Python's runs. Torch warns of others who sends the parameter on.
@@ -105,7 +105,11 @@ class Backwards(SharedPatches):
                     return old(tensors, *args, **kwargs)
                 is_brief = PACE.is_brief
                 if is_brief and not self.once and self.scaled is None and type(tensors) is self._plain:
-                    value = tensors.item() if tensors.is_cpu and tensors.numel() == 1 else 0.0
+                    is_single = tensors.numel() == 1
+                    is_kept = is_single and tensors.is_cuda and len(self.recent) < _KEPT
+                    if is_kept and tensors.untyped_storage().nbytes() <= SMALL:
+                        self.recent.append((tensors.detach(), self.site))  # its value is asked for later
+                    value = tensors.item() if is_single and tensors.is_cpu else 0.0
                     if value - value == 0.0:  # not of inf, nor of nan
                         self.step_site = self.site
                         return old(tensors, *args, **kwargs)

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 _nothing = memoryview(b"").__exit__  # of C: takes three arguments, and does no more
 
-Seen = tuple[int, list[Loss], list[Any]]  # step; of its backwards: losses, and gradients of probes before averaging
+# step; of its backwards: losses, and gradients of probes before averaging; on a device also these as they are applied
+Seen = tuple[int, list[Loss], list[Any], list[Any]]
 
 
 def params_of(optimizer: Any) -> list[Any]:
@@ -103,7 +104,7 @@ class Optimizers(SharedPatches):
         self._begun.setdefault(id(optimizer), before)
         looks = self.looks
         if looks is not None:
-            looks.seen.append((looks.recorder.step, backwards.recent, [*backwards.own]))
+            looks.seen.append((looks.recorder.step, backwards.recent, [*backwards.own], []))
             is_sound = backwards.is_sound
             backwards.recent, backwards.is_sound = [], None
             backwards.own.clear()

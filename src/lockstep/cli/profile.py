@@ -94,6 +94,8 @@ def _table(verdict: Verdict) -> Iterator[str]:
         times_ms = (one.step_ms, *one.phases_ms.values(), one.waited_ms, one.hidden_ms, one.longest_ms)
         rows.append((str(one.rank), *(f"{ms:.2f}" for ms in times_ms), str(one.rss_mib)))
     widths = [max(map(len, column)) for column in zip(names, *rows, strict=True)]
+    if verdict.is_on_gpu:
+        yield "times are the GPU's: when its stream came to what the rank's thread had queued"
     yield "milliseconds per step; `exposed` is communication that the rank stands in, of it `waiting` for another rank"
     for row in (names, *rows):
         yield "  ".join(text.rjust(width) for text, width in zip(row, widths, strict=True))

@@ -8,7 +8,6 @@ import zlib
 from collections import Counter
 from collections.abc import Sequence
 from sys import _getframe
-from time import monotonic_ns
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
@@ -76,7 +75,7 @@ class GuardLayer(TransportLayer):
             return self._submit_parts(op, call_site(2))
         else:
             words = self._words_of(op, call_site(2))
-        recorder, began_ns = self.recorder, monotonic_ns()
+        recorder, began_ns = self.recorder, self.recorder.clock.time()
         is_message = kind == "send" or kind == "recv"
         seqs = self._messages[kind, op.peer, op.tag] if is_message else self._collectives
         number = recorder.enter(next(seqs), words, is_message, began_ns)
@@ -99,7 +98,7 @@ class GuardLayer(TransportLayer):
 
     def has_waited(self, numbers: Sequence[int], began_ns: int) -> None:
         """This thread has had its stream wait for the operation that has these numbers."""
-        self.recorder.clock.waited(numbers[0], began_ns, monotonic_ns())
+        self.recorder.clock.stream_waited(numbers[0], began_ns)
         self.guard.stream_ends.waited(numbers)
 
     def _submit_parts(self, op: CommOp, site: str) -> Work:
@@ -173,7 +172,7 @@ class RecordedWork(Work):
         self._errors: tuple[CommError, CommError] | None = None  # what the transport raised, and what is raised for it
 
     def wait(self, timeout_s: float | None = None) -> None:
-        began_ns = monotonic_ns()
+        began_ns = self._layer.recorder.clock.time()
         try:
             self._work.wait(timeout_s)
         except CommError as error:

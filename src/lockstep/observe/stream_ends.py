@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.profile.device_values import beside_captures
 
 
 @final
@@ -45,7 +46,8 @@ class StreamEnds:
         for _ in range(len(self._under_way)):
             event, numbers = self._under_way.popleft()
             try:
-                has_come = event.query()
+                with beside_captures():
+                    has_come = event.query()
             except RuntimeError:
                 has_come = True
             if has_come:

@@ -72,12 +72,19 @@ class Backwards(SharedPatches):
             # C's, also below: no frame of Python's runs. Torch warns of others who sends the parameter on.
             self._patches.add(first.register_hook(unserializable_hook(partial(self.own.append))).remove)
             if is_sent_by_cpp and self.phases is not None:
-                waits = map(self._tails_ns.append, iter(monotonic_ns, None)).__next__
+                noting = self._tails_ns.append if first.is_cpu else self._queued_all
+                waits = map(noting, iter(monotonic_ns, None)).__next__
                 queue = unserializable_hook(partial(next, map(self._queue, repeat(waits))))
                 handle = first.register_hook(queue)  # called back before DDP, which asks later
                 self._tails = [tail for tail in self._tails if tail[0].hooks_dict_ref() is not None]
                 self._tails.append((handle, queue))
                 self._patches.add(handle.remove)
+
+    def _queued_all(self, now_ns: int) -> None:
+        """Autograd has queued the last of a backward to a device."""
+        self._tails_ns.append(now_ns)
+        if self.phases is not None and self.phases.clock.gpu is not None:
+            self.phases.clock.gpu.stamp(now_ns)
 
     def turned(self, is_brief: bool) -> None:
         """Of steps that are only counted it is not noted since when backward waits, from here on; or it is again."""
@@ -132,6 +139,8 @@ class Backwards(SharedPatches):
                         self.is_sound = loss[0] - loss[0] == 0.0  # not of inf, nor of nan
                         if not self.is_sound:
                             PACE.turn(is_brief=False)  # the gradients are looked at
+                    elif type(loss[0]) is not float and self.phases is not None:
+                        self.phases.clock.device = root.get_device()
                     if len(self.losses) < _KEPT:
                         self.losses.append(loss)
                     if len(self.recent) < _KEPT:

@@ -135,12 +135,16 @@ class TorchSteps:
         if self.counter.leads_alone and self.guard.settings.mode == "on" and not clock.is_marked:
             PACE.plan(self._recorder.step, monotonic_ns())
             clock.is_brief = PACE.is_brief
+            if clock.is_brief:
+                clock.leave_gpu()
 
     def look_closely(self) -> None:
         """From the step on that begins."""
         PACE.turn(is_brief=False)
         clock = self._recorder.clock
         clock.is_brief, clock.waits = False, []  # those are of steps that were only counted
+        if clock.gpu is not None:
+            clock.follow_gpu()
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""

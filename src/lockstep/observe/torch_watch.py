@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
-from time import monotonic_ns
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
 
@@ -80,6 +79,9 @@ class TorchWatch:
         self._meetings = Meetings(guard)
         self._open: dict[int, _Open] = {}  # by id of the Work
         self._batches: dict[int, list[int]] = {}  # by the first of them: messages that one Work stands for
+        self._queued: dict[
+            int, tuple[weakref.ref[Any], int]
+        ] = {}  # a collective on a stream: its Work, as _open has it
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
         self._aborted: set[str] = set()
         self.patches = Patches()
@@ -134,6 +136,7 @@ class TorchWatch:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
         groups, followed, is_message = self._groups, self._groups.followed, CALLS[name].is_message
         recorder, opened, read = self._recorder, self._open, reader_of(name, sys.modules["torch"].Tensor)
+        clock = recorder.clock
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             watched = followed.get(id(group)) or groups.known(group)
@@ -145,6 +148,7 @@ class TorchWatch:
                 frame, depth = sys._getframe(3), 3
             else:
                 is_ours = frame.f_code.co_filename.endswith(_SEAM)
+            now_ns = clock.time() if watched.has_streams else 0
             watched.inside += 1
             number, operation, tensor = -1, (), None
             try:
@@ -155,7 +159,7 @@ class TorchWatch:
                     line = id(frame.f_code), frame.f_lasti, operation
                     words = watched.of_lines.get(line) or watched.learn(line, frame, depth + 1)
                     seq = next(watched.messages[(name, *operation[5:])] if is_message else watched.collectives)
-                    number = recorder.enter(seq, words, is_message)
+                    number = recorder.enter(seq, words, is_message, now_ns)
                 work = old(group, *args, **kwargs)
             except BaseException as error:
                 if number >= 0:
@@ -168,7 +172,7 @@ class TorchWatch:
                 watched.inside -= 1
             if number >= 0:
                 if work is None or watched.has_streams or id(work) in opened:
-                    self._follow(watched, number, work, tensor, is_message)
+                    self._follow(watched, number, work, tensor, is_message, now_ns)
                 else:
                     opened[id(work)] = number, watched, weakref.ref(work), _MESSAGE if is_message else watched.seen
                 if self._is_checking and not is_message:
@@ -189,11 +193,17 @@ class TorchWatch:
             self._in_flight = InFlight()
         self._in_flight.started(work, tensor, what)
 
-    def _follow(self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool) -> None:
-        """See to it that record `number` is left when its operation has ended."""
+    def _follow(
+        self, watched: WatchedGroup, number: int, work: Any, tensor: Any, is_message: bool, began_ns: int = 0
+    ) -> None:
+        """See to it that record `number` is left when its operation has ended. began_ns: of one on a stream."""
         is_queued = watched.has_streams and (tensor is None or not tensor.is_cpu)
         if is_queued and not is_message:
             watched.pending.append((watched.seen, number))
+            if work is not None:
+                self._queued[id(work)] = weakref.ref(work), number
+            else:  # its stream stands in it, the thread goes on
+                self._recorder.clock.stream_waited(number, began_ns)
         elif is_queued and work is None:
             watched.batch.append(number)
         elif work is None:
@@ -220,10 +230,10 @@ class TorchWatch:
 
     def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
         """Work.wait, after which the operation has ended."""
-        pop, stood, clock = self._open.pop, self._recorder.stood, self._recorder.clock
+        pop, stood, clock, queued = self._open.pop, self._recorder.stood, self._recorder.clock, self._queued
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
-            since_ns = monotonic_ns()
+            since_ns = clock.time()
             changed = None if self._in_flight is None else self._in_flight.waited(work)
             try:
                 is_done = old(work, *args, **kwargs)
@@ -233,12 +243,13 @@ class TorchWatch:
             finally:
                 ended = pop(id(work), None)
                 if ended is not None and ended[3] == _QUEUED_MESSAGE:
-                    clock.waited(ended[0], since_ns, monotonic_ns())
+                    clock.stream_waited(ended[0], since_ns)
                     self._guard.stream_ends.waited(self._batches.pop(ended[0], ended[:1]))
                 elif ended is not None:
                     stood(ended[0], since_ns)
                 else:
-                    clock.waited(UNKNOWN, since_ns, monotonic_ns())
+                    known, number = queued.pop(id(work), (None, UNKNOWN))
+                    clock.stream_waited(number if known is not None and known() is work else UNKNOWN, since_ns)
             if changed is not None:
                 raise changed
             return is_done

@@ -103,6 +103,7 @@ class Steps:
     cuda_mib: int = 0  # most so far
     operations: int = 0  # started
     counted: int = 0  # of its steps that were only counted: phases but "data" are as in the last one that was timed
+    on_gpu: int = 0  # of its steps that are told by the times of a GPU's stream, not of the rank's thread
     every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
     unlisted: int = 0  # operations that are not in `ops`, where the others are
     hidden_us: int | None = None  # operations were open and the thread did not wait; None where `ops` are not listed
@@ -152,6 +153,11 @@ class Run:
     def is_whole(self) -> bool:
         """No rank has ended a step: what there is, is all of the program: see `Steps.whole`."""
         return any(line.whole for record in self.ranks.values() for line in record.lines)
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Its times are those of GPUs: see `Steps.on_gpu`."""
+        return any(line.on_gpu for record in self.ranks.values() for line in record.lines)
 
     @property
     def _last(self) -> Start:

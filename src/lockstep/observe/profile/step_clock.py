@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from operator import add
 from threading import get_ident
 from time import monotonic_ns
 from typing import Any, NamedTuple, final
 
+from lockstep.observe.profile import stream_times
+from lockstep.observe.profile.stream_times import Stamped, StreamClock, Times, on_stream
+
 PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
 DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, OTHER = range(len(PHASES))
 _RECENT = 256  # marks of a step that has not ended
 _NONE = -1  # asked for by another thread
 _STEPS = 4096  # that nobody has taken yet
+_AHEAD = 256  # steps that a GPU has not come to, as far as is known: of more no events are kept
 WAITS = MARKS = 4096  # of one step
 
 
@@ -40,12 +43,16 @@ class Step(NamedTuple):
     summed_ns: Sequence[int] = ()  # of each of PHASES, together the step; else where there are no marks
     values: Values | None = None
     is_brief: bool = False  # only its batches were timed: `summed_ns` has the rest as in the last step that was
+    times: Times | None = None  # all times are those of a GPU's stream, by these
 
-
-_step_of = partial(tuple.__new__, Step)  # as Step._make, without a call of Python
 
 # step, began_ns, ended_ns, samples, waits, marks, summed_ns, values, is_brief: as in Step
 Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int], Values | None, bool]
+
+
+def _made(ended: Ended, operations: tuple[int, int], tokens: int) -> Step:
+    number, began_ns, ended_ns, samples, *others = ended
+    return tuple.__new__(Step, (number, began_ns, ended_ns, tokens, samples, operations, *others, None))
 
 
 @final
@@ -78,8 +85,13 @@ class StepClock:
         self.marks: list[Mark] = [(OTHER, monotonic_ns())]  # of this step, which is in the phase of the last one
         self.began_ns = self.marks[0][1]  # the step under way
         self._first = 0
+        self.time: Callable[[], int] = monotonic_ns  # when a wait begins; on a GPU with a stamp of its stream
+        self.gpu: StreamClock | None = None  # once the process computes on CUDA
+        self.device: int | None = None  # which of its GPUs, where that is not the current one
+        self.until_ns = 0  # how long who takes the steps waits for a GPU: not at all
         self.summed_ns: Sequence[int] = ()  # of the step's beginning, where it has too many marks
         self._last_waits = self.waits  # of that: as many as are kept
+        self._next: Step | None = None  # the first that a GPU has not come to the end of
         self._timed: Step | None = None  # the last that was not brief
 
     def switch(self, phase: int) -> int:
@@ -100,6 +112,14 @@ class StepClock:
             if len(self.waits) >= WAITS:
                 self.sum_up(ended_ns)
 
+    def stream_waited(self, number: int, began_ns: int) -> None:
+        """As `waited`, until now, of what only the thread's stream waits for: nothing is known where its times are not.
+
+        began_ns: by `time`.
+        """
+        is_known = self.gpu is not None and self.gpu.expects(number)
+        self.waited(number if is_known else UNKNOWN, began_ns, monotonic_ns())
+
     def step_done(self, step: int, operations: int, tokens: int = 0) -> None:
         """A step ends and the next one begins. operations: started by this rank so far."""
         if get_ident() == self.owner:
@@ -119,7 +139,26 @@ class StepClock:
         ended = step, self.began_ns, now_ns, self.samples, waits, marks, self.summed_ns, values, self.is_brief
         self.step, self.began_ns, self.samples = step, now_ns, 0
         self.waits, self.marks, self.summed_ns, self.is_brief = [], [(self.rest, now_ns)], (), False
+        if self.gpu is not None or stream_times.is_in_use():
+            self.follow_gpu()
         return ended
+
+    def follow_gpu(self) -> None:
+        """The step that begins is to be told by the times of the stream that its thread queues to."""
+        gpu, began_ns = self.gpu, self.marks[-1][1]
+        if gpu is not None:
+            gpu.end(began_ns)
+        if gpu is None or self.device not in (None, gpu.device):
+            gpu = self.gpu = StreamClock(self.owner, self.device)
+            self.time = gpu.time
+        if self.close_reader is not None and len(self._left) < _AHEAD:
+            self.marks, self.waits = gpu.begin(self.marks)
+
+    def leave_gpu(self) -> None:
+        """The times of the step under way are its thread's."""
+        if self.gpu is not None:
+            self.gpu.leave()
+            self.marks, self.waits = [*self.marks], [*self.waits]
 
     def keep(self, ended: Ended, operations: int, tokens: int = 0) -> None:
         """What `cut` has returned, step after step. operations: started until it ended. Any one thread at a time."""
@@ -131,15 +170,21 @@ class StepClock:
     def steps(self) -> deque[Step]:
         """Those that have ended, to be taken by any one thread: it makes them of what their own thread has left."""
         left, steps = self._left, self._steps
-        while left:
-            (number, began_ns, ended_ns, samples, *others), operations, tokens = left.popleft()
-            step = _step_of((number, began_ns, ended_ns, tokens, samples, operations, *others))
+        while left or self._next is not None:
+            step, self._next = self._next or _made(*left.popleft()), None
+            if type(step.marks) is Stamped:
+                gpu, events = step.marks.gpu, step.marks.events
+                if not gpu.have_fired(events, self.until_ns):
+                    self._next = step
+                    break
+                times = gpu.times_of(events, [*(at_ns for _, at_ns in step.marks), step.ended_ns])
+                step = without_queued(step, events.queued) if times is None else on_stream(step, times)
             if not step.is_brief:
                 self._timed = step
             elif self._timed is not None:
                 if not self._timed.summed_ns:  # the first brief one after it
                     self._timed = self._timed._replace(summed_ns=spent_in(self._timed))
-                step = step._replace(summed_ns=_as_in(self._timed, step), marks=(), waits=())
+                step = step._replace(summed_ns=_as_in(self._timed, step), marks=(), waits=(), times=self._timed.times)
             steps.append(step)
         return steps
 
@@ -154,8 +199,11 @@ class StepClock:
     def restart(self) -> None:
         """What was before now belongs to no step."""
         if get_ident() == self.owner:
+            self.leave_gpu()
             self.began_ns, self.samples = monotonic_ns(), 0
             self.waits, self.marks, self.summed_ns = [], [(self.rest, self.began_ns)], ()
+            if self.gpu is not None:
+                self.follow_gpu()
 
     def begin_at(self, began_ns: int, operations: int) -> None:
         """What was before then belongs to no step; the thread itself says so. operations: started before.
@@ -181,6 +229,7 @@ class StepClock:
         if self.begins_with_mark:
             self._begin_with_mark()
         self._last_waits = [*self._last_waits, *self.waits][-WAITS:] if self.summed_ns else self.waits
+        self.leave_gpu()
         part = _spent_ns(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
         self.summed_ns = tuple(map(add, self.summed_ns, part)) if self.summed_ns else part
         self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]
@@ -211,13 +260,17 @@ def spent_in(step: Step) -> Sequence[int]:
 def _as_in(timed: Step, step: Step) -> Sequence[int]:
     """What a brief step has spent: on data what it has, of the rest such parts as the `timed` one.
 
-    What it has beyond twice as much as that one is nobody's part: nothing is known of it, so it is in OTHER.
+    What it has beyond twice as much as that one is nobody's part: nothing is known of it, so it is in OTHER. Whether a
+    GPU waited for data its thread's wait does not tell: then that is such a part too.
     """
-    spent, like = list(spent_in(step)), spent_in(timed)
-    whole = max(1, sum(like) - like[DATA])
-    usual = min(sum(spent) - spent[DATA], 2 * whole)
-    parts = [0 if phase == DATA else usual * part // whole for phase, part in enumerate(like)]
-    parts[DATA] = spent[DATA]
+    spent, like = list(spent_in(step)), list(spent_in(timed))
+    data = 0
+    if timed.times is None:
+        data, like[DATA] = spent[DATA], 0
+    whole = max(1, sum(like))
+    usual = min(sum(spent) - data, 2 * whole)
+    parts = [usual * part // whole for part in like]
+    parts[DATA] += data
     parts[OTHER] += sum(spent) - sum(parts)
     return parts
 
@@ -238,6 +291,11 @@ def _spent_ns(marks: Sequence[Mark], waits: Iterable[Wait], ended_ns: int) -> tu
             began = marks[at][1]
         spent[marks[at][0]] -= ended - began
     return tuple(spent)
+
+
+def without_queued(step: Step, queued: Container[int]) -> Step:
+    """Of operations that a GPU carries out, the thread's times say nothing."""
+    return step._replace(waits=[(UNKNOWN if one[0] in queued else one[0], *one[1:]) for one in step.waits])
 
 
 def spans_in(step: Step, most: int) -> list[Mark]:

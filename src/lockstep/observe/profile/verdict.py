@@ -83,6 +83,7 @@ class Verdict:
     unseen: str = ""  # of which communication nobody knows when ranks stood in it; what is exposed is at least as given
     flops_per_s: float | None = None  # arithmetic of one rank, forward and backward
     mfu: float | None = None  # part of what its device can do
+    is_on_gpu: bool = False  # times are those of the ranks' GPUs
 
     @property
     def step_ms(self) -> float:
@@ -119,6 +120,7 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
         f"{kinds[0].text} at {kinds[0].site}" + f" and {len(kinds) - 1} more" * (len(kinds) > 1) if kinds else "",
         done,
         done / peak_flops if done and peak_flops else None,
+        run.is_on_gpu,
     )
 
 

@@ -109,7 +109,7 @@ def _by_durations(ops: Mapping[int, Op]) -> _Parts:
 
 def _ended_unseen(op: Op) -> bool:
     """Before the thread asked for it, nobody knows when: for what was long over, it stands a moment too."""
-    return op.left_us > op.began_us and op.waited_us < max(_ALWAYS_EXACT_US, _MOMENT * (op.began_us - op.entered_us))
+    return op.left_us >= op.began_us and op.waited_us < max(_ALWAYS_EXACT_US, _MOMENT * (op.began_us - op.entered_us))
 
 
 def matched(run: Run) -> Iterator[tuple[dict[int, Op], dict[int, float], int]]:
@@ -152,7 +152,7 @@ kind_of: Callable[[Op], Kind] = attrgetter("text", "site")  # equal for all of o
 
 
 def unseen(run: Run) -> dict[Kind, Op]:
-    """One collective of each kind that no thread was seen to stand in: C++ waits for it, a later step, or a GPU.
+    """One collective of each kind that nobody was seen to stand in: C++ waits for it, a later step, or a GPU.
 
     How much of these is exposed, how much hidden, and who came last, is not known. Those of few steps are left out: a
     checkpoint in the background has such.
@@ -163,9 +163,10 @@ def unseen(run: Run) -> dict[Kind, Op]:
         lines = [line for line in record.steady if line.ops is not None]
         is_queued = any(line.cuda_mib for line in lines)  # a thread does not stand where its GPU does
         seen = [dict(zip(map(kind_of, line.ops or ()), line.ops or (), strict=True)) for line in lines]
-        for ops in seen:
+        for line, ops in zip(lines, seen, strict=True):
             found |= ops
-            stood |= set() if is_queued else {kind for kind, op in ops.items() if op.began_us >= 0}
+            is_known = line.on_gpu or not is_queued
+            stood |= {kind for kind, op in ops.items() if is_known and op.began_us >= 0}
         steps = Counter(chain.from_iterable(seen))
         usual |= {kind for kind, count in steps.items() if 2 * count > len(lines)}
     return {kind: op for kind, op in found.items() if kind in usual - stood and not op.is_message}

@@ -10,10 +10,12 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import Records, Word, listing_of
 from lockstep.observe.profile.notes import Later, note_line
 from lockstep.observe.profile.run_record import (
@@ -30,9 +32,11 @@ from lockstep.observe.profile.run_record import (
     word_line,
 )
 from lockstep.observe.profile.step_clock import PHASES, Step, StepClock, spans_in, spent_in, worked_out
+from lockstep.observe.profile.stream_times import as_seen
 from lockstep.observe.profile.torch_phases import forwards_found
 
 _PERIOD_S = 0.25  # without a guard
+_GPU_NS = 1_000_000_000  # that the last steps are waited for
 _WEIGH_S = 1.0  # between two looks at the memory that the process has
 _NOTES = 4096  # that nobody has written yet
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
@@ -58,21 +62,24 @@ class _Line:
     """Steps in a row that become one line: most steps of a run end here, so it costs little to add one."""
 
     __slots__ = (
-        "began_ns", "count", "counted", "longest_ns", "operations", "samples", "spent_ns", "step", "tokens", "until",
+        "began_ns", "count", "counted", "longest_ns", "on_gpu", "operations", "samples", "spent_ns", "step", "tokens",
+        "until",
     )  # fmt: skip
 
     def __init__(self, began_ns: int, until: int) -> None:
         self.began_ns, self.until = began_ns, until  # the last step of the line
-        self.step = self.count = self.counted = self.longest_ns = self.tokens = self.samples = self.operations = 0
+        self.step = self.count = self.counted = self.on_gpu = 0
+        self.longest_ns = self.tokens = self.samples = self.operations = 0
         self.spent_ns = [0] * len(PHASES)
 
     def add(self, step: Step) -> None:
         """The next one."""
-        number, began_ns, ended_ns, tokens, samples, (first, end), *_, is_brief = step
+        number, began_ns, ended_ns, tokens, samples, (first, end), *_, is_brief, times = step
         self.spent_ns = [*map(add, self.spent_ns, spent_in(step))]
         self.step = number
         self.count += 1
         self.counted += is_brief
+        self.on_gpu += times is not None
         self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
         self.tokens += tokens
         self.samples += samples
@@ -183,6 +190,7 @@ class RunWriter:
         """Append what is left and give back the file. Who is about to look in another thread finds nothing to do."""
         if self._about.pid != os.getpid():  # of a process that was forked off, maybe while that thread was writing
             return
+        self.clock.until_ns = time.monotonic_ns() + _GPU_NS
         self.look()
         with self._lock:
             self._append(self._line_so_far())
@@ -217,7 +225,7 @@ class RunWriter:
 
     def _listed(self, step: Step) -> Iterable[str]:
         """Its line, after those of words that were not used before."""
-        read = self._records or (lambda since, until: ())
+        read = partial(self._read, step)
         listing = listing_of(step, self.clock, read, self._about.rank, is_whole=self.is_whole)
         rows: list[list[int]] = []
         for word, seq, *times_ns, waited_ns in listing.rows:
@@ -238,6 +246,14 @@ class RunWriter:
         )
         yield steps_line(line, rows)
 
+    def _read(self, step: Step, since: int, until: int) -> Sequence[Record]:
+        """Of the flight record, with the times that the step has."""
+        records = () if self._records is None else self._records(since, until)
+        if step.times is None:
+            return records
+        ends = {number: ended_ns for number, _, ended_ns in step.waits}
+        return [as_seen(record, step.times, ends) for record in records]
+
     def _told(self, line: _Line) -> Steps:
         phases_us = tuple([spent_ns // 1000 for spent_ns in line.spent_ns])
         return Steps(
@@ -253,6 +269,7 @@ class RunWriter:
             cuda_mib=self._memory[1],
             operations=line.operations,
             counted=line.counted,
+            on_gpu=line.on_gpu,
             whole=int(self.is_whole),
         )
 

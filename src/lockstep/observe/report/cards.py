@@ -228,6 +228,7 @@ def _costs(verdict: Verdict) -> Iterator[Card]:
 def _summary(verdict: Verdict) -> str:
     hidden = "" if verdict.overlap is None else f"; {verdict.overlap:.0%} of communication is hidden"
     hidden += "; how much of communication is exposed is not known" * bool(verdict.unseen)
+    hidden += "; times are the GPU's" * verdict.is_on_gpu
     return f"{verdict.step_ms:.1f} ms per step; the slowest rank works {verdict.imbalance:.2f} x the mean{hidden}"
 
 

@@ -1,0 +1,378 @@
+"""What a program on a GPU spends its time on is what the stream does, not the thread that queues."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from scripted_gpu import NEVER, FakeStream, ScriptedGpu, clock, gpu
+
+from lockstep.observe.flight import Record
+from lockstep.observe.profile.device_values import read_later
+from lockstep.observe.profile.step_clock import (
+    BACKWARD,
+    DATA,
+    EXPOSED,
+    FORWARD,
+    MARKS,
+    OPTIMIZER,
+    OTHER,
+    PHASES,
+    TAIL,
+    UNKNOWN,
+    Step,
+    StepClock,
+    spent_in,
+)
+from lockstep.observe.profile.stream_times import as_seen
+
+__all__ = ["clock", "gpu"]  # fixtures
+
+
+def train(clock: StepClock, gpu: ScriptedGpu, *, data_us: float = 0, extra_us: float = 0) -> None:
+    """One step: forward 10 ms, backward 20 ms, optimizer 1 ms, which the thread queues in a moment."""
+    clock.switch(DATA)
+    gpu.now_us += data_us
+    clock.switch(FORWARD)
+    gpu.queue(10_000)
+    clock.switch(BACKWARD)
+    gpu.queue(20_000 + extra_us)
+    clock.switch(OPTIMIZER)
+    gpu.queue(1_000)
+    clock.step_done(clock.step + 1, 0)
+
+
+def taken(clock: StepClock, gpu: ScriptedGpu) -> list[Step]:
+    """The steps, once the GPU has come so far."""
+    gpu.synchronize()
+    gpu.now_us += 100
+    return [clock.steps.popleft() for _ in range(len(clock.steps))]
+
+
+def spent_ms(step: Step) -> dict[str, float]:
+    return {name: round(ns / 1e6, 1) for name, ns in zip(PHASES, spent_in(step), strict=True) if round(ns / 1e6, 1)}
+
+
+def test_phases_are_those_of_the_stream(clock: StepClock, gpu: ScriptedGpu) -> None:
+    train(clock, gpu)
+    (step,) = taken(clock, gpu)
+    assert spent_ms(step) == {"forward": 10, "backward": 20, "optimizer": 1}
+    assert step.times is not None
+
+
+def test_no_event_is_recorded_before_the_program_uses_its_gpu(clock: StepClock, gpu: ScriptedGpu) -> None:
+    gpu.is_used = False
+    other = StepClock()
+    other.close_reader = lambda: None
+    before = gpu.made
+    for _ in range(3):
+        train(other, gpu)
+    assert gpu.made == before
+    assert type(other.marks) is list
+    assert type(other.waits) is list
+    assert [spent_ms(step).get("backward", 0) for step in taken(other, gpu)] == [0, 0, 0]
+
+
+def test_a_thread_that_runs_ahead_hides_its_wait_for_data(clock: StepClock, gpu: ScriptedGpu) -> None:
+    for _ in range(5):
+        train(clock, gpu, data_us=5_000)
+        assert not [step for step in clock.steps if step.step == clock.step], "the GPU has not come so far"
+    first, *rest = taken(clock, gpu)
+    assert spent_ms(first) == {"data": 5, "forward": 10, "backward": 20, "optimizer": 1}
+    assert [spent_ms(step) for step in rest] == [{"forward": 10, "backward": 20, "optimizer": 1}] * 4
+    assert [step.step for step in (first, *rest)] == [2, 3, 4, 5, 6]
+    assert all(0 <= after.began_ns - before.ended_ns < 2_000 for before, after in itertools.pairwise((first, *rest)))
+
+
+def test_a_loader_that_is_too_slow_for_the_gpu_counts(clock: StepClock, gpu: ScriptedGpu) -> None:
+    for _ in range(8):
+        train(clock, gpu, data_us=51_000)
+    assert spent_ms(taken(clock, gpu)[-1]) == {"data": 20, "forward": 10, "backward": 20, "optimizer": 1}
+
+
+def test_events_are_used_again(clock: StepClock, gpu: ScriptedGpu) -> None:
+    train(clock, gpu)
+    taken(clock, gpu)
+    train(clock, gpu)
+    taken(clock, gpu)
+    made = gpu.made
+    for _ in range(20):
+        train(clock, gpu)
+        assert taken(clock, gpu)
+    assert gpu.made == made
+
+
+def wait(clock: StepClock, gpu: ScriptedGpu, number: int, stall_us: float) -> None:
+    """The stream stands until others have come; the thread goes on."""
+    began_ns = clock.time()
+    gpu.queue(stall_us)
+    clock.stream_waited(number, began_ns)
+
+
+def test_what_the_stream_stands_for_is_exposed(clock: StepClock, gpu: ScriptedGpu) -> None:
+    clock.switch(BACKWARD)
+    gpu.queue(20_000)
+    wait(clock, gpu, 7, 30_000)
+    clock.step_done(2, 8)
+    (step,) = taken(clock, gpu)
+    assert spent_ms(step) == {"backward": 20, "exposed": 30}
+    ((number, began_ns, ended_ns),) = step.waits
+    assert (number, round((ended_ns - began_ns) / 1e6)) == (7, 30)
+
+
+def test_what_is_there_when_it_is_asked_for_is_hidden(clock: StepClock, gpu: ScriptedGpu) -> None:
+    began_ns = clock.time()  # an asynchronous operation
+    clock.switch(BACKWARD)
+    gpu.queue(20_000)
+    wait(clock, gpu, 7, 0)
+    clock.step_done(2, 8)
+    (step,) = taken(clock, gpu)
+    assert spent_ms(step) == {"backward": 20}
+    (one,) = step.waits
+    ends = {number: ended_ns for number, _, ended_ns in step.waits}
+    assert step.times is not None
+    seen = as_seen(operation(7, began_ns, left_ns=began_ns + 5), step.times, ends)
+    assert (round((seen.left_ns - seen.entered_ns) / 1e6), seen.left_ns) == (20, one[2])
+
+
+def operation(number: int, entered_ns: int, left_ns: int = 0) -> Record:
+    return Record(number, number, 2, entered_ns, left_ns, 0, False, "WORLD", "all_reduce", "train.py:1", "")
+
+
+def test_the_tail_of_a_backward_is_what_the_stream_waits_after_its_last_gradient(
+    clock: StepClock, gpu: ScriptedGpu
+) -> None:
+    clock.switch(BACKWARD)
+    gpu.queue(20_000)
+    assert clock.gpu is not None
+    last_ns = gpu.monotonic_ns()
+    clock.gpu.stamp(last_ns)  # by autograd's thread
+    gpu.queue(12_000)
+    ended_ns = gpu.monotonic_ns()
+    clock.waits.append((TAIL, last_ns, ended_ns))
+    clock.marks.append((OTHER, ended_ns))
+    clock.step_done(2, 0)
+    (step,) = taken(clock, gpu)
+    assert spent_ms(step) == {"backward": 20, "exposed": 12}
+
+
+def test_an_operation_that_is_waited_for_in_the_next_step_was_under_way_since_this_one(
+    clock: StepClock, gpu: ScriptedGpu
+) -> None:
+    train(clock, gpu)
+    began_ns = clock.time()
+    train(clock, gpu)
+    wait(clock, gpu, 3, 4_000)
+    train(clock, gpu)
+    step = taken(clock, gpu)[-1]
+    assert step.times is not None
+    seen = as_seen(operation(3, began_ns), step.times, {3: step.waits[0][2]})
+    assert round((seen.left_ns - seen.entered_ns) / 1e6) == 35
+    assert seen.entered_ns < step.began_ns
+
+
+def test_what_runs_on_another_stream_is_nobody_s_wait(clock: StepClock, gpu: ScriptedGpu) -> None:
+    aside = FakeStream(raw=5)
+    clock.switch(FORWARD)
+    gpu.queue(10_000)
+    with gpu.on(aside):
+        began_ns = clock.time()
+        wait(clock, gpu, 4, 6_000)
+    clock.step_done(2, 5)
+    (step,) = taken(clock, gpu)
+    assert spent_ms(step) == {"forward": 10}
+    assert not step.waits
+    assert step.times is not None
+    seen = as_seen(operation(4, began_ns), step.times, {})
+    assert round((seen.left_ns - seen.entered_ns) / 1e6) == 6
+
+
+def test_phases_may_change_their_stream(clock: StepClock, gpu: ScriptedGpu) -> None:
+    other = FakeStream(raw=5)
+    clock.switch(FORWARD)
+    gpu.queue(10_000)
+    other.free_us = gpu.main.free_us  # it waits for that
+    with gpu.on(other):
+        clock.switch(BACKWARD)
+        gpu.queue(20_000)
+        wait(clock, gpu, 4, 6_000)
+        clock.switch(OTHER)
+    gpu.main.free_us = other.free_us
+    clock.step_done(2, 5)
+    assert [spent_ms(step) for step in taken(clock, gpu)] == [{"forward": 10, "backward": 20, "exposed": 6}]
+
+
+def test_a_wait_of_the_thread_alone_costs_the_stream_what_it_had_nothing_to_do(
+    clock: StepClock, gpu: ScriptedGpu
+) -> None:
+    clock.switch(FORWARD)
+    gpu.queue(10_000)
+    since_ns = gpu.monotonic_ns()  # without a stamp
+    gpu.now_us += 12_000
+    clock.waited(UNKNOWN, since_ns, gpu.monotonic_ns())
+    clock.step_done(2, 5)
+    assert [spent_ms(step) for step in taken(clock, gpu)] == [{"exposed": 12}]
+
+
+def test_a_gpu_that_hangs_holds_up_nobody_and_loses_nothing(clock: StepClock, gpu: ScriptedGpu) -> None:
+    train(clock, gpu)
+    taken(clock, gpu)
+    gpu.queue(NEVER)
+    train(clock, gpu)
+    train(clock, gpu)
+    before_us = gpu.now_us
+    assert not clock.steps
+    assert gpu.now_us - before_us < 100, "it was only asked"
+    clock.until_ns = gpu.monotonic_ns() + 10**9
+    steps = list(clock.steps)
+    assert [step.step for step in steps] == [3, 4]
+    assert gpu.now_us - before_us < 1_100_000
+    assert [step.times for step in steps] == [None, None]
+    assert [sum(spent_in(step)) == step.ended_ns - step.began_ns for step in steps] == [True, True]
+
+
+def test_of_a_gpu_that_is_far_behind_no_more_events_are_kept(clock: StepClock, gpu: ScriptedGpu) -> None:
+    gpu.queue(NEVER)
+    for _ in range(600):
+        train(clock, gpu)
+    assert gpu.made < 300 * 10
+    assert type(clock.marks) is list
+
+
+def test_an_error_of_cuda_is_the_program_s_own_affair(clock: StepClock, gpu: ScriptedGpu) -> None:
+    train(clock, gpu)
+    gpu.is_broken = True
+    train(clock, gpu)
+    train(clock, gpu)
+    steps = [clock.steps.popleft() for _ in range(len(clock.steps))]
+    assert [(step.step, step.times) for step in steps] == [(2, None), (3, None), (4, None)]
+    assert [set(spent_ms(step)) for step in steps] == [set[str]()] * 3, "what its thread took"
+
+
+def test_an_error_while_it_is_asked(clock: StepClock, gpu: ScriptedGpu) -> None:
+    train(clock, gpu)
+    wait(clock, gpu, 3, 100)
+    train(clock, gpu)
+    gpu.is_broken = True
+    first, second = clock.steps
+    assert (first.times, second.times) == (None, None)
+    assert [number for number, *_ in second.waits] == [UNKNOWN], "the thread's times say nothing of it"
+
+
+def test_nothing_is_recorded_into_a_graph(clock: StepClock, gpu: ScriptedGpu) -> None:
+    clock.switch(FORWARD)
+    gpu.queue(10_000)
+    captured = FakeStream(raw=6)
+    captured.is_capturing = True
+    with gpu.on(captured):
+        clock.switch(BACKWARD)
+        clock.time()
+    clock.switch(OPTIMIZER)
+    gpu.queue(1_000)
+    clock.step_done(2, 0)
+    train(clock, gpu)
+    gpu.main.is_capturing = True  # at the end of a step
+    train(clock, gpu)
+    gpu.main.is_capturing = False
+    train(clock, gpu)
+    train(clock, gpu)
+    assert [step.times is not None for step in taken(clock, gpu)] == [False, True, False, False, True]
+
+
+def test_events_are_asked_for_in_a_way_that_no_graph_minds(clock: StepClock, gpu: ScriptedGpu) -> None:
+    train(clock, gpu)
+    taken(clock, gpu)
+    value = SimpleNamespace(device=0, item=lambda: 2.5)
+    monkey = cast(Any, gpu.main)
+    monkey.record_event = lambda: recorded(gpu)
+    later = read_later({"loss": [value]})
+    assert later() == {"loss": 2.5}
+    assert gpu.asked_in == {"relaxed"}
+    assert gpu.mode == "global"
+
+
+def recorded(gpu: ScriptedGpu) -> Any:
+    event = gpu.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def test_values_of_a_device_that_fails_are_given_up_in_silence(gpu: ScriptedGpu) -> None:
+    value = SimpleNamespace(device=0, item=lambda: 2.5)
+    cast(Any, gpu.main).record_event = lambda: recorded(gpu)
+    later = read_later({"loss": [value, 1.0]})
+    gpu.is_broken = True
+    assert later() == {}
+    assert read_later({"loss": [value]})() == {}
+    gpu.is_broken = False
+    gpu.main.is_capturing = True
+    assert read_later({"loss": [value]})() == {}, "in a graph nothing is computed yet"
+
+
+@pytest.mark.parametrize("rate", [1 - 5e-5, 1 + 5e-5])
+@pytest.mark.parametrize("behind_us", [0, 500_000])
+def test_clocks_that_drift_apart_are_kept_together(
+    clock: StepClock, gpu: ScriptedGpu, rate: float, behind_us: int
+) -> None:
+    """Also where the thread never waits for its GPU: then only probes tell."""
+    gpu.rate = rate
+    gpu.queue(behind_us)
+    came_us: dict[int, float] = {}  # when the GPU really did, to the beginning of a step
+    off_us: list[float] = []
+    for number in range(3, 3000):
+        train(clock, gpu)
+        came_us[number] = gpu.main.free_us
+        gpu.now_us = gpu.main.free_us - behind_us + 20
+        off_us += [step.began_ns / 1e3 - came_us[step.step] for step in clock.steps if step.step in came_us]
+        clock.steps.clear()
+    assert len(off_us) > 2900
+    assert max(map(abs, off_us)) < 100, "90 s of drift would be 4500"
+
+
+def test_a_step_that_is_only_counted_shares_its_time_as_the_last_one_on_the_gpu(
+    clock: StepClock, gpu: ScriptedGpu
+) -> None:
+    train(clock, gpu)
+    clock.is_brief = True
+    clock.leave_gpu()
+    clock.switch(DATA)
+    gpu.now_us += 30_000  # hidden
+    clock.switch(OTHER)
+    gpu.now_us += 1_000
+    clock.step_done(3, 0)
+    timed, counted = taken(clock, gpu)
+    assert spent_ms(timed) == {"forward": 10, "backward": 20, "optimizer": 1}
+    assert spent_ms(counted) == spent_ms(timed)
+    assert counted.times is not None
+    train(clock, gpu)
+    assert [step.times is not None for step in taken(clock, gpu)] == [True]
+
+
+def test_a_step_with_too_many_marks_has_its_thread_s_times(clock: StepClock, gpu: ScriptedGpu) -> None:
+    for _ in range(MARKS):
+        clock.switch(FORWARD)
+    train(clock, gpu)
+    train(clock, gpu)
+    assert [step.times is not None for step in taken(clock, gpu)] == [False, True]
+
+
+def test_the_gpu_of_the_loss_is_the_one(clock: StepClock, gpu: ScriptedGpu) -> None:
+    clock.device = 3
+    train(clock, gpu)
+    assert clock.gpu is not None
+    assert clock.gpu.device == 3
+    train(clock, gpu)
+    assert [step.times is not None for step in taken(clock, gpu)] == [True, True]
+
+
+def test_what_was_before_a_new_beginning_has_no_events(clock: StepClock, gpu: ScriptedGpu) -> None:
+    clock.switch(FORWARD)
+    gpu.queue(10_000)
+    gpu.synchronize()
+    clock.restart()
+    train(clock, gpu)
+    (step,) = taken(clock, gpu)
+    assert spent_ms(step) == {"forward": 10, "backward": 20, "optimizer": 1}
+    assert EXPOSED not in [phase for phase, _ in step.marks]

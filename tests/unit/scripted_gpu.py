@@ -95,6 +95,9 @@ class ScriptedGpu:
     def is_initialized(self) -> bool:
         return self.is_used
 
+    def max_memory_allocated(self) -> int:
+        return 64 << 20
+
     def current_device(self) -> int:
         return 0
 
@@ -118,7 +121,9 @@ class ScriptedGpu:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedGpu]:
     """The CUDA of this process."""
     made = ScriptedGpu()
-    torch = SimpleNamespace(cuda=made, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: made.current.raw))
+    torch = SimpleNamespace(
+        cuda=made, get_num_threads=lambda: 1, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: made.current.raw)
+    )
     monkeypatch.setitem(device_values.sys.modules, "torch", torch)
     for module in (step_clock, stream_times):
         monkeypatch.setattr(module, "monotonic_ns", made.monotonic_ns)

@@ -16,6 +16,7 @@ from watched_guard import Watched, failed
 
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
+from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.stacks import Stand
 from lockstep.observe.torch_groups import WatchedGroup
 from lockstep.observe.torch_watch import TorchWatch
@@ -127,6 +128,25 @@ def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[
     watch._follow(followed, number, work, on_cpu, True)
     watch._leaving(lambda work: True)(work)
     assert (are_open(watched.guard), events) == ([], [])
+
+
+@pytest.mark.parametrize("is_followed", [True, False])
+def test_waits_of_a_stream_have_their_numbers_where_its_times_will_be_known(
+    watched: Watched, is_followed: bool
+) -> None:
+    watch, _, followed = watch_of(watched.guard)
+    clock, on_gpu, work = watched.guard.recorder.clock, SimpleNamespace(is_cpu=False), Work()
+    clock.close_reader = lambda: None
+    clock.gpu = cast("Any", SimpleNamespace(expects=lambda number: is_followed))
+    first, second = begin(watched.guard.recorder, 2)
+    watch._follow(followed, first, None, on_gpu, False, 5)  # synchronous: the thread goes on
+    watch._follow(followed, second, work, on_gpu, False, 6)
+    wait = watch._leaving(lambda work: True)
+    assert wait(work)
+    assert wait(Work())  # one of C++
+    assert [number for number, *_ in clock.waits] == ([first, second, UNKNOWN] if is_followed else [UNKNOWN] * 3)
+    assert clock.waits[0][1] == 5
+    assert are_open(watched.guard) == [first, second]
 
 
 def test_which_collectives_a_gpu_has_not_come_to(watched: Watched) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 from scripted_gpu import NEVER, FakeStream, ScriptedGpu, clock, gpu
 
+from lockstep.cli.profile import describe
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.device_values import read_later
+from lockstep.observe.profile.run_record import Run, Steps
 from lockstep.observe.profile.step_clock import (
     BACKWARD,
     DATA,
@@ -27,6 +31,10 @@ from lockstep.observe.profile.step_clock import (
     spent_in,
 )
 from lockstep.observe.profile.stream_times import as_seen
+from lockstep.observe.profile.verdict import judge
+from lockstep.observe.profile.waits import unseen
+from lockstep.observe.profile.writer import RunWriter
+from whole_records import read_run
 
 __all__ = ["clock", "gpu"]  # fixtures
 
@@ -90,6 +98,52 @@ def test_a_loader_that_is_too_slow_for_the_gpu_counts(clock: StepClock, gpu: Scr
     for _ in range(8):
         train(clock, gpu, data_us=51_000)
     assert spent_ms(taken(clock, gpu)[-1]) == {"data": 20, "forward": 10, "backward": 20, "optimizer": 1}
+
+
+def test_who_waited_for_whom_is_known_of_a_gpu(gpu: ScriptedGpu, tmp_path: Path) -> None:
+    """Rank 1 comes 15 ms late to a collective that takes 8 ms."""
+    for rank, (work_us, stall_us) in enumerate(((10_000, 23_000), (25_000, 8_000))):
+        gpu.now_us = gpu.main.free_us = 1e6
+        play_rank(gpu, tmp_path, rank, work_us, stall_us)
+    run = read_run(tmp_path)
+    assert {line.on_gpu for record in run.ranks.values() for line in record.steady} == {1}
+    verdict = judge(run)
+    assert (verdict.unseen, verdict.is_on_gpu) == ("", True)
+    assert [round(share.waited_ms) for share in verdict.shares] == [15, 0]
+    assert [round(share.phases_ms["exposed"]) for share in verdict.shares] == [23, 8]
+    assert [(advice.kind, advice.rank) for advice in verdict.advice] == [("straggler", 1)]
+    assert any("times are the GPU's" in line for line in describe(tmp_path))
+
+    old = {rank: replace(record, lines=tuple(map(by_thread, record.lines))) for rank, record in run.ranks.items()}
+    assert [op.text for op in unseen(Run(tmp_path, old)).values()] == ["all_reduce float32 [4] sum"]
+
+
+def by_thread(line: Steps) -> Steps:
+    return replace(line, on_gpu=0)
+
+
+def play_rank(gpu: ScriptedGpu, folder: Path, rank: int, work_us: int, stall_us: int) -> None:
+    records: list[Record] = []
+    clock = StepClock()
+    clock.close_reader = lambda: None
+    writer = RunWriter(
+        folder, clock, rank=rank, world_size=2, attempt="a/0", records=lambda since, until: records[since:until]
+    )
+    for step in range(1, 21):
+        clock.switch(FORWARD)
+        gpu.queue(work_us)
+        clock.switch(BACKWARD)
+        gpu.queue(20_000)
+        began_ns = clock.time()
+        words = "WORLD", "all_reduce float32 [4] sum", "train.py:1", ""
+        records.append(Record(len(records), step, step, began_ns, began_ns + 1000, 0, False, *words))
+        gpu.queue(stall_us)
+        clock.stream_waited(step - 1, began_ns)
+        clock.switch(OPTIMIZER)
+        clock.step_done(step, step)
+        if step % 5 == 0:
+            writer.look()
+    writer.close()
 
 
 def test_events_are_used_again(clock: StepClock, gpu: ScriptedGpu) -> None:

@@ -117,3 +117,18 @@ def test_a_call_that_waits_for_the_next_backward_is_made_once_and_may_ask_for_an
     for _ in range(3):
         param().sum().backward()
     assert made == [0, -1]
+
+
+def test_of_a_backward_on_a_gpu_its_stream_is_stamped_where_the_last_gradient_is_queued(
+    detach: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, stamps = StepClock(), []
+    clock.gpu = cast(Any, SimpleNamespace(stamp=stamps.append))
+    BACKWARDS.phases = cast(Any, SimpleNamespace(clock=clock, owner=-1))
+    one = param()
+    monkeypatch.setattr(torch.Tensor, "is_cpu", False)
+    BACKWARDS.follow([one], is_sent_by_cpp=True)
+    monkeypatch.undo()
+    one.sum().backward()
+    assert stamps == [*BACKWARDS._tails_ns]
+    assert len(stamps) == 1

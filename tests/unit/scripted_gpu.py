@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -15,59 +14,30 @@ from lockstep.observe.profile.step_clock import StepClock
 NEVER = 1 << 60
 
 
-class FakeStream:
+class Stream:
     """Is through with all that is queued at `free_us`."""
 
     def __init__(self, raw: int = 0) -> None:
         self.raw, self.free_us = raw, 0.0
         self.is_capturing = False
 
-
-class FakeEvent:
-    """Fires when its stream comes to it."""
-
-    def __init__(self, gpu: ScriptedGpu) -> None:
-        self._gpu, self.fires_us = gpu, 0.0
-        gpu.made += 1
-
-    def record(self, stream: FakeStream | None = None) -> None:
-        gpu = self._gpu
-        gpu.check()
-        stream = stream or gpu.current
-        assert not stream.is_capturing, "it could never be asked for"
-        gpu.now_us += gpu.record_us
-        self.fires_us = max(gpu.now_us, stream.free_us)
-
-    def query(self) -> bool:
-        gpu = self._gpu
-        gpu.check()
-        gpu.asked_in.add(gpu.mode)
-        gpu.now_us += 1
-        return self.fires_us <= gpu.now_us
-
-    def elapsed_time(self, other: FakeEvent) -> float:
-        assert self.query(), "torch raises"
-        assert other.query(), "torch raises"
-        return (other.fires_us - self.fires_us) * self._gpu.rate / 1e3
+    def record_event(self) -> SimpleNamespace:
+        return SimpleNamespace(query=lambda: True)
 
 
 class ScriptedGpu:
-    """Stands for torch.cuda, and for the thread's clock."""
+    """Stands for the thread's clock, and for what is asked of CUDA's driver."""
 
     def __init__(self) -> None:
-        self.now_us, self.record_us = 1_000_000.0, 0.0
-        self.rate = 1.0  # of its clock
-        self.main = self.current = FakeStream()
-        self.made = 0  # events
+        self.now_us = 1_000_000.0
+        self.rate = 1.0  # of the GPU's clock
+        self.main = self.current = Stream()
+        self.streams = {0: self.main}
+        self.fires_us: list[float] = []  # of each event
         self.is_broken = False
         self.is_used = True
-        self.mode = "global"
-        self.asked_in: set[str] = set()
-        self.devices = 0
-
-    def check(self) -> None:
-        if self.is_broken:
-            raise RuntimeError("CUDA error: device-side assert triggered")
+        self.is_beside = False  # what is asked breaks no graph
+        self.devices: list[int] = []
 
     def monotonic_ns(self) -> int:
         """Each look takes a moment."""
@@ -85,60 +55,83 @@ class ScriptedGpu:
         self.now_us = max(self.now_us, self.current.free_us)
 
     @contextlib.contextmanager
-    def on(self, stream: FakeStream) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
+        self.streams[stream.raw] = stream
         self.current, before = stream, self.current
         yield
         self.current = before
 
-    # ------------------------------------------------------------------ torch.cuda
+    # ------------------------------------------------------------------ a Device
 
-    def is_initialized(self) -> bool:
-        return self.is_used
+    def check(self) -> None:
+        if self.is_broken:
+            raise RuntimeError("CUDA error: device-side assert triggered")
 
-    def max_memory_allocated(self) -> int:
-        return 64 << 20
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        before, self.is_beside = self.is_beside, True
+        yield
+        self.is_beside = before
 
-    def current_device(self) -> int:
-        return 0
+    def event(self) -> int:
+        assert self.is_beside
+        self.fires_us.append(NEVER)
+        return len(self.fires_us) - 1
 
-    def is_current_stream_capturing(self) -> bool:
-        return self.current.is_capturing
+    def stream(self) -> int:
+        self.streams[77] = Stream(77)
+        return 77
 
-    def current_stream(self, device: Any) -> FakeStream:
-        return self.current
+    def record(self, event: int, stream: int) -> bool:
+        self.check()
+        if self.streams[stream].is_capturing:
+            return False
+        self.fires_us[event] = max(self.now_us, self.streams[stream].free_us)
+        return True
 
-    def Event(self, *, enable_timing: bool) -> FakeEvent:
-        assert enable_timing
-        return FakeEvent(self)
+    def has_fired(self, event: int) -> bool:
+        assert self.is_beside
+        self.check()
+        self.now_us += 1
+        return self.fires_us[event] <= self.now_us
 
-    def Stream(self, device: Any) -> FakeStream:
-        return FakeStream(raw=77)
-
-    stream = on
+    def apart_ns(self, first: int, second: int) -> int:
+        assert self.is_beside
+        assert max(self.fires_us[first], self.fires_us[second]) <= self.now_us, "the driver would fail"
+        return round(1e3 * (self.fires_us[second] - self.fires_us[first]) * self.rate)
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedGpu]:
+def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
     """The CUDA of this process."""
     made = ScriptedGpu()
-    torch = SimpleNamespace(
-        cuda=made, get_num_threads=lambda: 1, _C=SimpleNamespace(_cuda_getCurrentRawStream=lambda _: made.current.raw)
+    cuda = SimpleNamespace(
+        is_initialized=lambda: made.is_used,
+        current_device=lambda: 0,
+        max_memory_allocated=lambda: 64 << 20,
+        is_current_stream_capturing=lambda: made.current.is_capturing,
+        current_stream=lambda device: made.current,
+        stream=made.on,
+        Stream=lambda device: Stream(78),
     )
-    monkeypatch.setitem(device_values.sys.modules, "torch", torch)
+    raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: made.current.raw)
+    monkeypatch.setitem(device_values.sys.modules, "torch", SimpleNamespace(cuda=cuda, _C=raw, get_num_threads=int))
     for module in (step_clock, stream_times):
         monkeypatch.setattr(module, "monotonic_ns", made.monotonic_ns)
 
     def slept(seconds: float) -> None:
         made.now_us += 1e6 * seconds
 
-    def exchanged(mode: Any) -> None:
-        made.mode = "global" if made.mode == "relaxed" else "relaxed"
+    def device_of(number: int) -> ScriptedGpu:
+        made.devices.append(number)
+        return made
 
     monkeypatch.setattr(stream_times.time, "sleep", slept)
-    monkeypatch.setattr(device_values, "_exchange_capture_mode", lambda: exchanged)
-    device_values.side_stream.cache_clear()
-    yield made
-    device_values.side_stream.cache_clear()
+    monkeypatch.setattr(stream_times, "driver", lambda: made)
+    monkeypatch.setattr(stream_times, "Device", device_of)
+    monkeypatch.setattr(device_values, "beside_captures", made.asked)
+    monkeypatch.setattr(device_values, "_stream", lambda device: Stream(78))
+    return made
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from lockstep.observe.flight import FlightRecorder
-from lockstep.observe.profile.device_values import beside_captures
+from lockstep.observe.profile.cuda_driver import beside_captures
 
 
 @final

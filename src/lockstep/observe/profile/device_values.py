@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from lockstep.observe.profile.cuda_driver import beside_captures
+
 if TYPE_CHECKING:
     from lockstep.observe.profile.notes import Later
-
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED of CUDA's driver
 
 
 def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
@@ -25,7 +24,7 @@ def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
     devices = {part.device for parts in values.values() for part in parts if hasattr(part, "device")}
     events: list[Any] = []
     try:
-        if cuda.is_current_stream_capturing():  # nothing is computed, and an event would be a part of the graph
+        if devices and cuda.is_current_stream_capturing():  # nothing is computed; an event would be part of the graph
             return dict
         events += [cuda.current_stream(device).record_event() for device in devices]
     except RuntimeError:  # CUDA has failed: the program's own next call says so
@@ -37,8 +36,8 @@ def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
                 if not all(event.query() for event in events):
                     return None
                 return {name: sum(_number(part) for part in parts) for name, parts in values.items()}
-        except RuntimeError:
-            keep_for_good(events)
+        except RuntimeError:  # torch prints a line for each event that goes while CUDA fails, behind the program's own
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(events))
             return {}
 
     return read
@@ -47,39 +46,10 @@ def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
 def _number(part: Any) -> float:
     if not hasattr(part, "device"):
         return part
-    with sys.modules["torch"].cuda.stream(side_stream(part.device)):
+    with sys.modules["torch"].cuda.stream(_stream(part.device)):
         return part.item()
 
 
 @cache
-def side_stream(device: Any) -> Any:
-    """A stream of the device, for who is not in the way of the program's own."""
+def _stream(device: Any) -> Any:
     return sys.modules["torch"].cuda.Stream(device)
-
-
-def keep_for_good(events: Sequence[Any]) -> None:
-    """While CUDA fails torch prints a line for each event that goes, behind what the program's error says."""
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object([*events]))
-
-
-@contextlib.contextmanager
-def beside_captures() -> Iterator[None]:
-    """To ask for an event within. While a graph is captured, that would break it, in whichever thread it is done.
-
-    Unless CUDA is told that this thread knows what it does: torch has no call for that.
-    """
-    exchange = _exchange_capture_mode()
-    mode = ctypes.c_int(_RELAXED)
-    exchange(ctypes.byref(mode))  # it has the former one then
-    try:
-        yield
-    finally:
-        exchange(ctypes.byref(mode))
-
-
-@cache
-def _exchange_capture_mode() -> Callable[..., Any]:
-    try:
-        return ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
-    except (OSError, AttributeError):  # another maker's
-        return lambda mode: None

@@ -20,7 +20,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.profile.device_values import beside_captures, keep_for_good, side_stream
+from lockstep.observe.profile.cuda_driver import Device, driver
 
 if TYPE_CHECKING:
     from lockstep.observe.flight import Record
@@ -34,7 +34,7 @@ _POLL_S = 0.001
 def is_in_use() -> bool:
     """Whether this process computes on CUDA."""
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda is not None and cuda.is_initialized()
+    return cuda is not None and cuda.is_initialized() and driver() is not None
 
 
 @final
@@ -66,10 +66,11 @@ class Times:
 class Events:
     """Of one step, by the thread's times: an event, and whether its stream is another one than that of the phases."""
 
-    __slots__ = ("found", "home", "queued")
+    __slots__ = ("found", "home", "last", "queued")
 
     def __init__(self) -> None:
-        self.found: dict[int, tuple[Any, bool]] = {}
+        self.found: dict[int, tuple[int, bool]] = {}
+        self.last: dict[int, int] = {}  # of each stream: the event that fires last
         self.home = 0  # the stream of the last phase
         self.queued: set[int] = set()  # operations that the GPU carries out: the thread's times say nothing of them
 
@@ -100,14 +101,12 @@ class StreamClock:
         self.events: Events | None = None  # of the step under way
         self.is_over = False  # CUDA has failed, or it is not waited for any longer
         self._owner = owner
-        self._cuda = torch.cuda
+        self._gpu = Device(self.device)
         self._stream_of = torch._C._cuda_getCurrentRawStream
-        self._streams: dict[int, Any] = {}  # torch's, by CUDA's
-        self._made: list[Any] = []  # all events
-        self._free: list[Any] = []  # those of no step
-        self._last: tuple[Any, int] | None = None  # one of none either, and when it fired
+        self._free: list[int] = []  # events of no step
+        self._last: tuple[int, int] | None = None  # one of none either, and when it fired
         self._times: Times | None = None  # of the last step
-        self._probe: Any = None
+        self._probe = self._idle = 0  # an event, and a stream of its own
         self._probed_ns = -_PROBE_NS
 
     # ------------------------------------------------------------------ the thread of the steps
@@ -146,25 +145,23 @@ class StreamClock:
         found = events.found
         if self.is_over or at_ns in found or len(found) >= _EVENTS_MAX:
             return
+        stream = self._stream_of(self.device)
         try:
-            raw = self._stream_of(self.device)
-            if self._cuda.is_current_stream_capturing():  # the event would be a part of the graph
+            event = self._free.pop() if self._free else self._new()
+            if not self._gpu.record(event, stream):
+                self._free.append(event)
                 return
-            stream = self._streams.get(raw)
-            if stream is None:
-                stream = self._streams[raw] = self._cuda.current_stream(self.device)
-            if self._free:
-                event = self._free.pop()
-            else:
-                event = self._cuda.Event(enable_timing=True)
-                self._made.append(event)
-            event.record(stream)
         except RuntimeError:
             self._give_up()
             return
         if is_mark:
-            events.home = raw
-        found[at_ns] = event, raw != events.home
+            events.home = stream
+        found[at_ns] = event, stream != events.home
+        events.last[stream] = event
+
+    def _new(self) -> int:
+        with self._gpu.asked():
+            return self._gpu.event()
 
     def expects(self, number: int) -> bool:
         """Whether the stream's times of that operation, which a GPU carries out, will be known."""
@@ -180,20 +177,19 @@ class StreamClock:
 
         until_ns: how long to wait for that; who does asks no more.
         """
-        with beside_captures():
-            while not self.is_over:
-                try:
-                    if all(event.query() for event, _ in reversed(events.found.values())):
+        while not self.is_over:
+            try:
+                with self._gpu.asked():
+                    if all(map(self._gpu.has_fired, events.last.values())):
                         return True
-                except RuntimeError:
-                    self._give_up()
-                    break
-                if not until_ns:
-                    return False
-                if monotonic_ns() > until_ns:
-                    self._give_up()
-                else:
-                    time.sleep(_POLL_S)
+            except RuntimeError:
+                break
+            if not until_ns:
+                return False
+            if monotonic_ns() > until_ns:
+                break
+            time.sleep(_POLL_S)
+        self._give_up()
         return True
 
     def times_of(self, events: Events, needed_ns: Iterable[int]) -> Times | None:
@@ -204,7 +200,7 @@ class StreamClock:
         times = None
         if not self.is_over and all(at_ns in events.found for at_ns in needed_ns):
             try:
-                with beside_captures():
+                with self._gpu.asked():
                     times = self._times_of(events.found)
             except RuntimeError:
                 self._give_up()
@@ -212,14 +208,14 @@ class StreamClock:
         self._free += [event for event, _ in events.found.values() if event is not kept]
         return times
 
-    def _times_of(self, found: Mapping[int, tuple[Any, bool]]) -> Times:
+    def _times_of(self, found: Mapping[int, tuple[int, bool]]) -> Times:
         stamps = sorted(found)
         first, last = found[stamps[0]][0], found[stamps[-1]][0]
-        passed_ns = {at_ns: _apart_ns(first, found[at_ns][0]) for at_ns in stamps}
+        passed_ns = {at_ns: self._gpu.apart_ns(first, found[at_ns][0]) for at_ns in stamps}
         # an event fires after it was recorded, and had fired when that was seen
         low_ns = max(at_ns - passed for at_ns, passed in passed_ns.items())
         high_ns = monotonic_ns() - max(passed_ns.values())
-        guess_ns = low_ns if self._last is None else self._last[1] + _apart_ns(self._last[0], first)
+        guess_ns = low_ns if self._last is None else self._last[1] + self._gpu.apart_ns(self._last[0], first)
         probed = self._probed(first)
         low_ns, high_ns = (low_ns, high_ns) if probed is None else (max(low_ns, probed[0]), min(high_ns, probed[1]))
         first_ns = max(low_ns, min(guess_ns, high_ns))
@@ -239,35 +235,26 @@ class StreamClock:
         self._times = Times(home, aside, self._times)
         return self._times
 
-    def _probed(self, first: Any) -> tuple[int, int] | None:
+    def _probed(self, first: int) -> tuple[int, int] | None:
         """(from, to): when `first` fired, as an event says that fires when it is recorded, its stream being idle.
 
         Else a program that never waits for its GPU would not show how far the clocks drift apart.
         """
         if monotonic_ns() - self._probed_ns < _PROBE_NS:
             return None
-        cuda, idle = self._cuda, side_stream(self.device)
-        self._probe = self._probe or cuda.Event(enable_timing=True)
-        with cuda.stream(idle):
-            if cuda.is_current_stream_capturing():  # the program has it too
-                return None
-            self._probed_ns = monotonic_ns()
-            self._probe.record(idle)
+        if not self._probe:
+            self._probe, self._idle = self._gpu.event(), self._gpu.stream()
+        self._probed_ns = monotonic_ns()
+        self._gpu.record(self._probe, self._idle)
         for _ in range(_LOOKS):
-            if self._probe.query():
-                seen_ns, apart_ns = monotonic_ns(), _apart_ns(first, self._probe)
+            if self._gpu.has_fired(self._probe):
+                seen_ns, apart_ns = monotonic_ns(), self._gpu.apart_ns(first, self._probe)
                 return self._probed_ns - apart_ns, seen_ns - apart_ns
         return None
 
     def _give_up(self) -> None:
         """Of no step more is known than its thread's times."""
-        if not self.is_over:
-            self.is_over, self.events = True, None
-            keep_for_good([*self._made, self._probe])
-
-
-def _apart_ns(first: Any, second: Any) -> int:
-    return round(1e6 * first.elapsed_time(second))
+        self.is_over, self.events = True, None
 
 
 # ------------------------------------------------------------------ a step

@@ -121,6 +121,17 @@ def by_thread(line: Steps) -> Steps:
     return replace(line, on_gpu=0)
 
 
+def test_a_clock_whose_record_was_closed_waits_for_its_gpu_as_before(
+    clock: StepClock, gpu: ScriptedGpu, tmp_path: Path
+) -> None:
+    RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="a/0").close()
+    train(clock, gpu)
+    gpu.now_us += 2e6
+    train(clock, gpu)
+    assert [step.times is not None for step in clock.steps] == [True]
+    assert [step.times is not None for step in taken(clock, gpu)] == [True, True]
+
+
 def play_rank(gpu: ScriptedGpu, folder: Path, rank: int, work_us: int, stall_us: int) -> None:
     records: list[Record] = []
     clock = StepClock()

@@ -192,6 +192,7 @@ class RunWriter:
             return
         self.clock.until_ns = time.monotonic_ns() + _GPU_NS
         self.look()
+        self.clock.until_ns = 0  # another one may go on with the clock
         with self._lock:
             self._append(self._line_so_far())
             if self._file >= 0:

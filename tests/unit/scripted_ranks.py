@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lockstep.comm.op import CommOp, Work
-from lockstep.observe import flight, recording
+from lockstep.observe import flight
 from lockstep.observe.flight import FlightRecord, FlightRecorder
 from lockstep.observe.profile import step_clock
 from lockstep.observe.profile.run_record import Run
@@ -121,7 +121,7 @@ def played(rank: int, size: int, acts: Sequence[Act], ends_ns: Ends, folder: Pat
     """Do `acts` in each step, and record that; when each collective was started."""
     clock = Clock()
     with pytest.MonkeyPatch.context() as patch:
-        for module in (recording, flight, step_clock):
+        for module in (flight, step_clock):
             patch.setattr(module, "monotonic_ns", clock)
         recorder = FlightRecorder(folder / f"flight-{rank}", rank, size)
         steps = recorder.clock

@@ -92,7 +92,7 @@ class Stamped(list[Any]):
 
 @final
 class StreamClock:
-    """Of one thread and one device. `began`, `fired`, `times_of` and what they call are for who takes the steps."""
+    """Of one thread and one device: the thread records, and who takes its steps asks what has come."""
 
     def __init__(self, owner: int, device: int | None) -> None:
         """device: None is the current one."""

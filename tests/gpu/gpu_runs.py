@@ -43,7 +43,7 @@ def layers(width=256, depth=4):
 def start(folder: Path, program: str, *words: str, ranks: int = 2, hang_s: int = 3) -> Run:
     """`lockstep run` of a program that finds RANK, GPU, keep_busy and layers; words: flags."""
     (folder / "program.py").write_text(_HEAD + program)
-    flags = ("--nproc-per-node", str(ranks), "--hang-limit-s", "5", *words)
+    flags = ("--nproc-per-node", str(ranks), "--hang-limit-s", "15", *words)
     return Run(folder, "run", *flags, "program.py", LOCKSTEP_HANG_S=f"{hang_s}")
 
 

@@ -167,6 +167,9 @@ def test_the_end_waits_for_the_gpu_while_the_guard_looks(watched: Watched, event
     guard.stream_ends.waited(begin(guard.recorder))
     guard.drain()  # nobody looks, who would say what is wrong
     guard.start()
+    guard.stream_ends.were_aborted = True
+    guard.drain()  # it may never come
+    guard.stream_ends.were_aborted = False
     waits = threading.Thread(target=guard.drain)
     waits.start()
     waits.join(0.3)

@@ -323,7 +323,9 @@ class Guard:
 
     def drain(self) -> None:
         """Wait for what devices still have to do: the end of a group or process would, where nobody can tell of it."""
-        while self._thread.is_alive() and self.motion.is_queued() and not (self.finding and self.finding.is_certain):
+        while self._thread.is_alive() and self.motion.is_queued() and not self.stream_ends.were_aborted:
+            if self.finding is not None and self.finding.is_certain:
+                return
             time.sleep(_DRAIN_S)
 
     def finish(self) -> None:

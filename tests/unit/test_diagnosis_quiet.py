@@ -273,6 +273,7 @@ def test_a_rank_that_has_not_begun_is_waited_for_longer(
 _WRAP = "train.py:8 main"
 
 
+@pytest.mark.parametrize("step_before", [0, 40])  # of the checkpoint that they go on from
 @pytest.mark.parametrize(
     ("calls", "unmoved_s", "kind"),  # lines of rank 1 after its model was wrapped
     [
@@ -284,10 +285,11 @@ _WRAP = "train.py:8 main"
     ],
 )
 def test_a_rank_with_a_model_is_waited_for_longer_in_its_first_step(
-    calls: tuple[str, ...], unmoved_s: float, kind: str
+    calls: tuple[str, ...], unmoved_s: float, kind: str, step_before: int
 ) -> None:
     ranks = world(3)
     for one in ranks:
+        one.step = one.status_fields["step_before"] = step_before
         one.call("barrier", "train.py:3 main")
         for _ in range(2):
             one.call("broadcast float32 [8] root=0", _WRAP)

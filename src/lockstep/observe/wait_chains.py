@@ -67,8 +67,8 @@ def _is_starting(scene: Scene, status: Status) -> bool:
 
     So before its first call; and where a model was wrapped, for else nobody knows of steps, before it repeats a call.
     """
-    has_ended = status.step or scene.step or status.unmoved_s >= START_TIMES * scene.hang_s
-    if has_ended or any(wait.record.group == NEW_GROUP for wait in scene.waits):
+    is_over = scene.step > status.step_before or status.unmoved_s >= START_TIMES * scene.hang_s
+    if is_over or any(wait.record.group == NEW_GROUP for wait in scene.waits):
         return False
     if status.last is None or status.last.group == INIT:
         return True

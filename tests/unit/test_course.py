@@ -88,6 +88,15 @@ def test_who_asks_why_it_has_failed_is_left_alone(grace_s: float, asking: int, l
     assert acts == [""] * lives + ["kill"] * (40 - lives)
 
 
+@pytest.mark.parametrize(("asking", "asked_at"), [(0, 0), (3, 3), (40, 20)])
+def test_nobody_is_asked_to_end_while_some_are_about_to_say_why_they_fail(asking: int, asked_at: int) -> None:
+    """As by `--shutdown-timeout`, whose SIGTERM ends a program at once that does not expect it."""
+    run, failed = course(asks_first=True, failure_grace_s=7.0), {"has_failed": True, "cause_is_known": True}
+    acts = [run.look(seen(5.0 + tenths / 10, **failed, are_asking=tenths < asking)).act for tenths in range(40)]
+    assert [tenths for tenths, act in enumerate(acts) if act] == [asked_at]
+    assert acts[asked_at] == "ask to end"
+
+
 def test_who_ends_because_this_launcher_asked_is_no_request() -> None:
     run = course(asks_first=True)
     run.look(seen(5.0, has_failed=True))

@@ -56,7 +56,8 @@ class Course:
     def look(self, seen: Seen) -> Orders:
         """What to do now. Between two looks nothing has to be done before `deadline_s`."""
         heard = self.hear(seen)
-        if seen.are_asking and self.request is None and seen.now_s < self._answered_s:
+        is_asking = seen.are_asking and self.request is None and seen.now_s < self._answered_s
+        if is_asking:
             self.deadline_s = max(self.deadline_s, seen.now_s + self._limits.failure_grace_s)
         if seen.now_s >= self.deadline_s or len(seen.signals) > 1:
             return Orders(heard, "kill")
@@ -69,8 +70,8 @@ class Course:
             self._end_after(self._limits.grace_s if seen.stopped else math.inf, seen)
             return Orders()
         self._answered_s = min(self._answered_s, seen.now_s + _CONSEQUENCE_S)
-        asks_now = self._limits.asks_first and not self._are_asked_to_end
-        self._are_asked_to_end = self._limits.asks_first
+        asks_now = self._limits.asks_first and not (self._are_asked_to_end or is_asking)
+        self._are_asked_to_end |= asks_now
         is_plain = self._limits.asks_first or seen.cause_is_known
         self._end_after(max(self._limits.failure_grace_s, 0.0 if is_plain else _CONSEQUENCE_S), seen)
         return Orders(act="ask to end" if asks_now else "")

@@ -140,8 +140,7 @@ def thread_error() -> BaseException | None:
 
 def _ignored(args: sys.UnraisableHookArgs) -> None:
     """By Python: an error that a handler of `atexit` has raised. It ends this rank, unless one has ended it before."""
-    is_its_end = "atexit callback" in (args.err_msg or "") and not hasattr(sys, "last_value")
-    error = args.exc_value if is_its_end else None
+    error = args.exc_value if "atexit callback" in (args.err_msg or "") and not hasattr(sys, "last_value") else None
     is_stop = isinstance(error, KeyboardInterrupt) and DEBUG not in os.environ
     if not is_stop:
         _before[_ignored](args)

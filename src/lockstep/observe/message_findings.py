@@ -7,7 +7,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED
-from lockstep.observe.wording import Finding, Kind, call, compose, ordinal, step_after
+from lockstep.observe.wording import Finding, call, compose, ordinal, step_after
 
 
 def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding | None:
@@ -26,9 +26,8 @@ def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding
                 lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
                 lines += [f"  rank {end}: {call(one)}" for end, one in zip(ends, pair, strict=True)]
                 is_said, step = than == "more", min(record.step for record in pair)
-                kind: Kind = "messages" if is_said else "mismatch"
-                head = ("SIZES of messages differ" if is_said else "MISMATCH") + f" in {step_after(step)}."
-                key = ",".join(map(str, sorted(ends)))
+                kind, head = ("messages", "SIZES of messages differ") if is_said else ("mismatch", "MISMATCH")
+                key, head = ",".join(map(str, sorted(ends))), f"{head} in {step_after(step)}."
                 return compose(scene, kind, key, head, sorted(ends), lines, fix=fix, done=step)
     return None
 

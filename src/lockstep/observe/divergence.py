@@ -259,9 +259,7 @@ def _report(
     else:
         advice = _FIX[differing[0] if is_one_call else other]
     head = "MISMATCH"
-    if (
-        is_known and unsynced and not unsynced.keys() & {*usual.ranks}
-    ):  # as `find_unsynced` has it, whichever is seen first
+    if is_known and unsynced and not unsynced.keys() & {*usual.ranks}:  # as `find_unsynced` has it: either may be first
         head, advice = "NO_SYNC on some ranks only,", SYNC_ALIKE
     if any(later.step < one.step for side in (usual, odd) for one, later in pairwise(side.history)):
         step, advice = max(a.step, b.step), _FIX["threads"]  # whoever has no steps of its own counts as in the first

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import final
 
 FIRST = 1024  # steps of this process, all looked at
+FIRST_ON_GPU = 128  # where each phase has an event and each loss a kernel, half a millisecond in a step
 EVERY = 16  # of later ones, on average
 SHORT_NS = 50_000_000  # longer steps are all looked at
 
@@ -51,11 +52,11 @@ class Pace:
         """As many as at first are looked at before any is only counted."""
         self._seen = 0
 
-    def plan(self, step: int, now_ns: int) -> None:
-        """`step`, which was looked at, has ended now: which one is the next?"""
+    def plan(self, step: int, now_ns: int, first: int = FIRST) -> None:
+        """`step`, which was looked at, has ended now: which one is the next? first: that are all looked at."""
         (before, ended_ns), self._planned = self._planned, (step, now_ns)
         self._seen += 1
-        if self._seen < FIRST or now_ns - ended_ns > SHORT_NS * (step - before):
+        if self._seen < first or now_ns - ended_ns > SHORT_NS * (step - before):
             return
         self.until = int(min([one_of_each(step), *(due(step) for due in self.dues)]))
         self.turn(is_brief=self.until > step + 1)

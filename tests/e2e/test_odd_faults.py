@@ -79,6 +79,29 @@ for step in range(1, 9):
     dist.all_reduce(weight.grad)
     optimizer.step()
 """
+_PAIR = """
+for turn in range(9):
+    message = torch.ones(4)
+    for is_send in (rank == 0, rank != 0):
+        if is_send and not (rank == 0 and turn == 5):
+            dist.send(message, 1 - rank)  # here
+        elif not is_send:
+            dist.recv(message, 1 - rank)
+"""
+_PIPELINE = """
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+stage = PipelineStage(torch.nn.Linear(4, 4), rank, 3, torch.device("cpu"))
+schedule = Schedule1F1B(stage, 4, loss_fn=torch.nn.MSELoss())
+optimizer = torch.optim.SGD(stage.submod.parameters(), lr=0.1)
+for step in range(1, 9):
+    if rank == 1 and step == 5:
+        schedule._n_microbatches = 6
+        for infos in (stage.args_recv_info, stage.grad_recv_info):
+            infos.update({number: infos[0] for number in (4, 5)})
+    given = {0: (torch.ones(8, 4),)}.get(rank, ())
+    schedule.step(*given, **({"target": torch.ones(8, 4)} if rank == 2 else {}))  # here
+    optimizer.step()
+"""
 _DROPPED = """
 dist.barrier()
 for step in range(2):
@@ -210,6 +233,22 @@ _SAID = {  # name -> ranks, program, what is said
         "        dist.all_reduce(torch.ones(4), group=pair)\n    if rank == 1 and step == 6:\n"
         "        dist.destroy_process_group(pair)  # here\n        pair = None\n    dist.all_reduce(torch.ones(4))",
         r"FINISHED too early.*Culprit: rank 1 (?s:.*)rank 1 destroyed group 1 \[0, 1\] at train\.py:HERE",
+    ),
+    "a send that is left out where no steps are counted": (
+        2, _PAIR,
+        r"DEADLOCK in step 1: .*\.  Culprit: rank 0\n  rank 0 made recv float32 \[4\] from rank 1 (?s:.*), where it "
+        r"made send float32 \[4\]\s+to rank 1 tag 0 at train\.py:HERE <module> before\n",
+    ),
+    "a call of two ranks that one skips before all meet": (
+        4, "group = dist.new_group([0, 1])\nfor turn in range(6):\n    if rank < 2 and not (rank == 1 and turn == 3):\n"
+        "        dist.all_reduce(torch.ones(4), group=group)  # here\n    dist.barrier()",
+        r"DEADLOCK in step 1: .*\.  Culprit: rank 1\n  rank 1 made barrier of group WORLD at (?s:.*)where it made"
+        r"(?s:.*)\[0,\s+1\]\s+at\s+train\.py:HERE\s+<module>\s+before\n",
+    ),
+    "a pipeline with other microbatches on one rank": (
+        3, _PIPELINE,
+        r"DEADLOCK in step 5: .*\.  Culprit: rank 1\n  rank 1 made recv float32 \[2, 4\] from rank 0 (?s:.*)"
+        r"    not sent by rank 0: it is the 5th in step 5, rank 0 sent 4, the last at train\.py:HERE <module>\n",
     ),
     "a tag of rank 1 of two": (2, _RING.replace("GUILTY", "1").replace("ODD_TAG", "True"), _APART.format(1, 7, 4)),
     "a receive of rank 0 of two that is left out": (

@@ -202,7 +202,7 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
     """more: see `_with_more_calls`."""
     waits = waits_for(scene, ranks) or [wait]
     odd, alone = unpaired(scene, ranks)
-    ranks = odd or ranks
+    ranks = [*odd] or ranks
     done = alone[0].record.step if alone else scene.done_by(ranks)
     how = {rank: _not_there(scene, rank) for rank in ranks}
     are = f"{names(ranks)} {'is' if len(ranks) == 1 else 'are'}"
@@ -216,7 +216,7 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
         why = "the GPU does what it is given in order: it comes to the collective when that is done, if ever."
         fix = f"see what the GPU of {names(ranks)} was given before: CUDA_LAUNCH_BLOCKING=1 shows the line."
     if alone:
-        what, why, fix, lines = "no match of messages", "", PAIR_UP, []
+        what, why, fix, lines = "no match of messages", "", PAIR_UP, [*odd.values()]
     if more:
         fix = f"look for a call that {names(more)} alone makes, in another thread perhaps."
         lines = [*more.values()]

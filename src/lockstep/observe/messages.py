@@ -77,37 +77,80 @@ def is_garbled(sent: Record, asked: Record) -> bool:
     return len(dtypes) == 2 and not dtypes & _BYTES and dtypes not in _AS_REAL and bits(sent) > 0 < bits(asked)
 
 
-def unpaired(scene: Scene, ranks: Sequence[int]) -> tuple[list[int], list[Wait]]:
+def unpaired(scene: Scene, ranks: Sequence[int]) -> tuple[dict[int, str], list[Wait]]:
     """Messages of `ranks`, which stand still, that lack their other half; and who of both ends left its habit there."""
     found = [one for one in scene.waits if one.record.is_message and {one.rank, *one.absent} & set(ranks)]
     found = [one for one in found if one.absent and one.absent[0] in scene.sights and not one.is_any]
-    since = min((one.record.step for one in found), default=0)
-    ends = {rank for one in found for rank in (one.rank, *one.absent)}
-    records = {rank: scene.records_of(rank) for rank in ends}
-    odd = {rank for rank, its in records.items() if not histories.keeps_habit(its, since)}
-    are_known = all(records[rank] and records[rank][-1].step >= since for rank in odd)
-    if odd == ends or not are_known:  # nobody can tell the two ends apart
-        odd = set()
+    odd = strays(scene, found)
     is_waited_for = any(scene.blocked.get(one.rank) is one for one in found)
     if not odd and not (is_waited_for and scene.blocked.keys() >= set(ranks)):
-        return [], []
-    return sorted(odd), sorted(found, key=lambda one: (not {one.rank, *one.absent} & odd, one.record.step, one.rank))
+        return {}, []
+    return odd, sorted(found, key=lambda one: (not {one.rank, *one.absent} & odd.keys(), one.record.step, one.rank))
+
+
+def strays(scene: Scene, waits: Sequence[Wait]) -> dict[int, str]:
+    """Of ranks that are in each other's way: who has called out of turn since their calls do not meet, in words.
+
+    Nobody where all have, or where it is not known of one.
+    """
+    since: dict[int, list[int]] = defaultdict(list)
+    for one in waits:
+        since[one.rank].append(one.record.number)
+        for rank in one.absent:
+            halves = [record.number for record in scene.records_of(rank) if _is_other_half(record, one)]
+            since[rank] += [number + 1 for number in halves[-1:]]
+    odd: dict[int, str] = {}
+    for rank, numbers in sorted(since.items()):
+        records = scene.records_of(rank)
+        turn = histories.out_of_turn(records, min(numbers, default=records[-1].number)) if records else None
+        if turn is not None and turn[1] is not None:
+            odd[rank] = f"{names([rank])} made {_of_group(turn[0])}, where it made {_of_group(turn[1])} before"
+        elif turn is not None or not records:
+            return {}
+    return odd if len(odd) < len(since) else {}
+
+
+def _of_group(record: Record) -> str:
+    return call(record) if record.is_message else f"{record.text} of group {record.group} at {record.site}"
+
+
+def _is_other_half(record: Record, wait: Wait, *, any_tag: bool = False) -> bool:
+    """Whether it is of the other end of the messages that `wait` is one of; or of the same group, of a collective."""
+    mine, its = read_message(wait.record.text), read_message(record.text)
+    if record.group != wait.record.group or record.is_message != wait.record.is_message:
+        return False
+    if mine is None or its is None:
+        return not record.is_message
+    return its.is_send != mine.is_send and its.peer in (wait.rank, None) and (any_tag or its.tag == mine.tag)
 
 
 def waiters(scene: Scene, waits: Sequence[Wait], alone: Sequence[Wait]) -> list[str]:
     """Who waits in what; of messages that are `unpaired`: what the other end did last in place of its half."""
-    lines: dict[tuple[str, str], None] = {}  # one line may post many
+    lines: dict[str, str] = {}
     for one in alone:
-        lines[wording.waiters([one])[0], _missing_half(scene, one)] = None
+        lines.setdefault(wording.waiters([one])[0], _missing_half(scene, one))  # one line may post many
     others = [one for one in waits if one not in alone]
-    return [*(line for both in lines for line in both), *wording.waiters(others)]
+    return [*(line for both in lines.items() for line in both), *wording.waiters(others)]
 
 
 def _missing_half(scene: Scene, wait: Wait) -> str:
-    is_send = not wait.record.text.startswith("send")
-    last = ""
-    for record in scene.records_of(wait.absent[0]):
-        said = read_message(record.text)
-        if said is not None and said.is_send == is_send and said.peer in (wait.rank, None):
-            last = f"; its last: {call(record)} ({step_after(record.step)})"
-    return f"  not {'sent' if is_send else 'asked for'} by {names(wait.absent)}{last}"
+    mine, other = wait.record, wait.absent[0]
+    did = "asked for" if mine.text.startswith("send") else "sent"
+    halves = [r for r in scene.records_of(other) if _is_other_half(r, wait, any_tag=True)]
+    if not halves:
+        return f"  not {did} by {names([other])}"
+    last = halves[-1]
+    place, its = _place(scene, wait.rank, mine), _place(scene, other, last)
+    is_alike = mine.text.partition("]")[0].split()[1:] == last.text.partition("]")[0].split()[1:]
+    if place and its and is_alike and last.step == mine.step and _is_other_half(last, wait):
+        said = f": it is the {wording.ordinal(place)} in {step_after(mine.step)}, {names([other])} {did} {its}"
+        return f"  not {did} by {names([other])}{said}, the last at {last.site}"
+    return f"  not {did} by {names([other])}; its last: {call(last)} ({step_after(last.step)})"
+
+
+def _place(scene: Scene, rank: int, record: Record) -> int:
+    """Of its like in its step: the how many-th it is; 0 where the record of `rank` does not have all of the step."""
+    records, like = scene.records_of(rank), (record.text, record.group, record.step)
+    if records[0].number and records[0].step >= record.step:
+        return 0
+    return sum((r.text, r.group, r.step) == like for r in records if r.number <= record.number)

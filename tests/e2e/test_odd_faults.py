@@ -88,6 +88,16 @@ for turn in range(9):
         elif not is_send:
             dist.recv(message, 1 - rank)
 """
+_IN_A_THREAD = """
+import threading
+ddp = DDP(torch.nn.Linear(4, 2))
+def backward(loss):
+    loss.backward()  # here
+for turn in range(5 - rank):
+    thread = threading.Thread(target=backward, args=(ddp(torch.randn(8, 4)).sum(),))
+    thread.start()
+    thread.join()
+"""
 _PIPELINE = """
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 stage = PipelineStage(torch.nn.Linear(4, 4), rank, 3, torch.device("cpu"))
@@ -244,6 +254,10 @@ _SAID = {  # name -> ranks, program, what is said
         "        dist.all_reduce(torch.ones(4), group=group)  # here\n    dist.barrier()",
         r"DEADLOCK in step 1: .*\.  Culprit: rank 1\n  rank 1 made barrier of group WORLD at (?s:.*)where it made"
         r"(?s:.*)\[0,\s+1\]\s+at\s+train\.py:HERE\s+<module>\s+before\n",
+    ),
+    "a backward too few, where another thread runs it": (
+        2, _IN_A_THREAD,
+        r"FINISHED too early(?s:.*)rank 0 waits in collective started by .* of group WORLD, train\.py:HERE backward",
     ),
     "a pipeline with other microbatches on one rank": (
         3, _PIPELINE,

@@ -269,21 +269,27 @@ def frame_of(thread_id: int) -> FrameType | None:
     """The innermost frame of another thread, None where it has none that is whole; of this one, who asks for it."""
     if thread_id == threading.get_ident():
         return sys._getframe(1)
-    frame = _of_thread(sys._current_frames, thread_id)
+    frame = _of_threads(sys._current_frames).get(thread_id)
     return frame if frame is not None and isinstance(frame.f_code, CodeType) else None
+
+
+def backward_frame() -> FrameType | None:
+    """The innermost frame of a thread that has called autograd, which it waits for; None where none has."""
+    frames = _of_threads(sys._current_frames).values()
+    return next((frame for frame in frames if getattr(frame.f_code, "co_name", "") == "_engine_run_backward"), None)
 
 
 def handled_by(thread_id: int) -> BaseException | None:
     """The error whose `finally` or `except` a thread stands in."""
-    found = _of_thread(sys._current_exceptions, thread_id)
+    found = _of_threads(sys._current_exceptions).get(thread_id)
     return found[1] if isinstance(found, tuple) else found  # until Python 3.11 it is of three
 
 
-def _of_thread(all_of: Callable[[], dict[int, Any]], thread_id: int) -> Any:
+def _of_threads(all_of: Callable[[], dict[int, Any]]) -> dict[int, Any]:
     is_on = sys.version_info < (3, 11, 9) and gc.isenabled()  # else the program may ask for it, or change it, meanwhile
     gc.disable() if is_on else None  # it stands still for ever where garbage is collected in that call (gh-106883)
     try:
-        return all_of().get(thread_id)
+        return all_of()
     finally:
         gc.enable() if is_on else None
 

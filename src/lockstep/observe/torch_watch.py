@@ -24,7 +24,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches, around
 from lockstep.observe.profile.step_clock import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
-from lockstep.observe.stacks import frame_of, stack_of
+from lockstep.observe.stacks import backward_frame, frame_of, stack_of
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_flight_recorder import TIMING, TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
@@ -295,7 +295,8 @@ class TorchWatch:
         ended = flights.ended(watched.torch_name)
         known = {} if ended is None or ended >= number else flights.since(watched.torch_name, watched.seen + 1)
         is_own = self._main == threading.get_ident()  # who looks once more at its end
-        stack = [BACKWARDS.site or call_site()] if is_own else stack_of(frame_of(self._main or 0))
+        in_backward = backward_frame()  # of whichever thread, where the main one may only wait for it
+        stack = [BACKWARDS.site or call_site()] if is_own else stack_of(in_backward or frame_of(self._main or 0))
         site = self._guard.failed_at or (stack[-1] if stack else "")
         watched.catch_up(number, site, known, if_idle=True)
 

@@ -159,6 +159,36 @@ def test_who_left_before_its_sends_were_through_is_told_to_wait_for_them() -> No
     assert "rank 1 asked for 2, " in finding.text
 
 
+@pytest.mark.parametrize(("each", "is_told"), [((4, 6), True), ((4, 4), False)])
+@pytest.mark.parametrize("kept", [1024, 7])
+def test_ends_whose_messages_pair_across_steps_are_both_named(each: tuple[int, int], is_told: bool, kept: int) -> None:
+    """As stages of a pipeline with other microbatches; not told where no step is whole in the record."""
+    ranks = running(2)
+    texts = (send("float32 [4]", 1), recv("float32 [4]", 0))
+    for one, text, count in zip(ranks, texts, each, strict=True):
+        for _ in range(3 if one.rank == 0 else 2):
+            for _ in range(count):
+                one.message(text, "pipe.py:30 main")
+            one.step += 1
+    ranks[1].message(texts[1], "pipe.py:30 main")
+    ranks[0].finishes()
+    for one in ranks:
+        one.kept = kept
+    finding = failed(ranks, 1)
+    assert finding is not None
+    assert (finding.kind, finding.culprits) == ("finished", (0, 1) if is_told and kept > 7 else (0,))
+    assert ("\n  in step 5: rank 0 sent 4, rank 1 asked for 6\n" in finding.text) == (is_told and kept > 7)
+
+
+def test_of_a_message_to_who_has_ended_messages_are_advised_and_not_batches() -> None:
+    ranks = stage(1, 0)
+    ranks[1].finishes()
+    finding = failed(ranks, 0)
+    assert finding is not None
+    assert (finding.kind, finding.culprits) == ("finished", (1,))
+    assert "Likely fix: as many sends as receives, and wait() for each isend before the end." in finding.text
+
+
 def test_numbers_are_not_told_where_one_of_them_is_not_known() -> None:
     ranks = stage(0, 1)
     ranks[0].finishes()

@@ -202,8 +202,10 @@ def _report_finished(scene: Scene, wait: Wait, early: list[int]) -> Finding:
     is_one_end = len({_count(scene.status(rank), group) for rank in early}) == 1 and not is_message
     counts = tally(scene, wait.rank, wait.record) if is_message else []
     batches, changed, _ = uneven(scene.sights, everybody)
-    if counts:
+    if counts or (is_message and not batches):
         lines, fix = lines + counts, "as many sends as receives, and wait() for each isend before the end."
+        if len(counts) > 2:
+            blamed, head = [*early, wait.rank], "FINISHED with other numbers of messages, in"
     elif batches:
         lines += batches
         fix = "as many batches on all ranks: check what each skips as it goes on, its sampler and its data."

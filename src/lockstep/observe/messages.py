@@ -45,11 +45,19 @@ def knows_all_messages(scene: Scene, rank: int) -> bool:
 
 
 def tally(scene: Scene, rank: int, record: Record) -> list[str]:
-    """How many like `record`, the last of them of `rank`, both ends have begun; nothing where that is not known."""
+    """How many like `record`, the last of them of `rank`, both ends have begun; nothing where that is not known.
+
+    A third line, where they begin other numbers in one step: so those of one step pair with those of another.
+    """
     for (_, ends, _), both in channels_of(scene, rank).items():
         if all(both) and record in both[rank == ends[1]].values():
             told = [f"{r.seq + 1}, the last at {r.site} ({step_after(r.step)})" for r in (x[max(x)] for x in both)]
-            return [f"rank {ends[0]} sent {told[0]}", f"rank {ends[1]} asked for {told[1]}"]
+            step = min(half[max(half)].step for half in both) - 1  # the newest that both have ended
+            has_all = all(min(half) == 0 or half[min(half)].step < step for half in both)
+            sent, asked = (sum(one.step == step for one in half.values()) for half in both)
+            each = f"in {step_after(step)}: rank {ends[0]} sent {sent}, rank {ends[1]} asked for {asked}"
+            lines = [f"rank {ends[0]} sent {told[0]}", f"rank {ends[1]} asked for {told[1]}"]
+            return lines + [each] * (has_all and sent > 0 < asked != sent)
     return []
 
 

@@ -44,28 +44,21 @@ def _report(scene: Scene, waits: Sequence[Wait]) -> Finding:
     culprits = voted if len(voted) < len(ranks) else [*odd] or voted
     told = [text for rank, text in odd.items() if rank in culprits]
     lines = [*told, *waiters(scene, [*waits, *waits_for(scene, ranks)], alone)]
-    done = scene.done_by(ranks)
-    ahead = [rank for rank in culprits if scene.status(rank).step > done]
-    lines += [f"{names([rank])} is in {step_after(scene.status(rank).step)} already" for rank in ahead]
-    head = f"DEADLOCK in {step_after(done)}: {_way(ranks, groups, culprits)}"
-    why, fix = "each of them waits for the next one, so none can ever get on.", _fix(groups, culprits, ranks)
-    key, least = point_of_life(scene, sorted(ranks)), wording.stacks(scene, ranks)
-    return wording.compose(scene, "cycle", key, head, culprits, lines, why=why, fix=fix, least=least, done=done)
-
-
-def _way(ranks: Sequence[int], groups: Sequence[str], culprits: Sequence[int]) -> str:
+    done, steps = scene.done_by(ranks), {rank: scene.status(rank).step for rank in culprits}
+    lines += [f"{names([rank])} is in {step_after(step)} already" for rank, step in steps.items() if step > done]
     way = " -> ".join(f"rank {rank}" for rank in (*ranks, ranks[0]))
     if len(culprits) < len(ranks):
-        return f"{way}.  Culprit{'s' * (len(culprits) > 1)}: {names(culprits)}"
-    return f"groups in different order, or a call left out: {way}" if len(groups) > 1 else way
-
-
-def _fix(groups: Sequence[str], culprits: Sequence[int], ranks: Sequence[int]) -> str:
-    if len(culprits) < len(ranks):
-        other = "condition that is false on" if groups else "condition, peer or tag that differs on"
-        return f"look for a {other} {names(culprits)}, or an exception that is caught there."
-    if len(groups) > 1:
-        return f"use groups {', '.join(groups)} in the same order on every rank, each on all of its ranks."
-    if groups:
-        return "send what another rank receives before the collective, or let that rank receive it later."
-    return PAIR_UP
+        way = f"{way}.  Culprit{'s' * (len(culprits) > 1)}: {names(culprits)}"
+        what = "condition that is false on" if groups else "condition, peer or tag that differs on"
+        fix = f"look for a {what} {names(culprits)}, or an exception that is caught there."
+    elif len(groups) > 1:
+        way = f"groups in different order, or a call left out: {way}"
+        fix = f"use groups {', '.join(groups)} in the same order on every rank, each on all of its ranks."
+    elif groups:
+        fix = "send what another rank receives before the collective, or let that rank receive it later."
+    else:
+        fix = PAIR_UP
+    head = f"DEADLOCK in {step_after(done)}: {way}"
+    why = "each of them waits for the next one, so none can ever get on."
+    key, least = point_of_life(scene, sorted(ranks)), wording.stacks(scene, ranks)
+    return wording.compose(scene, "cycle", key, head, culprits, lines, why=why, fix=fix, least=least, done=done)

@@ -125,11 +125,11 @@ def _of_group(record: Record) -> str:
 def _is_other_half(record: Record, wait: Wait, *, any_tag: bool = False) -> bool:
     """Whether it is of the other end of the messages that `wait` is one of; or of the same group, of a collective."""
     mine, its = read_message(wait.record.text), read_message(record.text)
-    if record.group != wait.record.group or record.is_message != wait.record.is_message:
-        return False
+    is_same = (record.group, record.is_message) == (wait.record.group, wait.record.is_message)
     if mine is None or its is None:
-        return not record.is_message
-    return its.is_send != mine.is_send and its.peer in (wait.rank, None) and (any_tag or its.tag == mine.tag)
+        return is_same and not record.is_message
+    is_pair = its.is_send != mine.is_send and its.peer in (wait.rank, None)
+    return is_same and is_pair and (any_tag or its.tag == mine.tag)
 
 
 def waiters(scene: Scene, waits: Sequence[Wait], alone: Sequence[Wait]) -> list[str]:
@@ -144,16 +144,16 @@ def waiters(scene: Scene, waits: Sequence[Wait], alone: Sequence[Wait]) -> list[
 def _missing_half(scene: Scene, wait: Wait) -> str:
     mine, other = wait.record, wait.absent[0]
     did = "asked for" if mine.text.startswith("send") else "sent"
-    halves = [r for r in scene.records_of(other) if _is_other_half(r, wait, any_tag=True)]
-    if not halves:
-        return f"  not {did} by {names([other])}"
-    last = halves[-1]
+    lacks = f"  not {did} by {names([other])}"
+    last = next((r for r in reversed(scene.records_of(other)) if _is_other_half(r, wait, any_tag=True)), None)
+    if last is None:
+        return lacks
     place, its = _place(scene, wait.rank, mine), _place(scene, other, last)
     is_alike = mine.text.partition("]")[0].split()[1:] == last.text.partition("]")[0].split()[1:]
     if place and its and is_alike and last.step == mine.step and _is_other_half(last, wait):
-        said = f": it is the {wording.ordinal(place)} in {step_after(mine.step)}, {names([other])} {did} {its}"
-        return f"  not {did} by {names([other])}{said}, the last at {last.site}"
-    return f"  not {did} by {names([other])}; its last: {call(last)} ({step_after(last.step)})"
+        lacks += f": it is the {wording.ordinal(place)} in {step_after(mine.step)}, {names([other])} {did} {its}"
+        return f"{lacks}, the last at {last.site}"
+    return f"{lacks}; its last: {call(last)} ({step_after(last.step)})"
 
 
 def _place(scene: Scene, rank: int, record: Record) -> int:

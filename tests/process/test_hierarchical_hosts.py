@@ -28,7 +28,7 @@ from lockstep.comm.reduction import tree_reduce
 from lockstep.comm.transport import TransportLayer
 from lockstep.errors import CommError, TransportClosed
 from lockstep.parallel.named_state import whole_tensors
-from two_machines import ADDRESSES, TwoMachines, skip_without_machines
+from machines_apart import ADDRESSES, MachinesApart, skip_without_machines
 
 RANKS_PER_HOST = 2
 WORLD_SIZE = 2 * RANKS_PER_HOST
@@ -45,7 +45,7 @@ class Ended(NamedTuple):
     log: str
 
 
-class Hosts(TwoMachines):
+class Hosts(MachinesApart):
     """Two machines, and the ranks of a job on them."""
 
     def run(self, *arguments: str, folder: Path) -> list[Ended]:
@@ -90,7 +90,7 @@ def _ended(code: int, rank: int, folder: Path) -> Ended:
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     skip_without_machines()
-    with contextlib.closing(Hosts(have_names=False)) as made:
+    with contextlib.closing(Hosts(names=())) as made:
         yield made
 
 

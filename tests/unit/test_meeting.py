@@ -81,7 +81,7 @@ def test_run_that_has_begun_is_left_alone(join: Join) -> None:
     with pytest.raises(LaunchError, match="given twice"):
         join(7, node_rank=1)
     assert [one.problem() for one in both] == ["", ""]
-    assert [one.late() for one in both] == ["", ""]
+    assert all(one.late().startswith("a machine has come to 127.0.0.1:29500 and is not heard any more") for one in both)
 
 
 def test_who_is_missing_is_said_once(join: Join, said: list[str]) -> None:
@@ -101,6 +101,17 @@ def test_who_is_missing_is_said_once(join: Join, said: list[str]) -> None:
     )
 
 
+def test_of_machines_that_have_all_come_one_may_have_fallen_silent(join: Join, said: list[str]) -> None:
+    first, _ = join(5), join(6)
+    first.problem()
+    both = "vm (pid 5), vm (pid 6)"
+    assert said == [f"5: waiting for all 2 machines to begin, which have come to 127.0.0.1:29500: {both}"]
+    assert first.late() == (
+        f"a machine has come to 127.0.0.1:29500 and is not heard any more: one of {both}. "
+        "Its launcher has ended or stands still, or the network is cut"
+    )
+
+
 def test_machine_of_another_run_is_mentioned_and_not_counted(join: Join, said: list[str]) -> None:
     ours = join(5)
     join(6, run="theirs", nnodes="7")
@@ -116,7 +127,7 @@ def test_machines_that_may_come_and_that_have_no_place(join: Join, said: list[st
     join(7, least=1, nnodes="1:2").problem()
     assert "1 of 2 machines are at" in said[0]
     assert "waiting for a place among the 2 machines (--nnodes)" in said[1]
-    assert first.late() == ""
+    assert first.late().startswith("no place among the 2 machines (--nnodes) at 127.0.0.1:29500 is free: vm (pid 5), ")
 
 
 def test_other_numbers_of_processes_are_mentioned(join: Join, said: list[str]) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from dataclasses import replace
 from typing import Any, final
 
@@ -38,6 +39,7 @@ from lockstep.launch.words import say, tell
 from lockstep.launch.worker import ERROR_FILE, REQUEUE
 
 _OTHERS_END_S = 300.0  # torchrun's: programs of other machines may end later
+_CUT_OFF_S = 30.0  # without an answer of the store, before the start: what may be mended has been
 _STOPPING_S = 10.0  # beyond the grace: for another machine to hear of it, and to end its processes
 
 
@@ -57,6 +59,7 @@ class Agent(SimpleElasticAgent):
         self._meeting = meeting
         if meeting is not None and not self._is_alone:
             self._machines = Machines(meeting.store, signals, 0, 1, can_spare_one=self._least < self._most)
+        self._mute_since_s = 0.0  # nothing comes back from the store; 0: it does
         self._generation = -1
         self._attempt: Attempt | None = None
         self._history: list[Fault] = []
@@ -187,8 +190,6 @@ class Agent(SimpleElasticAgent):
             if self._meeting is None or self._machines is None:
                 raise
             late = self._machines.ask(self._meeting.late, "")
-            if not late and isinstance(error, RendezvousTimeoutError):
-                raise
             raise LaunchError(late or self._meeting.ended) from error
         self._generation = max(int(number) for number in numbers)
         if not self._is_alone:
@@ -208,10 +209,21 @@ class Agent(SimpleElasticAgent):
             self._signals.arrived.append(told.number)
             raise StoppedEarly
         if self._machines is not None and self._meeting is not None:
+            self._look_for_silence(self._machines, self._meeting)
             problem = self._machines.ask(self._meeting.problem, "")
             if problem:
                 self._machines.linger()
                 raise LaunchError(problem)
+
+    def _look_for_silence(self, machines: Machines, meeting: Meeting) -> None:
+        now_s = time.monotonic()
+        if not machines.is_mute:
+            self._mute_since_s = 0.0
+        elif not self._mute_since_s:
+            self._mute_since_s = now_s
+            say(f"nothing comes back from {meeting.where}: up to {_CUT_OFF_S:g} s more")
+        elif now_s - self._mute_since_s > _CUT_OFF_S:
+            raise LaunchError(meeting.cut_off)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         store = None if self._is_alone else _outermost(worker_group.store)

@@ -38,7 +38,7 @@ from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
 LOOPBACK = "loopback"  # our own rendezvous, among torch's backends
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
 _OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-_CLOSE_S = 40.0  # for the rendezvous to be closed, which torch gives 30
+_CLOSE_S = 10.0  # for the rendezvous to be closed: a store answers in milliseconds, or is cut off
 
 
 def local_config(processes: int, folder: Path) -> LaunchConfig:
@@ -122,7 +122,7 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         is_over = not signals.count and (agent is None or agent.exit_code not in (REQUEUE, INTERRUPTED))
         is_cut_off = agent is not None and agent.is_cut_off
         if handler is not None and is_over and not is_cut_off:  # or no other machine could join later
-            with suppress(Deadline):  # where the machine that holds the store stands still
+            with suppress(Deadline):  # where nothing comes back from the store
                 within(_CLOSE_S, handler.shutdown)
 
 

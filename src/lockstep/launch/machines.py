@@ -13,11 +13,13 @@ from lockstep.launch.channel import Channel
 from lockstep.launch.course import Request
 from lockstep.launch.ended import signal_name
 from lockstep.launch.stop_signals import StopSignals
+from lockstep.launch.words import say
 
 T = TypeVar("T")
 
 _STOP = "stop"
 _ASK_S = 0.2
+_NOTICE_S = 5.0
 _MENDED_S = 20.0  # TCP waits as long again as a cable was cut: the connections of ranks may go on before it
 _ANSWER_S = 5.0  # a store answers in milliseconds; that of a machine that was stopped never does
 
@@ -63,7 +65,7 @@ class Machines:
         Returns: the largest `committed` of those that came.
         """
         begun_s, patience = time.monotonic(), max(self._signals.count, 1)
-        ended = [committed]
+        ended, has_said = [committed], False
         while not self._calls.is_lost and self._signals.count <= patience:
             if time.monotonic() - begun_s >= (min(limit_s, _MENDED_S) if self.is_mute else limit_s):
                 break
@@ -72,6 +74,9 @@ class Machines:
             if len(ended) == self._count:
                 self.linger()
                 break
+            if not has_said and time.monotonic() - begun_s > _NOTICE_S:
+                has_said = True
+                say(f"all is done here; waiting for the end on the other machines, up to {limit_s:g} s")
             self._wait(_ASK_S)
         return max(ended)
 

@@ -55,11 +55,11 @@ class Meeting:
         """Raises: LaunchError, where another machine contradicts this one: those that still wait are told too."""
         self.channel, self._mine, self._least, self._most = channel, mine, least, most
         self._limit_s, self._say = limit_s, say
-        self._where, self._since_s = f"{channel.address}:{channel.port}", time.monotonic()
+        self.where, self._since_s = f"{channel.address}:{channel.port}", time.monotonic()
         self._has_said = self._has_begun = False
         _enter(channel, mine)
         others = [one for one in self._here() if one != mine]
-        problem = contradiction(mine, others, self._where, most)
+        problem = contradiction(mine, others, self.where, most)
         if problem:
             if channel.missing([self._key("begun")], 0):
                 channel.put(self._key("problem"), problem)
@@ -93,17 +93,28 @@ class Meeting:
         return ""
 
     def late(self) -> str:
-        """The sentence for machines that never came; "" where all have."""
+        """The sentence for machines that never came, or that have come and do not begin."""
         here = self._here()
         missing = "" if self._has_begun else self._missing(here)
-        why = "it was not started, has ended, or was given another address or port"
-        never = f"{missing} never came to {self._where} in {self._limit_s:g} s; came: {self._named(here)}"
-        return f"{never}. Look at its output: {why}" if missing else ""
+        if missing:
+            why = "it was not started, has ended, or was given another address or port"
+            never = f"{missing} never came to {self.where} in {self._limit_s:g} s; came: {self._named(here)}"
+            return f"{never}. Look at its output: {why}"
+        if len(here) > self._most and not self._has_begun:
+            return f"no place among the {self._most} machines (--nnodes) at {self.where} is free: {self._named(here)}"
+        why = "Its launcher has ended or stands still, or the network is cut"
+        return f"a machine has come to {self.where} and is not heard any more: one of {self._named(here)}. {why}"
+
+    @property
+    def cut_off(self) -> str:
+        """The sentence for a store from which nothing comes back, before the start."""
+        why = "the network is cut, or the machine that holds the store stands still"
+        return f"nothing has come back from {self.where}: {why}. `lockstep doctor` tries all ways"
 
     @property
     def ended(self) -> str:
         """The sentence for a store that was there, and does not answer any more."""
-        return f"nobody answers at {self._where} any more: the machine that held it has ended, and the run with it"
+        return f"nobody answers at {self.where} any more: the machine that held it has ended, and the run with it"
 
     def _notice(self) -> str:
         here = self._here()
@@ -112,10 +123,12 @@ class Meeting:
             only = ", which no other machine can reach" if preflight.is_loopback(self.channel.address) else ""
             same = "the same command" + ("" if self._mine["node_rank"] is None else " with its own --node-rank")
             limit = f"up to {self._limit_s:g} s"
-            return f"waiting for {missing} at {self._where}{only}, {limit}: {same} starts it; here: {named}"
+            return f"waiting for {missing} at {self.where}{only}, {limit}: {same} starts it; here: {named}"
         if len(here) < self._most:
-            return f"{len(here)} of {self._most} machines are at {self._where}, more may come for a while: {named}"
-        return f"waiting for a place among the {self._most} machines (--nnodes) at {self._where}; here: {named}"
+            return f"{len(here)} of {self._most} machines are at {self.where}, more may come for a while: {named}"
+        if len(here) == self._most:
+            return f"waiting for all {self._most} machines to begin, which have come to {self.where}: {named}"
+        return f"waiting for a place among the {self._most} machines (--nnodes) at {self.where}; here: {named}"
 
     def _missing(self, here: Sequence[Machine]) -> str:
         if self._mine["node_rank"] is None:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 from lockstep.observe.call_site import call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches, around
+from lockstep.observe.process_guard import STORE
 from lockstep.observe.scene import INIT, NEW_GROUP
 from lockstep.observe.torch_groups import is_the_job, name_of
 from lockstep.observe.torch_import import when_imported
@@ -116,10 +117,15 @@ class Meetings:
         number = self._guard.enter(INIT, next(self._worlds), f"{INIT}:port={port}" if port else INIT, site)
         if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
             given["store"] = _anew(store, next(self._given_stores))
+        is_far = bool(self._given.get(STORE))
+        if is_far:  # all have said how they are before any comes through: so whoever is cut off then is missed
+            self._guard.look()
         try:
             return old(*bound.args, **bound.kwargs)
         finally:
             self._guard.recorder.stood(number, began_ns)
+            if is_far:
+                self._guard.look()
 
 
 @final

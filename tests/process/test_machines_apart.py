@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from command_runs import Run
-from two_machines import ADDRESSES, TwoMachines, skip_without_machines
+from machines_apart import ADDRESSES, MachinesApart, skip_without_machines
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -60,23 +60,23 @@ Start = Callable[..., Pair]
 
 
 @pytest.fixture
-def machines() -> Iterator[TwoMachines]:
+def machines() -> Iterator[MachinesApart]:
     skip_without_machines()
-    with closing(TwoMachines(ahead_s=1000)) as made:  # as one has that was started before the other
+    with closing(MachinesApart(ahead_s=1000)) as made:  # as one has that was started before the other
         yield made
 
 
 @pytest.fixture
-def start(machines: TwoMachines, tmp_path: Path) -> Iterator[Start]:
+def start(machines: MachinesApart, tmp_path: Path) -> Iterator[Start]:
     """A launcher on each; the first has the store."""
     runs: list[Run] = []
 
-    def both(case: str, *words: str, count: int = 300, ranks: int = 1) -> Pair:
-        for machine, address in enumerate(ADDRESSES):
+    def both(case: str, *words: str, count: int = 300, ranks: int = 1, nnodes: int = 2) -> Pair:
+        for machine, address in enumerate(ADDRESSES[: machines.count]):
             folder = tmp_path / f"machine{machine}"
             (folder / "tmp").mkdir(parents=True)
             (folder / "train.py").write_text(_PROGRAM)
-            meeting = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29500")
+            meeting = (f"--nnodes={nnodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={ADDRESSES[0]}:29500")
             variables = {"GLOO_SOCKET_IFNAME": "link0", "TMPDIR": str(folder / "tmp"), "LOCKSTEP_EVIDENCE": ""}
             command = ("run", *meeting, f"--local-addr={address}", f"-n={ranks}", *words, "train.py", case, str(count))
             inside = machines.inside(machine)
@@ -117,7 +117,7 @@ def _in_one_line(text: str) -> str:
     return re.sub(r"\n(?:\[rank\d\]:)? *", " ", text)
 
 
-def test_a_cable_that_is_cut_and_mended(start: Start, machines: TwoMachines) -> None:
+def test_a_cable_that_is_cut_and_mended(start: Start, machines: MachinesApart) -> None:
     """Each machine says that it cannot reach the other, and both come to their end."""
     runs = start("cut", "--record=off", count=120)
     runs[0].await_text("at step 40")
@@ -130,7 +130,7 @@ def test_a_cable_that_is_cut_and_mended(start: Start, machines: TwoMachines) -> 
         run.end(0)
 
 
-def test_a_cable_that_stays_cut_ends_the_run(start: Start, machines: TwoMachines) -> None:
+def test_a_cable_that_stays_cut_ends_the_run(start: Start, machines: MachinesApart) -> None:
     runs = start("cut", "--record=off", "--hang-limit-s=4")
     runs[0].await_text("at step 40")
     machines.plug(is_in=False)
@@ -138,6 +138,17 @@ def test_a_cable_that_stays_cut_ends_the_run(start: Start, machines: TwoMachines
         text = run.end(1)
         assert f"Culprit: rank {other} (host machine{other}, pid" in text
         assert "was ended by its launcher: no progress for 4 s" in text
+
+
+def test_a_cable_that_is_cut_before_all_machines_have_come(start: Start, machines: MachinesApart) -> None:
+    """Torch's calls to the store have no limit there."""
+    runs = start("cut", "--record=off", nnodes=3)
+    for run in runs:
+        run.await_text("lockstep: waiting for 1 more machine at")
+    machines.plug(is_in=False)
+    runs[1].await_text("lockstep: nothing comes back from 10.99.0.1:29500: up to 30 s more")
+    runs[1].end(1)
+    assert runs[1].said()[-1].startswith("nothing has come back from 10.99.0.1:29500: the network is cut, or the")
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "the other"])

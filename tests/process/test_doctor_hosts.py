@@ -52,6 +52,10 @@ def test_two_hosts_and_what_keeps_them_apart(hosts: Hosts, tmp_path: Path) -> No
         assert code == 1, said
         assert "FAIL way rank 0's machine is announced as" in said
         assert "add: --local-addr 10.99.0.1" in said
+    three = ["--nnodes", "3", "--master-addr", "10.99.0.1", "--wait-s", "8", "--node-rank"]
+    for code, said in run(hosts, tmp_path, [[*three, "0"], [*three, "1"]]):  # also on the one without the store
+        assert code == 1, said
+        assert re.search(r"FAIL machines 2 of 3 came in \d s: .* node rank 2 did not", said), said
     inside = hosts.inside(1)
     for words in (
         ["link", "add", "wrong0", "type", "veth", "peer", "name", "wrong1"],

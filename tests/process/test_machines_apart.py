@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from command_runs import Run
-from machines_apart import ADDRESSES, MachinesApart, skip_without_machines
+from lockstep.observe.report.document import document_of
+from lockstep.observe.report.run_rows import look
+from lockstep.observe.report.source import RunReader
+from machines_apart import ADDRESSES, NAMES, MachinesApart, skip_without_machines
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -60,9 +65,14 @@ Start = Callable[..., Pair]
 
 
 @pytest.fixture
-def machines() -> Iterator[MachinesApart]:
+def names() -> Sequence[str]:
+    return NAMES
+
+
+@pytest.fixture
+def machines(names: Sequence[str]) -> Iterator[MachinesApart]:
     skip_without_machines()
-    with closing(MachinesApart(ahead_s=1000)) as made:  # as one has that was started before the other
+    with closing(MachinesApart(ahead_s=1000, names=names)) as made:  # as one has that was started before the other
         yield made
 
 
@@ -117,6 +127,19 @@ def _in_one_line(text: str) -> str:
     return re.sub(r"\n(?:\[rank\d\]:)? *", " ", text)
 
 
+@pytest.mark.parametrize("case", ["kill", "raise", "shape"])
+def test_what_was_found_is_in_the_report_of_each_machine(start: Start, case: str) -> None:
+    """Also of the one whose only rank is the culprit, which says nothing any more."""
+    runs, titles = start(case), list[str]()
+    for run in runs:
+        run.end(1)
+        (record,) = (run.output.parent / "runs").iterdir()
+        source, status = look(RunReader(record))
+        titles.append(document_of(source, status, 0)["cards"][0]["title"])
+    assert titles[0] == titles[1]
+    assert titles[0].startswith({"kill": "GONE", "raise": "RAISED", "shape": "MISMATCH"}[case])
+
+
 def test_a_cable_that_is_cut_and_mended(start: Start, machines: MachinesApart) -> None:
     """Each machine says that it cannot reach the other, and both come to their end."""
     runs = start("cut", "--record=off", count=120)
@@ -149,6 +172,26 @@ def test_a_cable_that_is_cut_before_all_machines_have_come(start: Start, machine
     runs[1].await_text("lockstep: nothing comes back from 10.99.0.1:29500: up to 30 s more")
     runs[1].end(1)
     assert runs[1].said()[-1].startswith("nothing has come back from 10.99.0.1:29500: the network is cut, or the")
+
+
+@pytest.mark.parametrize("names", [["one", "one"]], ids=[""])
+def test_machines_of_one_name_are_two(start: Start, machines: MachinesApart) -> None:
+    runs = start("cut", "--record=off", "--hang-limit-s=4")
+    runs[0].await_text("at step 40")
+    machines.plug(is_in=False)
+    for other, run in enumerate(reversed(runs)):
+        assert f"Culprit: rank {other} (host one, pid" in run.end(1)
+        assert "UNREACHABLE" in run.text()
+
+
+def test_containers_with_memory_of_their_own_are_not_one_machine(machines: MachinesApart) -> None:
+    """Though they share the kernel and its network, as with `docker run --network=host`."""
+    say = [sys.executable, "-c", "from lockstep.comm.preflight import machine_id; print(machine_id())"]
+    here = [*machines.inside(0), *say]
+    alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /dev/shm && exec "$@"', "sh"]
+    own = [*machines.inside(0), *alone, *say]
+    first, again, other = (subprocess.run(one, capture_output=True, check=True).stdout for one in (here, here, own))
+    assert first == again != other
 
 
 @pytest.mark.parametrize("victim", [0, 1], ids=["with the store", "the other"])

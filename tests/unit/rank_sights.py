@@ -24,6 +24,7 @@ class PaperRank:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size
         self.step, self.host = 0, "b"
+        self.machine = 0  # the first rank there; 0: as its host's name tells
         self.records: list[Record] = []
         self.status_fields: dict[str, object] = {}
         self.folds: dict[str, Folding] = {}
@@ -93,6 +94,7 @@ class PaperRank:
         records = self.kept_records() if self.is_readable else self.records
         fields: dict[str, object] = {
             "step": self.step,
+            "machine": self.machine or zlib.crc32(self.host.encode()),
             "groups": {name: fold.progress() for name, fold in self.folds.items()},
             "waiting": tuple(Waiting(r, self.open_s) for r in records if r.number in self.open),
             "last": records[-1] if records else None,

@@ -16,6 +16,7 @@ import pytest
 
 from lockstep.observe.board import Board, flight_path, send_ends, sight_of
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.post_mortem import noticed
 from lockstep.observe.status import FINISHED, RUNNING, LastWords, Mark, Progress, Sight, Status, Waiting
 from lockstep.testing.waiting import wait_until
 
@@ -347,6 +348,17 @@ def test_machines_that_find_something_at_once_have_one_finding(make: Make) -> No
     boards = [make(rank, [rank], folder=str(rank), store=store)[1] for rank in range(2)]
     assert [board.announce(f"of rank {rank}") for rank, board in enumerate(boards)] == ["of rank 0"] * 2
     assert [board.announced() for board in boards] == ["of rank 0"] * 2
+
+
+def test_a_launcher_knows_what_was_found_on_another_machine_when_the_store_has_gone(make: Make, tmp_path: Path) -> None:
+    store = DictStore()
+    _, mine = make(0, [0], folder="a", store=store)
+    _, theirs = make(1, [1], folder="b", store=store)
+    assert noticed(tmp_path / "b") == ""
+    mine.announce("x")
+    assert theirs.announced() == "x"
+    store.is_gone = True
+    assert noticed(tmp_path / "b") == noticed(tmp_path / "a") == "x"
 
 
 def test_a_store_that_cannot_be_reached_for_a_while(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from profiled_worlds import World
 from reported_runs import add_launch, add_notes, append_attempt, began_ns
 
 from lockstep.cli.report import describe
+from lockstep.launch.launch_log import LaunchLog
 from lockstep.observe.report.document import document_of
 from lockstep.observe.report.run_rows import Status
 from lockstep.observe.report.source import RunReader
@@ -158,6 +159,32 @@ def test_causes_of_the_end_and_what_was_found_after_it(tmp_path: Path) -> None:
     assert {card["severity"] for card in (first, second)} == {"error"}
     stopped = cards(tmp_path, "stopped")
     assert "The run was stopped before its end" in [card["title"] for card in stopped]
+
+
+def test_what_was_found_on_another_machine(tmp_path: Path) -> None:
+    """One card with the end that came of it, as there; where a rank of this machine has said it, that is the one."""
+    _EVEN.run(tmp_path)
+    began, log = began_ns(tmp_path), LaunchLog(tmp_path)
+    add_launch(
+        tmp_path,
+        {"launch": "a", "command": [], "time_ns": began, "pid": 1 << 30, "host": "h"},
+        {"attempt": "a/0", "world_size": 2, "time_ns": began},
+        {"ended": "a/0", "code": 1, "causes": ["rank 1 was killed"], "time_ns": began + 9},
+    )
+    found = json.loads(Finding("gone", (1,), _HANG, True, "k", 4).to_json())
+    log.found_elsewhere("a/0", found, "far")
+    first, *others = cards(tmp_path, "failed")
+    assert (first["title"], first["severity"], first["ranks"], first["step"]) == (
+        "HANG: rank 1 does not arrive",
+        "error",
+        [1],
+        5,
+    )
+    assert "Evidence, on far: runs/x" in first["text"]
+    assert not any("killed" in card["title"] for card in others)
+    say(tmp_path, 0, 100, "gone")
+    assert [card["title"] for card in cards(tmp_path, "failed")].count(first["title"]) == 1
+    assert "on far" not in cards(tmp_path, "failed")[0]["text"]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import pytest
 from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running
 
 from lockstep.errors import CollectiveTimeout
+from lockstep.observe.status import Stalled
 
 
 def two_machines(silent_s: float = 3.4, age_s: float = 4.0) -> list[PaperRank]:
@@ -38,6 +39,16 @@ def test_all_ranks_of_a_machine_that_fell_silent_are_named_together(has_come: bo
     assert isinstance(found.comm_error(), CollectiveTimeout)
 
 
+def test_a_machine_with_the_same_name_is_another_one() -> None:
+    ranks = two_machines()
+    for one in ranks[2:]:
+        one.host, one.machine = "near", 2
+    found = found_in(ranks)
+    assert (found.kind, found.culprits) == ("unreachable", (2, 3))
+    assert "nothing has come from near (ranks 2,3) for 3.4 s" in found.text
+    assert "\nLikely fix: ping the other near, and see there whether its ranks run; " in found.text
+
+
 def test_nothing_is_said_before_somebody_has_waited_for_them() -> None:
     assert diagnosed(two_machines(silent_s=2.5)) is None
     assert diagnosed(two_machines(age_s=2.5)) is None
@@ -49,6 +60,16 @@ def test_one_of_several_is_stopped() -> None:
     has_not_come(ranks[2])
     ranks[3].age_s = 0.2
     assert (found_in(ranks).kind, found_in(ranks).culprits) == ("stopped", (2,))
+
+
+def test_whose_launcher_has_ended_it_for_it_waited_is_not_to_blame() -> None:
+    """The launchers of all machines that still hear each other do so, one after the other."""
+    ranks = two_machines()
+    ranks[0].status_fields["stalled"] = Stalled("unreachable", (2, 3), (6, 6), "")
+    ranks[1].is_gone, ranks[1].how, ranks[1].age_s = True, "was ended by its launcher: no progress for 4 s", 2.0
+    assert (found_in(ranks).kind, found_in(ranks).culprits) == ("unreachable", (2, 3))
+    ranks[1].how = "was killed by SIGKILL, out of memory"
+    assert (found_in(ranks).kind, found_in(ranks).culprits) == ("gone", (1,))
 
 
 def test_whom_its_launcher_says_to_be_stopped_is_no_machine() -> None:

@@ -196,10 +196,11 @@ def _reason(found: Knock) -> str:
 
 
 def machine_id() -> str:
-    """Equal for processes that share a kernel and its network, so that loopback joins them."""
+    """Equal for processes that share a kernel, its network and its /dev/shm, of which each container has its own."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/net')}"
+        memory = os.stat("/dev/shm").st_dev if os.path.exists("/dev/shm") else 0
+        return f"{boot}/{os.readlink('/proc/self/ns/net')}/{memory}"
     except OSError:  # not Linux
         return socket.gethostname()
 

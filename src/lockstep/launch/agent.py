@@ -59,7 +59,7 @@ class Agent(SimpleElasticAgent):
         self._meeting = meeting
         if meeting is not None and not self._is_alone:
             self._machines = Machines(meeting.store, signals, 0, 1, can_spare_one=self._least < self._most)
-        self._mute_since_s = 0.0  # nothing comes back from the store; 0: it does
+        self._heard_s = self._given_up_s = 0.0  # the store, last; when it will be, once it is mute
         self._generation = -1
         self._attempt: Attempt | None = None
         self._history: list[Fault] = []
@@ -79,7 +79,7 @@ class Agent(SimpleElasticAgent):
             attempt = self._attempt
             assert attempt is not None
             if not attempt.attend():
-                self._start_anew()  # machines have come or gone
+                self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] - machines came or went
                 continue
             attempt.close()  # the last lines are printed before anything is said about them
             outcome = attempt.outcome()
@@ -87,8 +87,9 @@ class Agent(SimpleElasticAgent):
             decision = self._decide(outcome)
             if decision is None or not decision.restart or outcome.shall_stop:
                 return self._end(outcome, attempt, decision)
+            attempt.record_news(is_over=False)
             self._worker_group.spec.local_world_size = decision.processes
-            self._start_anew()
+            self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] - no types, by its decorator
 
     @property
     def is_cut_off(self) -> bool:
@@ -100,9 +101,6 @@ class Agent(SimpleElasticAgent):
         if self._machines is not None:
             self._machines.tell_stop(self._signals.arrived[0])
             self._meet(self._machines, self._supervision.grace_s)
-
-    def _start_anew(self) -> None:
-        self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] (torch's decorator has no types)
 
     def _decide(self, outcome: Outcome) -> Decision | None:
         """What follows from how they ended, said to the user; None where none failed."""
@@ -148,6 +146,7 @@ class Agent(SimpleElasticAgent):
             self._meet(machines, _OTHERS_END_S)
         elif machines is not None:
             machines.linger()
+            attempt.record_news(is_over=not outcome.shall_stop)
         newest = self.newest
         self.exit_code = exit_code_of(ended, decision, newest=newest, will_not_wait=self._signals.count > 1)
         if failures and decision is not None and not decision.restart:
@@ -209,21 +208,19 @@ class Agent(SimpleElasticAgent):
             self._signals.arrived.append(told.number)
             raise StoppedEarly
         if self._machines is not None and self._meeting is not None:
-            self._look_for_silence(self._machines, self._meeting)
+            now_s, where = time.monotonic(), self._meeting.where
+            if not self._machines.is_mute:
+                self._heard_s = now_s
+            elif self._heard_s:
+                say(f"nothing comes back from {where}: up to {_CUT_OFF_S:g} s more")
+                self._heard_s, self._given_up_s = 0.0, now_s + _CUT_OFF_S
+            elif now_s > self._given_up_s:
+                why = "the network is cut, or the machine that holds the store stands still"
+                raise LaunchError(f"nothing has come back from {where}: {why}. `lockstep doctor` tries all ways")
             problem = self._machines.ask(self._meeting.problem, "")
             if problem:
                 self._machines.linger()
                 raise LaunchError(problem)
-
-    def _look_for_silence(self, machines: Machines, meeting: Meeting) -> None:
-        now_s = time.monotonic()
-        if not machines.is_mute:
-            self._mute_since_s = 0.0
-        elif not self._mute_since_s:
-            self._mute_since_s = now_s
-            say(f"nothing comes back from {meeting.where}: up to {_CUT_OFF_S:g} s more")
-        elif now_s - self._mute_since_s > _CUT_OFF_S:
-            raise LaunchError(meeting.cut_off)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         store = None if self._is_alone else _outermost(worker_group.store)

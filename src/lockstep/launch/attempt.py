@@ -31,7 +31,7 @@ from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.board import put_up_in, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.hang import FAILING
-from lockstep.observe.post_mortem import is_said_in, post_mortem, told_in
+from lockstep.observe.post_mortem import noticed, post_mortem, told_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of
@@ -97,6 +97,7 @@ class Attempt:
         self._told: set[int] = set()  # ranks whose end the guards know of
         self._stopped: set[int] = set()  # ranks that were, at the last look
         self._lacks_room = False  # where that is written
+        self._noticed = ""  # what guards of this machine know of that has been found, on any
         self._look_s = self._ask_s = 0.0  # when the watch looks next, and when the other machines are asked
 
     def _environment(self, worker: Any, group: Any, generation: int) -> dict[str, str]:
@@ -155,7 +156,7 @@ class Attempt:
         told = told_in(self._flights) if has_failed else {}
         left = [told[rank] for local in self.workers.running() if (rank := self.ranks[local]) in told]
         # on the CPU a wait fails; where a GPU waits, the guard sees it, and finds why
-        is_seen = any(one.queued and one.waiting for one in left) and not is_said_in(self._flights)
+        is_seen = any(one.queued and one.waiting for one in left) and not noticed(self._flights)
         return Seen(
             now_s,
             tuple(self._signals.arrived),
@@ -233,11 +234,13 @@ class Attempt:
         beats = read_pulses(self._pulses)
         self._pulses.unlink()
         ended = self._ended()
-        found = post_mortem(self._flights) or self._found_elsewhere(ended)
+        found_here = post_mortem(self._flights)
+        found = found_here or self._found_elsewhere(ended)
         if found:
             tell(found + "\n")
         ended = with_aborts(ended, found)
-        self._limits.log.ended(self._name, ended, found, self._flights)
+        self._limits.log.ended(self._name, ended, found_here, self._flights)
+        self._noticed = noticed(self._flights)
         shutil.rmtree(self._flights)
         heard = self._course.hear(self._seen(time.monotonic(), beats))
         if heard is not None and self._machines is not None:
@@ -247,15 +250,26 @@ class Attempt:
 
     def _found_elsewhere(self, ended: Sequence[Ended]) -> str:
         """Of ranks that C++ has aborted here before their guards looked: what those of other machines see in that."""
-        deadline = time.monotonic() + _NEWS_S
         is_known = any(one.words is not None or one.failure is not None for one in ended)
-        if self._guards.store is None or is_known or all(one.exit_code != -signal.SIGABRT for one in ended):
+        if is_known or all(one.exit_code != -signal.SIGABRT for one in ended):
             return ""
-        while self._machines is not None and time.monotonic() < deadline:
+        up = self._news(_NEWS_S)
+        return Finding.from_json(up).text if up and Finding.from_json(up).kind == "mismatch" else ""
+
+    def record_news(self, *, is_over: bool) -> None:
+        """What a guard of another machine has found stands in the record of this one too. is_over: wait for it."""
+        if self._limits.log.folder and (up := self._noticed or self._news(_NEWS_S * is_over)):
+            *place, rank = Finding.from_json(up).said_to.split()
+            if int(rank) not in self.ranks.values():
+                self._limits.log.found_elsewhere(self._name, json.loads(up), "".join(place[:1]))
+
+    def _news(self, limit_s: float) -> str:
+        """What a guard of any machine has found, as soon as one has; "" after `limit_s`, or where none can be heard."""
+        deadline = time.monotonic() + limit_s
+        while self._guards.store is not None and self._machines is not None and not self._machines.is_mute:
             up = self._machines.ask(partial(put_up_in, self._guards.store), "")
-            if up:
-                found = Finding.from_json(up)
-                return found.text if found.kind == "mismatch" else ""
+            if up or time.monotonic() >= deadline:
+                return up
             self._signals.wait([], _LOOK_S)
         return ""
 

@@ -6,6 +6,7 @@
     {"left": name, "ranks": [...]}                                    the step that was not ended: see `Moment`
     {"record": folder}                                                written by a rank that records there instead
     {"ended": name, "code": n, "causes": [text, ...]}                 the cause of all first
+    {"elsewhere": name, "finding": {...}}             what a guard of another machine has found in it
     {"over": id, "code": n}                                           the exit code of the run
 
 Each has a "time_ns" since the epoch. A run that was killed with its launcher lacks the last ones.
@@ -41,11 +42,11 @@ class LaunchLog:
         flags: Mapping[str, Any] | None = None,
         is_ours: bool = True,
     ) -> None:
-        """folder: None where the run leaves no record. flags: that were given, and what they say.
+        """folder: None where the run leaves no record, or does no more. flags: that were given, and what they say.
 
         is_ours: else a rank makes the folder, and may move an older one away before.
         """
-        self._folder = folder
+        self.folder = folder
         self._command = without_secrets(command)
         self._flags = {name: "..." if is_secret(name) else value for name, value in (flags or {}).items()}
         self._waits = not is_ours
@@ -68,12 +69,17 @@ class LaunchLog:
             self._write("found", found)
         first = first_failure(ended)
         is_cut = any(one.exit_code not in (0, REQUEUE) for one in ended)
-        if is_cut and flights is not None and self._folder is not None:
+        if is_cut and flights is not None and self.folder is not None:
             others = {one.rank for one in ended if one.was_ended}
             self._write("left", name, ranks=[moment.told(moment.rank in others) for moment in moments_in([flights])])
         failed = [] if first is None else [first, *(one for one in ended if one.failed and one is not first)]
         causes = [f"rank {one.rank} {describe(one, above='')}" for one in failed]
         self._write("ended", name, code=0 if first is None else first.exit_code, causes=causes)
+
+    def found_elsewhere(self, name: str, finding: Mapping[str, Any], host: str) -> None:
+        """A guard on `host` has."""
+        text = finding["text"].replace("\nEvidence: ", f"\nEvidence, on {host}: ")
+        self._write("elsewhere", name, finding={**finding, "text": text})
 
     def over(self, code: int) -> None:
         """The run is."""
@@ -81,20 +87,20 @@ class LaunchLog:
 
     def flush(self) -> None:
         """Append what could not be written before."""
-        if self._folder is None or not self._lines:
+        if self.folder is None or not self._lines:
             return
-        made_ns = (path.stat().st_mtime_ns for path in self._folder.glob("rank-*.jsonl"))
+        made_ns = (path.stat().st_mtime_ns for path in self.folder.glob("rank-*.jsonl"))
         if self._waits and not any(at_ns >= self._began_ns for at_ns in made_ns):
             return
         self._waits = False
         text, self._lines = "".join(self._lines), []
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with (self._folder / LAUNCH).open("a") as file:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with (self.folder / LAUNCH).open("a") as file:
                 file.write(text)
         except OSError as error:  # the run goes on
-            say(f"what the launcher does is not recorded: {self._folder}: {error.strerror}")
-            self._folder = None
+            say(f"what the launcher does is not recorded: {self.folder}: {error.strerror}")
+            self.folder = None
 
     def _write(self, kind: str, subject: str, **fields: Any) -> None:
         self._lines.append(json.dumps({kind: subject, **fields, "time_ns": time.time_ns()}, default=str) + "\n")

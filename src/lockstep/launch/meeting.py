@@ -100,16 +100,8 @@ class Meeting:
             why = "it was not started, has ended, or was given another address or port"
             never = f"{missing} never came to {self.where} in {self._limit_s:g} s; came: {self._named(here)}"
             return f"{never}. Look at its output: {why}"
-        if len(here) > self._most and not self._has_begun:
-            return f"no place among the {self._most} machines (--nnodes) at {self.where} is free: {self._named(here)}"
         why = "Its launcher has ended or stands still, or the network is cut"
         return f"a machine has come to {self.where} and is not heard any more: one of {self._named(here)}. {why}"
-
-    @property
-    def cut_off(self) -> str:
-        """The sentence for a store from which nothing comes back, before the start."""
-        why = "the network is cut, or the machine that holds the store stands still"
-        return f"nothing has come back from {self.where}: {why}. `lockstep doctor` tries all ways"
 
     @property
     def ended(self) -> str:
@@ -126,9 +118,8 @@ class Meeting:
             return f"waiting for {missing} at {self.where}{only}, {limit}: {same} starts it; here: {named}"
         if len(here) < self._most:
             return f"{len(here)} of {self._most} machines are at {self.where}, more may come for a while: {named}"
-        if len(here) == self._most:
-            return f"waiting for all {self._most} machines to begin, which have come to {self.where}: {named}"
-        return f"waiting for a place among the {self._most} machines (--nnodes) at {self.where}; here: {named}"
+        awaited = f"all {self._most} machines (--nnodes) to begin, or a place among them"
+        return f"waiting for {awaited}, at {self.where}; here: {named}"
 
     def _missing(self, here: Sequence[Machine]) -> str:
         if self._mine["node_rank"] is None:

@@ -111,6 +111,7 @@ class Account:
         """What needs no looking. step: read before the facts are, which else seem to be of a step that has ended."""
         recorder = self._recorder
         who = {"rank": recorder.rank, "world_size": recorder.world_size, "pid": os.getpid(), "host": self._host}
+        who["machine"] = recorder.machine
         how = {"state": self.state, "words": self.words, "is_blind": self.is_blind, "step_before": self.step_before}
         return Status(**who, **how, step=recorder.step if step is None else step, **more)
 

@@ -76,7 +76,7 @@ class Board:
         self._away = tuple(rank for rank in range(recorder.world_size) if rank not in here)
         self.use(store)
         self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
-        self._first = min(here)  # whose record holds what was found on this machine
+        recorder.machine = self._first = min(here)  # whose record holds what was found on this machine
         self._peers: dict[int, Peers] = {}
         self._ended_s: dict[int, float] = {}  # when the process of a rank of this machine was first seen to be gone
         self._heard: dict[int, _Heard] = {}  # of ranks of other machines
@@ -197,7 +197,9 @@ class Board:
         """The finding that is up; "" where there is none."""
         record = self._record_of(self._first)
         up = "" if record is None else record.notice().decode()
-        return up or self._try(put_up_in) or ""
+        if not up and (up := self._try(put_up_in) or "") and record is not None:
+            record.put_up(up.encode())  # for the launcher of this machine, when whoever holds the store may have ended
+        return up
 
     def _record_of(self, rank: int) -> FlightRecord | None:
         if rank not in self._records and rank in self._here:
@@ -307,7 +309,7 @@ def from_record(record: FlightRecord, said: Status | None) -> Status:
     """The status of a rank that does not speak any more: what it `said` last, with what its record shows."""
     header, records = record.header(), record.records()
     if said is None:
-        said = Status(header.rank, header.world_size, header.pid, socket.gethostname())
+        said = Status(header.rank, header.world_size, header.pid, socket.gethostname(), header.rank)
     members: dict[str, tuple[int, ...]] = {name: progress.ranks for name, progress in said.groups.items()}
     folds: dict[str, Folding] = {}
     for one in records:

@@ -40,7 +40,7 @@ def left_first(
     others = [sight for rank, sight in sights.items() if rank != me and not is_asked_to_stop(sight)]
     own = [sight for sight in others if not saw_another(sight.status)]
     first = [sight for sight in own if sight.status.state == RAISED]
-    first += sorted((sight for sight in own if _has_vanished(sight)), key=lambda sight: -sight.age_s)
+    first += sorted((sight for sight in own if _has_vanished(sight, sights)), key=lambda sight: -sight.age_s)
     claim = _claim(me, sights)
     if not first and claim is not None and claim.of is not None:
         return claim.of, claim.message
@@ -156,7 +156,7 @@ def find_gone(scene: Scene) -> Finding | None:
     for wait in scene.waits:
         for rank in _without(scene, wait) if wait.age_s >= grace_s else ():
             was_seen_later = sights[rank].age_s - sights[wait.rank].age_s < grace_s
-            if _has_vanished(sights[rank]) and not was_seen_later:
+            if _has_vanished(sights[rank], sights) and not was_seen_later:
                 vanished.append(rank)
     if not vanished:
         return None
@@ -164,7 +164,7 @@ def find_gone(scene: Scene) -> Finding | None:
     sign, fix = next(advice for advice in _FIXES if advice[0] in sights[first].how)
     ranks = [first]
     if sign in ("SIGSTOP", "out of memory", "SIGKILL"):
-        ranks = [rank for rank, sight in sights.items() if sign in sight.how and _has_vanished(sight)]
+        ranks = [rank for rank, sight in sights.items() if sign in sight.how and _has_vanished(sight, sights)]
         ranks.sort(key=lambda rank: (sights[rank].how, rank))  # which say how long after the first
     lines = [line for rank in ranks for line in _quote(sights[rank])]
     lines += wording.whereabouts(scene, {r: f"was last seen {seconds(sights[r].age_s)} ago" for r in ranks})
@@ -273,9 +273,13 @@ def _those_of(wait: Wait, records: Sequence[Record]) -> list[Record]:
     return [r for r in records if not (r.is_message or mine.is_message) and (r.group, r.seq) == (mine.group, mine.seq)]
 
 
-def _has_vanished(sight: Sight) -> bool:
-    """True of a process that has ended without having said that it would, and not because of another."""
-    return sight.is_gone and sight.status.state == RUNNING and sight.how != BECAUSE_OF_ANOTHER
+def _has_vanished(sight: Sight, sights: Mapping[int, Sight]) -> bool:
+    """True of a process that ended without having said that it would, not because of another or another machine."""
+    if not sight.is_gone or sight.status.state != RUNNING or sight.how == BECAUSE_OF_ANOTHER:
+        return False
+    told = [one.status.stalled for one in sights.values()]
+    waited = any(one and one.kind == "unreachable" and sight.status.rank not in one.ranks for one in told)
+    return not (waited and sight.how.startswith("was ended by its launcher"))
 
 
 def _quote(sight: Sight) -> list[str]:

@@ -148,6 +148,7 @@ class FlightRecorder:
         self.path = Path(path)
         self.rank = rank
         self.world_size = world_size
+        self.machine = rank  # the first rank that shares its memory, once that is known
         self.step = 0
         self.started = 0  # operations so far
         self.left: deque[Callable[[], object]] = deque()  # to be done by `take_up`

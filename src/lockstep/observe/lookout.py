@@ -159,8 +159,8 @@ class Lookout:
         if begun == self._messages or not is_due:
             return
         self._messages, self._compared_s = begun, self._looked_s
-        host = sights[self._rank].status.host if is_last else None  # those who have ended elsewhere do not show theirs
-        sights = {rank: sight for rank, sight in sights.items() if host in (None, sight.status.host)}
+        if is_last:  # those who have ended elsewhere do not show theirs
+            sights = {rank: sight for rank, sight in sights.items() if rank in self._board.here}
         for rank in [rank for rank, sight in sights.items() if sight.status.messages]:
             found = find_too_large(self._scene(sights), rank, is_note=True)
             if found is not None and found.is_certain:
@@ -270,11 +270,11 @@ class Lookout:
 
 def _fell_silent(mine: Sight, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
     """Of another machine, where nobody is left to tell how they ended: not even their launcher."""
-    away = [one for one in sights.values() if one.status.state == RUNNING and one.status.host != mine.status.host]
+    away = [one for one in sights.values() if one.status.state == RUNNING and one.status.machine != mine.status.machine]
     quiet = [one.status for one in away if one.age_s > _STALE_S and not one.is_gone]
     if not quiet:
         return None
-    who = names([one.rank for one in quiet if one.host == quiet[0].host])
+    who = names([one.rank for one in quiet if one.machine == quiet[0].machine])
     where, step = quiet[0].host, step_after(quiet[0].step)
     return quiet[0].rank, f"in {step} {who} on {where} fell silent, and the launcher there: killed, or {where} is down"
 

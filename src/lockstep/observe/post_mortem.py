@@ -21,10 +21,10 @@ def told_in(folder: Path) -> dict[int, Status]:
         return {rank: status for rank, status in told if status is not None}
 
 
-def is_said_in(folder: Path) -> bool:
-    """Whether the guards of this machine have put up what they found."""
+def noticed(folder: Path) -> str:
+    """What a guard of any machine has found, as those of this one know; their records are in `folder`."""
     with _records_in(folder) as records:
-        return any(record.notice() for record in records.values())
+        return next((found.decode() for record in records.values() if (found := record.notice())), "")
 
 
 def post_mortem(folder: Path) -> str:

@@ -74,6 +74,7 @@ class Status:
     world_size: int
     pid: int
     host: str
+    machine: int = 0  # the first rank that shares its memory: names of hosts may be equal
     step: int = 0
     step_before: int = 0  # of which checkpoint the program goes on
     step_s: float = 0.0  # 99th percentile of how long a step takes; 0 where that is not known yet

@@ -117,15 +117,13 @@ class Meetings:
         number = self._guard.enter(INIT, next(self._worlds), f"{INIT}:port={port}" if port else INIT, site)
         if (store := given.get("store")) is not None:  # a new one may lead to the same server, the launcher's
             given["store"] = _anew(store, next(self._given_stores))
-        is_far = bool(self._given.get(STORE))
-        if is_far:  # all have said how they are before any comes through: so whoever is cut off then is missed
-            self._guard.look()
+        look = self._guard.look if self._given.get(STORE) else bool
+        look()  # all have said how they are before any comes through: so whoever is cut off then is missed
         try:
             return old(*bound.args, **bound.kwargs)
         finally:
             self._guard.recorder.stood(number, began_ns)
-            if is_far:
-                self._guard.look()
+            look()
 
 
 @final

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 from lockstep.observe import wording
 from lockstep.observe.scene import SILENT_S, Scene
 from lockstep.observe.wording import Finding, names, seconds, step_after
@@ -11,20 +13,24 @@ def find_unreachable(scene: Scene) -> Finding | None:
     """All ranks of a machine fell silent: of one alone it is known that it does not run, of all it may be the way."""
     running = [rank for rank in sorted(scene.sights) if scene.is_running(rank)]
     silent = [rank for rank in running if scene.is_silent(rank) and not scene.sights[rank].is_stopped]
-    heard = {scene.status(rank).host for rank in running if rank not in silent}
-    lost = [rank for rank in silent if scene.status(rank).host not in heard]
+    heard = {scene.status(rank).machine for rank in running if rank not in silent}
+    lost = [rank for rank in silent if scene.status(rank).machine not in heard]
     waits = [one for one in scene.blocked.values() if one.age_s >= SILENT_S and not one.is_any]
     waits = [one for one in waits if set(lost).intersection(one.ranks)]
     if not waits:
         return None
-    hosts, lines = sorted({scene.status(rank).host for rank in lost}), list[str]()
-    for host in hosts:
-        ranks = [rank for rank in lost if scene.status(rank).host == host]
-        since = seconds(min(scene.sights[rank].age_s for rank in ranks))
+    machines, lines = defaultdict[int, list[int]](list), list[str]()
+    for rank in lost:
+        machines[scene.status(rank).machine].append(rank)
+    for ranks in machines.values():
+        since, host = seconds(min(scene.sights[rank].age_s for rank in ranks)), scene.status(ranks[0]).host
         lines.append(
             f"nothing has come from {host} ({names(ranks)}) for {since}: the network is cut, or it stands still"
         )
     lines += wording.whereabouts(scene, dict.fromkeys(lost, "was last heard"))
-    fix = f"`ping {hosts[0]}`, and see there whether its ranks run; `lockstep doctor` tries all ways."
-    key, head, least = ",".join(hosts), f"UNREACHABLE in {step_after(scene.step)}.", wording.waiters(waits)
+    host = scene.status(lost[0]).host
+    way = f"`ping {host}`" if host != scene.status(scene.me).host else f"ping the other {host}"
+    fix = f"{way}, and see there whether its ranks run; `lockstep doctor` tries all ways."
+    key, head = ",".join(map(str, machines)), f"UNREACHABLE in {step_after(scene.step)}."
+    least = wording.waiters(waits)
     return wording.compose(scene, "unreachable", key, head, lost, [*least, *lines], fix=fix, done=scene.step)

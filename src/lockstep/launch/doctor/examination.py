@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from lockstep.launch.channel import Channel
 
 _RANK = "lockstep.launch.doctor.rank"
+_LOOK_S = 0.2
 _LINGER_S = 10.0  # the machine that holds the store lets the others read
 
 Say = Callable[[Check], None]
@@ -152,10 +153,14 @@ def _roll_call(asked: Asked, channel: Channel, say: Say) -> None:
     start = time.monotonic()
     if channel.add("machines", 0) < asked.machines:
         tell(f"waiting for {asked.machines} machines, up to {asked.wait_s:g} s")
-    channel.missing([f"machine/{number}" for number in range(asked.machines)], asked.wait_s)
+    keys = [f"machine/{number}" for number in range(asked.machines)]
+    while channel.missing(keys, _LOOK_S) and time.monotonic() - start < asked.wait_s and channel.missing(["late"], 0):
+        pass
     came = channel.read_all("machine", max(asked.machines, channel.add("machines", 0)))
     check = group.check_machines(came, asked.machines, time.monotonic() - start, asked.node_rank is not None)
     if check.status == "FAIL":
+        channel.put("late", 1)  # nobody waits longer, and all read who came before the store goes with this process
+        time.sleep(5 * _LOOK_S * channel.is_holder)
         raise Stopped(check)
     say(check)
 

@@ -105,6 +105,8 @@ def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None
         if any(name != note.attempt and line.step - line.count < (step or 0) <= line.step for line, name in lines):
             step = None
         found.setdefault(note.fields["key"], (note.fields, note.attempt, step))
+    for attempt, fields in source.launch.elsewhere if source.launch else ():
+        found.setdefault(fields["key"], (fields, attempt, None if fields["done"] is None else fields["done"] + 1))
     return list(found.values())
 
 

@@ -46,6 +46,7 @@ class Launch:
     command: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     found: tuple[str, ...] = ()  # after the death of ranks, in what they left
+    elsewhere: tuple[tuple[str, Mapping[str, Any]], ...] = ()  # by attempt, what guards of other machines have found
     record: Path | None = None  # where the ranks record, if that is elsewhere
     code: int | None = None  # of the run; None: it is not over
     over_ns: int = 0
@@ -253,6 +254,8 @@ def _with(launch: Launch | None, values: Mapping[str, Any]) -> Launch:
         return replace(launch, code=values["code"], over_ns=values["time_ns"])
     if "found" in values:
         return replace(launch, found=(*launch.found, values["found"]))
+    if "elsewhere" in values:
+        return replace(launch, elsewhere=(*launch.elsewhere, (values["elsewhere"], values["finding"])))
     if "record" in values:
         return replace(launch, record=Path(values["record"]))
     for kind, changed in (("attempt", _begun), ("left", _left), ("ended", _ended)):

@@ -215,8 +215,8 @@ class Agent(SimpleElasticAgent):
                 say(f"nothing comes back from {where}: up to {_CUT_OFF_S:g} s more")
                 self._heard_s, self._given_up_s = 0.0, now_s + _CUT_OFF_S
             elif now_s > self._given_up_s:
-                why = "the network is cut, or the machine that holds the store stands still"
-                raise LaunchError(f"nothing has come back from {where}: {why}. `lockstep doctor` tries all ways")
+                why = "the network is cut, or its machine stands still; `lockstep doctor` tries all ways"
+                raise LaunchError(f"nothing has come back from {where}: {why}")
             problem = self._machines.ask(self._meeting.problem, "")
             if problem:
                 self._machines.linger()

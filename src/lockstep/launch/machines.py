@@ -44,9 +44,10 @@ class Machines:
         self.can_spare_one = can_spare_one
 
     def tell_stop(self, number: int) -> None:
-        """Ask the others to stop, because of signal `number`, where they cannot go on without this machine."""
+        """Ask the others to stop, by signal `number`, unless one has; where they cannot go on without this machine."""
         if not self.can_spare_one:
-            self.ask(lambda: self._stops.put(_STOP, [number, socket.gethostname()]), None)
+            asked = [number, socket.gethostname()]
+            self.ask(lambda: self._stops.missing([_STOP], 0) and self._stops.put(_STOP, asked), None)
 
     def told_stop(self) -> Request | None:
         """What another machine has asked of all."""

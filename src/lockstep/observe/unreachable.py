@@ -24,9 +24,8 @@ def find_unreachable(scene: Scene) -> Finding | None:
         machines[scene.status(rank).machine].append(rank)
     for ranks in machines.values():
         since, host = seconds(min(scene.sights[rank].age_s for rank in ranks)), scene.status(ranks[0]).host
-        lines.append(
-            f"nothing has come from {host} ({names(ranks)}) for {since}: the network is cut, or it stands still"
-        )
+        why = "the network is cut, or it stands still"
+        lines.append(f"nothing has come from {host} ({names(ranks)}) for {since}: {why}")
     lines += wording.whereabouts(scene, dict.fromkeys(lost, "was last heard"))
     host = scene.status(lost[0]).host
     way = f"`ping {host}`" if host != scene.status(scene.me).host else f"ping the other {host}"

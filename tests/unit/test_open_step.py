@@ -45,7 +45,8 @@ def rank_in(
     last = record.records()[-1]
     record.close()
     groups = {"world": Progress((0, 1, 2), 1 + collectives, ())}
-    recorder.tell(Status(rank, 3, os.getpid(), "h", 2, groups=groups, waiting=waiting, last=last, **said).to_json())
+    told = Status(rank, 3, os.getpid(), "h", step=2, groups=groups, waiting=waiting, last=last, **said)
+    recorder.tell(told.to_json())
     return recorder
 
 

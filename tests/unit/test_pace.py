@@ -10,12 +10,12 @@ from collections.abc import Iterator
 from lockstep.observe.pace import EVERY, FIRST, FIRST_ON_GPU, SHORT_NS, Pace, one_of_each
 
 
-def looked_at(pace: Pace, steps: int, step_ns: int, since: int = 0, first: int = FIRST) -> Iterator[int]:
+def looked_at(pace: Pace, steps: int, step_ns: int, since: int = 0, *, on_gpu: bool = False) -> Iterator[int]:
     """The steps that are."""
     for step in range(since + 1, since + steps + 1):
         if not pace.is_brief:
             yield step
-            pace.plan(step, step * step_ns, first)
+            pace.plan(step, step * step_ns, on_gpu=on_gpu)
         elif step + 1 >= pace.until:
             pace.is_brief = False
 
@@ -34,7 +34,7 @@ def test_the_first_steps_and_then_one_of_every_sixteen() -> None:
 
 
 def test_on_a_gpu_fewer_are_the_first() -> None:
-    found = [*looked_at(Pace(), 4 * FIRST_ON_GPU, 1, first=FIRST_ON_GPU)]
+    found = [*looked_at(Pace(), 4 * FIRST_ON_GPU, 1, on_gpu=True)]
     assert found[:FIRST_ON_GPU] == [*range(1, FIRST_ON_GPU + 1)]
     assert len(found) < FIRST_ON_GPU + 4 * FIRST_ON_GPU // EVERY + 2
 

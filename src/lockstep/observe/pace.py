@@ -52,11 +52,11 @@ class Pace:
         """As many as at first are looked at before any is only counted."""
         self._seen = 0
 
-    def plan(self, step: int, now_ns: int, first: int = FIRST) -> None:
-        """`step`, which was looked at, has ended now: which one is the next? first: that are all looked at."""
+    def plan(self, step: int, now_ns: int, *, on_gpu: bool = False) -> None:
+        """`step`, which was looked at, has ended now: which one is the next?"""
         (before, ended_ns), self._planned = self._planned, (step, now_ns)
         self._seen += 1
-        if self._seen < first or now_ns - ended_ns > SHORT_NS * (step - before):
+        if self._seen < (FIRST_ON_GPU if on_gpu else FIRST) or now_ns - ended_ns > SHORT_NS * (step - before):
             return
         self.until = int(min([one_of_each(step), *(due(step) for due in self.dues)]))
         self.turn(is_brief=self.until > step + 1)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.pace import FIRST, FIRST_ON_GPU, PACE
+from lockstep.observe.pace import PACE
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_optimizers import params_of
 
@@ -133,7 +133,7 @@ class TorchSteps:
         """A step has ended that was looked at closely: whether the next one is."""
         clock = self._recorder.clock
         if self.counter.leads_alone and self.guard.settings.mode == "on" and not clock.is_marked:
-            PACE.plan(self._recorder.step, monotonic_ns(), FIRST if clock.gpu is None else FIRST_ON_GPU)
+            PACE.plan(self._recorder.step, monotonic_ns(), on_gpu=clock.gpu is not None)
             clock.is_brief = PACE.is_brief
             if clock.is_brief:
                 clock.leave_gpu()

@@ -27,6 +27,8 @@ from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, pack_words
 from lockstep.observe.guard import Started
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.stacks import Motion
+from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.waiting import wait_until
@@ -47,6 +49,10 @@ class Listener:
         self.seen: list[BaseException] = []
         self.failed_at = ""
         self.operations = 0
+        self.motion, self.stream_ends = Motion(threading.get_ident()), StreamEnds(self.recorder)
+
+    def queued(self, look: Callable[[], dict[str, int]]) -> None:
+        assert look() == {}  # no group works on a GPU
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         self.groups[name] = tuple(ranks)

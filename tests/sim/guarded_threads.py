@@ -25,7 +25,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work, signature
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, LockstepError, PeerLost
-from lockstep.observe import board, call_site, flight, guard, lookout, recording, stacks
+from lockstep.observe import board, call_site, flight, guard, lookout, stacks
 from lockstep.observe.board import Board, flight_path
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
@@ -205,7 +205,7 @@ class Job:
         with pytest.MonkeyPatch.context() as patch:
             for module in (guard, lookout, board):
                 patch.setattr(module, "time", time)
-            for module in (flight, recording, step_clock):
+            for module in (flight, step_clock):
                 patch.setattr(module, "monotonic_ns", self.monotonic_ns)
             # all ranks are this one process, which does much else
             patch.setattr(stacks, "transferred_bytes", lambda: 0)

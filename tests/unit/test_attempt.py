@@ -89,19 +89,18 @@ def test_time_to_speak_begins_when_the_others_were_told(
     assert attended(Workers(last), tmp_path, clock, monkeypatch) is is_killed
 
 
-@pytest.mark.parametrize(("queued", "is_said"), [(True, False), (True, True), (False, False)])
-def test_whose_gpu_waits_is_not_killed_before_its_guard_has_said_why(
-    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, queued: bool, is_said: bool
+@pytest.mark.parametrize(("waits", "is_said"), [(True, False), (True, True), (False, False)])
+def test_who_waits_is_not_killed_before_its_guard_has_said_why(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, waits: bool, is_said: bool
 ) -> None:
-    """Nothing fails there, as a wait on the CPU does."""
+    """Nothing fails at a store or on a GPU, as a wait of Gloo does."""
     recorder = FlightRecorder(flight_path(tmp_path, 0), 0, 2)
-    waits = Waiting(Record(7, 7, 20, 1, 0, 0, False, "WORLD", "all_reduce float32 [4] sum", "train.py:3 main", ""), 0.1)
-    status = Status(0, 2, 4711, "host", queued={"WORLD": 8} if queued else {}, waiting=(waits,))
-    recorder.tell(status.to_json())
+    record = Record(7, 7, 20, 1, 0, 0, False, "WORLD", "all_reduce float32 [4] sum", "train.py:3 main", "")
+    recorder.tell(Status(0, 2, 4711, "host", waiting=(Waiting(record, 0.1),) * waits).to_json())
     if is_said:
-        with contextlib.closing(FlightRecord(recorder.path)) as record:
-            record.put_up(b"GONE")
-    assert attended(Workers(20), tmp_path, clock, monkeypatch) is not (queued and not is_said)
+        with contextlib.closing(FlightRecord(recorder.path)) as record_of_0:
+            record_of_0.put_up(b"GONE")
+    assert attended(Workers(20), tmp_path, clock, monkeypatch) is not (waits and not is_said)
     recorder.close()
 
 

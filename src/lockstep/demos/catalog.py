@@ -195,7 +195,7 @@ _MISMATCHED = (
     Demo(
         "groups_in_other_order", "Two groups of the same ranks, used in opposite order", 13, _BLOCKED_ANYWAY,
         (
-            "DEADLOCK in step 1: groups in different order: rank 0 -> rank 1 -> rank 0",
+            "DEADLOCK in step 1: groups in different order, or a call left out: rank 0 -> rank 1 -> rank 0",
             rf"rank 0 waits in {_SUM} #0 of group 1 .*{at('groups_in_other_order', 10)}",
             rf"rank 1 waits in {_SUM} #0 of group 2 .*{at('groups_in_other_order', 10)}",
         ),

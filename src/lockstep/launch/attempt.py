@@ -155,8 +155,8 @@ class Attempt:
         has_failed = self.workers.failed()
         told = told_in(self._flights) if has_failed else {}
         left = [told[rank] for local in self.workers.running() if (rank := self.ranks[local]) in told]
-        # on the CPU a wait fails; where a GPU waits, the guard sees it, and finds why
-        is_seen = any(one.queued and one.waiting for one in left) and not noticed(self._flights)
+        # not every wait fails, as one at a store or of a GPU: then the guard sees it, and finds why
+        is_seen = any(one.waiting for one in left) and not noticed(self._flights)
         return Seen(
             now_s,
             tuple(self._signals.arrived),

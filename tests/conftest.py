@@ -29,6 +29,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"limit_s(seconds): how long the test may take, {_LIMIT_S:g} unless given")
+    helpers = {path.stem for path in Path(__file__).parent.rglob("*.py")} - {*sys.modules}
+    pytest.register_assert_rewrite(*helpers)  # an assertion that fails in one of them shows its values too
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -61,7 +61,11 @@ def counted(story: str, operations: int = 1) -> list[int]:
         (" |x| x| x", [0, 2, 1]),
         ("| xy| xy", [1, 0, 1, 0]),
         ("|x|x|x", [0, 0, 0]),
-        (" A A B B B", [1, 1, 0, 1, 1]),  # a second phase of training
+        (" A A B B B", [1, 1, 0, 2, 1]),  # a second phase of training
+        (" A B A B B A", [1, 0, 1, 0, 2, 0]),
+        (" A A x x x x x", [1, 1, 0, 0, 0, 4, 1]),  # whose gradients are averaged by the program's own calls
+        (" x x y y y", [0, 2, 0, 2, 1]),
+        (" A s s A s s A", [1, 0, 0, 1, 0, 0, 1]),
         (" A A BBBB", [1, 1, 0, 0, 0, 0]),  # one rank goes on with its copy of the model, alone
         ("xxxx", [0, 0, 0, 0]),
     ],
@@ -78,14 +82,38 @@ def test_a_side_model_changes_no_count() -> None:
         assert steps == main, story
 
 
-def test_the_next_optimizer_takes_over_at_once_when_the_leader_is_gone() -> None:
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_whether_a_rank_still_has_the_leader_changes_no_count(is_kept: bool) -> None:
+    """One rank's collector may come between two phases of training, and that of another later."""
     counter = StepCounter(lambda optimizer: True)
     first, second = Optimizer(), Optimizer()
+    kept = [first] if is_kept else []
     assert counter.stepped(first, 1) == 1
     del first
     gc.collect()
     assert counter.stepped(second, 1) == 0  # one rank goes on with its copy of the model, alone
-    assert counter.stepped(second, 2) == 1
+    assert [counter.stepped(second, operations) for operations in (2, 3, 4)] == [0, 2, 1]
+    assert len(kept) == is_kept
+
+
+def test_an_optimizer_that_is_made_anew_for_each_step_counts_them_all() -> None:
+    """As by who gives it another learning rate so."""
+    counter = StepCounter(lambda optimizer: True)
+    param, counts = Param(), []
+    for operations in range(1, 6):
+        optimizer = Optimizer()
+        optimizer.param_groups = [{"params": [param, Param()]}]
+        counts.append(counter.stepped(optimizer, operations))
+        del optimizer
+    assert counts == [1, 0, 2, 0, 2]
+
+
+def test_an_optimizer_within_another_counts_for_both() -> None:
+    """As that of a ZeroRedundancyOptimizer, whose step sends something after the inner one."""
+    counter = StepCounter(lambda optimizer: True)
+    inner, outer = Optimizer(), Optimizer()
+    inner.param_groups = outer.param_groups = [{"params": [Param()]}]
+    assert [counter.stepped(one, at) for at, one in enumerate((inner, outer) * 3, 1)] == [1, 0] * 3
 
 
 def test_a_model_that_is_averaged_unseen_counts_for_its_own_optimizer_alone() -> None:
@@ -93,16 +121,15 @@ def test_a_model_that_is_averaged_unseen_counts_for_its_own_optimizer_alone() ->
     counter = StepCounter(lambda optimizer: True)
     first, ours, alone, param = Optimizer(), Optimizer(), Optimizer(), Param()
     assert counter.stepped(first, 1) == 1
-    del first
     ours.param_groups, alone.param_groups = [{"params": [param]}], [{"params": [Param()]}]
     mark_averaged([param])
-    assert [counter.stepped(one, 1) for one in (alone, alone, ours, alone, ours)] == [0, 0, 1, 0, 1]
+    assert [counter.stepped(one, 1) for one in (alone, alone, ours, alone, ours, alone, ours)] == [0, 0, 0, 0, 2, 0, 1]
 
 
 def test_without_other_ranks_nothing_is_waited_for() -> None:
     counter = StepCounter(lambda optimizer: True, is_alone=True)
     first, second = Optimizer(), Optimizer()
-    assert [counter.stepped(one, 0) for one in (first, first, second, second)] == [1, 1, 0, 1]
+    assert [counter.stepped(one, 0) for one in (first, first, second, second)] == [1, 1, 0, 2]
 
 
 def test_what_was_asked_for_before_another_phase_of_training_says_nothing_of_its_first_optimizer() -> None:

@@ -169,7 +169,8 @@ class ReplicaFacts:
         from lockstep.observe.replica import BUFFER, replica_entries
 
         module: Any = model.module()
-        entries = replica_entries(module, self.trainers(model))
+        # once the leader has gone, as one may later on another rank, no optimizer there is need be that of the others
+        entries = replica_entries(module, self.trainers(model) if self.leader() is not None else None)
         keeps_own = model.kind == "ddp" and not getattr(module, "broadcast_buffers", True)
         if not keeps_own:  # DDP takes rank 0's in the next forward
             entries = [entry for entry in entries if not entry.what.startswith(BUFFER)]

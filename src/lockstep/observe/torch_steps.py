@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from lockstep.observe.torch_groups import TorchGroups
 
 _TAKES_OVER = 2  # steps of another optimizer without one of the leading one between them
+_TAKES_OVER_UNSEEN = 4  # the same, where the leader's parameters are shared and the other's are not known to be
 
 _averaged: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
 
@@ -38,8 +39,9 @@ class StepCounter:
     So several optimizers, and a model that one rank trains for itself, do not count twice. `is_shared` tells whether an
     optimizer's parameters belong to DistributedDataParallel or to a sharded model. Where none do, the ranks may still
     average gradients by calls of their own: then an optimizer leads from its first step on if there was an operation
-    since its backward began, or from its second if there was one between the two. An optimizer that is gone, or that
-    stands still while another goes on among the ranks, hands over.
+    since its backward began, or from its second if there was one between the two. One that stands still while another
+    goes on among the ranks hands over, and the steps of the other that were waited for are counted then. Whether it is
+    still there is not asked: a rank lets go of an optimizer when its collector comes, and all have to count alike.
     """
 
     def __init__(self, is_shared: Callable[[Any], bool], *, is_alone: bool = False) -> None:
@@ -48,7 +50,10 @@ class StepCounter:
         self._shared: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
         self.leads_alone = False  # no other has stepped since the leader has
         self.leader: weakref.ref[Any] = weakref.ref(self)
+        self._needed = 1, 1  # steps, before another leads: one whose parameters are shared, or are not known to be
+        self._trained: Callable[[], Any] = lambda: None  # the leader's first parameter
         self._led = -1  # operations, at the leader's last step; -1 before there was one
+        # by optimizer, those of the leader's own parameters by `self`: steps, and operations at the last
         self._others: weakref.WeakKeyDictionary[Any, tuple[int, int]] = weakref.WeakKeyDictionary()
 
     def stepped(self, optimizer: Any, operations: int, led: int = -1, begun: int | None = None) -> int:
@@ -60,34 +65,35 @@ class StepCounter:
         """
         if self._led >= 0:
             self._led = max(self._led, led)
-        leader = self.leader()
-        if leader is optimizer:
-            return self._follow(optimizer, 1, operations)
+        if self.leader() is optimizer:
+            return self._follow(1, operations)
         self.leads_alone = False
-        is_free = leader is None or self._led < 0
-        before = self._others.get(optimizer)
-        if self._shares(optimizer):
-            steps, since = before or (0, self._led)
+        is_shared, trained = self._shares(optimizer), self._trained()
+        is_made_anew = trained is not None and any(param is trained for param in params_of(optimizer))
+        key = self if is_made_anew else optimizer
+        steps, since = self._others.get(key, (0, self._led if is_shared else begun))
+        is_among = since is not None and operations > since
+        if is_shared:
             # a rank may go on with its copy of the model for itself; what our own class does is not seen here
-            steps += operations > since or self._is_alone or is_averaged(optimizer)
-            self._others[optimizer] = steps, operations
-            is_next = steps >= (1 if is_free or not self._shares(leader) else _TAKES_OVER)
-            return self._follow(optimizer, 1, operations) if is_next else 0
-        self._others[optimizer] = 1, operations
-        since = begun if before is None else before[1]
-        if is_free and since is not None and operations > since:
-            return self._follow(optimizer, 1 if before is None else 2, operations)
-        return 0
+            is_among |= self._is_alone or is_averaged(optimizer)
+            steps += is_among
+        else:
+            steps = steps + 1 if is_among else 1
+        self._others[key] = steps, operations
+        if not is_among or steps < self._needed[not is_shared]:
+            return 0
+        self.leader, params = weakref.ref(optimizer), params_of(optimizer)
+        self._trained = weakref.ref(params[0]) if params else lambda: None
+        self._needed = (_TAKES_OVER, _TAKES_OVER_UNSEEN) if is_shared else (1, _TAKES_OVER)
+        return self._follow(steps, operations)
 
     def _shares(self, optimizer: Any) -> bool:
-        if optimizer is None:
-            return False
         if optimizer not in self._shared:
             self._shared[optimizer] = self._is_shared(optimizer)
         return self._shared[optimizer]
 
-    def _follow(self, optimizer: Any, steps: int, operations: int) -> int:
-        self.leader, self._led = weakref.ref(optimizer), operations
+    def _follow(self, steps: int, operations: int) -> int:
+        self._led = operations
         self.leads_alone = True
         self._others.clear()
         return steps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ def start(folder: Path, program: str, *words: str, ranks: int = 2, hang_s: int =
     (folder / "program.py").write_text(_HEAD + program)
     flags = ("--nproc-per-node", str(ranks), "--hang-limit-s", "15", *words)
     return Run(folder, "run", *flags, "program.py", LOCKSTEP_HANG_S=f"{hang_s}")
+
+
+def ended(run: Run, exit_code: int) -> str:
+    """All that `run` has said, which has to end like that."""
+    with contextlib.closing(run):
+        return run.end(exit_code)
 
 
 def line_of(folder: Path, mark: str) -> str:

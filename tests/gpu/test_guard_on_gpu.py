@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
-from gpu_runs import line_of, start
-
-from command_runs import Run
+from gpu_runs import ended, line_of, start
 
 pytestmark = [pytest.mark.gpu, pytest.mark.limit_s(120)]
 
@@ -40,6 +39,16 @@ for step in range(1, 41):
     time.sleep(0.01)
 tensor[0].item()
 dist.destroy_process_group()
+"""
+_SLEEPS = """\
+for step in range(1, 41):
+    if RANK == 1 and step == 20:
+        time.sleep(600)  # fault
+    loss = model(torch.randn(8, 256, device=GPU)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    loss.item()
 """
 _STUCK = "waits for a GPU that is at what it was given before: at "
 _NOT_THERE = r"HANG.* in step 20\..*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}"
@@ -150,14 +159,7 @@ _OTHERS = {
         "for part in (*model, model):\n"
         "    fully_shard(part)\n"
         "optimizer = torch.optim.AdamW(model.parameters())\n"
-        "for step in range(1, 41):\n"
-        "    if RANK == 1 and step == 20:\n"
-        "        time.sleep(600)  # fault\n"
-        "    loss = model(torch.randn(8, 256, device=GPU)).square().mean()\n"
-        "    loss.backward()\n"
-        "    optimizer.step()\n"
-        "    optimizer.zero_grad()\n"
-        "    loss.item()\n",
+        f"{_SLEEPS}",
         r"HANG.* in step 20\..*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}",
     ),
     "lockstep's own": (
@@ -165,14 +167,7 @@ _OTHERS = {
         "with lockstep.init(device='cuda:0') as comm:\n"
         "    model = lockstep.DistributedDataParallel(layers())\n"
         "    optimizer = torch.optim.AdamW(model.parameters())\n"
-        "    for step in range(1, 41):\n"
-        "        if RANK == 1 and step == 20:\n"
-        "            time.sleep(600)  # fault\n"
-        "        loss = model(torch.randn(8, 256, device=GPU)).square().mean()\n"
-        "        loss.backward()\n"
-        "        optimizer.step()\n"
-        "        optimizer.zero_grad()\n"
-        "        loss.item()\n",
+        f"{textwrap.indent(_SLEEPS, '    ')}",
         r"HANG.* in step 20\..*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}",
     ),
 }
@@ -181,18 +176,16 @@ _PROGRAMS |= {name: (_COLLECTIVES.format(fault=one[0]), *one[1:]) for name, one 
 _PROGRAMS |= _OTHERS
 
 
-def ended(run: Run, folder: Path, exit_code: int = 1) -> str:
-    """What the run has said, without torch's own lines from C++."""
-    try:
-        return re.sub(r"(?m)^(\[rank\d\]:\[|frame #|Exception raised from ).*\n", "", run.end(exit_code))
-    finally:
-        run.close()
+def said_by(program: str, folder: Path, exit_code: int = 1) -> str:
+    """What its run has said, without torch's own lines from C++."""
+    said = ended(start(folder, program), exit_code)
+    return re.sub(r"(?m)^(\[rank\d\]:\[|frame #|Exception raised from ).*\n", "", said)
 
 
 @pytest.mark.parametrize("name", _PROGRAMS)
 def test_who_did_it_is_named(name: str, tmp_path: Path) -> None:
     program, *says = _PROGRAMS[name]
-    said = ended(start(tmp_path, program), tmp_path)
+    said = said_by(program, tmp_path)
     marks = {mark: re.escape(line_of(tmp_path, mark)) for mark in re.findall(r"# (\w+)$", program, re.MULTILINE)}
     for pattern in says:
         assert re.search(re.sub(r"\{(\w+)\}", lambda found: marks[found[1]], pattern), said), f"{pattern}\n{said}"
@@ -275,13 +268,13 @@ _RIGHT = {
 
 @pytest.mark.parametrize("name", _RIGHT)
 def test_what_is_right_is_not_spoken_of(name: str, tmp_path: Path) -> None:
-    said = ended(start(tmp_path, _RIGHT[name]), tmp_path, 0)
+    said = said_by(_RIGHT[name], tmp_path, 0)
     assert not [line for line in said.splitlines() if line.startswith("lockstep: ") and "report:" not in line], said
 
 
 def test_who_is_killed_is_named_with_what_it_did(tmp_path: Path) -> None:
     program = _TRAIN.format(fault="import signal; os.kill(os.getpid(), signal.SIGKILL)")
-    said = ended(start(tmp_path, program), tmp_path)
+    said = said_by(program, tmp_path)
     assert re.search(r"lockstep: rank 1 \(pid \d+\) was killed by SIGKILL; rank 0 was ended by the launcher", said), (
         said
     )
@@ -303,6 +296,6 @@ def test_sums_of_two_ranks_are_those_of_one(tmp_path: Path) -> None:
         "    total = [parameter.detach().double().sum().item() for parameter in model.parameters()]\n"
         "    print(f'rank {RANK} has', total)\n"
     )
-    said = ended(start(tmp_path, program), tmp_path, 0)
+    said = said_by(program, tmp_path, 0)
     totals = dict(re.findall(r"rank (\d) has (\[.*\])", said))
     assert totals["0"] == totals["1"], said

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from gpu_runs import line_of, start
+from gpu_runs import ended, line_of, start
 
 from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.verdict import Share, Verdict, judge
@@ -74,11 +74,7 @@ _WAYS = {
 
 def recorded(folder: Path, program: str) -> Run:
     """What the ranks have left, once they have come to their end with nothing said of them."""
-    run = start(folder, program, "--record=kept")
-    try:
-        said = run.end(0)
-    finally:
-        run.close()
+    said = ended(start(folder, program, "--record=kept"), 0)
     assert "GUARD of rank" not in said, said
     return read_run(folder / "kept")
 
@@ -161,11 +157,7 @@ for step in range(1, 31):
 
 
 def test_the_last_word_of_a_program_whose_cuda_fails_is_its_own(tmp_path: Path) -> None:
-    run = start(tmp_path, _ASSERT)
-    try:
-        said = run.end(1)
-    finally:
-        run.close()
+    said = ended(start(tmp_path, _ASSERT), 1)
     assert "device-side assert triggered" in said
     assert "observe/profile" not in said, said
     assert said.count("~CUDAEvent") < 20, said

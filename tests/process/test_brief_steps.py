@@ -21,6 +21,7 @@ from test_torch_training import (
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from far_tensors import Spoilt
 from lockstep.observe import lookout, pace
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.testing.worlds import run_processes
@@ -62,19 +63,6 @@ def one_more(rank: int, _: Path) -> None:
     train(model, _STEPS, before=ask)
 
 
-class Spoilt(torch.autograd.Function):
-    """The loss is finite, its gradient is not, in the step that is given."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, is_spoilt: bool) -> torch.Tensor:
-        ctx.is_spoilt = is_spoilt
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return (grads[0] * float("nan") if ctx.is_spoilt else grads[0]), None
-
-
 def spoilt(rank: int, *, behind: bool) -> None:
     """A NaN in step 26 of rank 1: in the loss, or behind a finite one."""
     model = DistributedDataParallel(small())
@@ -84,7 +72,8 @@ def spoilt(rank: int, *, behind: bool) -> None:
         assert not is_here or pace.PACE.is_brief
         optimizer.zero_grad()
         loss = model(torch.randn(3, 4)).sum()
-        loss = Spoilt.apply(loss, is_here) if behind else loss * (float("nan") if is_here else 1.0)  # type: ignore[no-untyped-call]
+        factor = float("nan") if is_here else 1.0
+        loss = Spoilt.apply(loss, factor) if behind else loss * factor  # type: ignore[no-untyped-call]
         loss.backward()
         optimizer.step()
 

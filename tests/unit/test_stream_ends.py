@@ -122,6 +122,27 @@ def test_messages_of_a_batch_end_with_its_work_on_the_gpu(watched: Watched, even
     assert are_open(guard) == []
 
 
+def test_messages_of_a_batch_that_torch_has_waited_for_end_on_the_gpu(watched: Watched, events: list[Event]) -> None:
+    guard = watched.guard
+    watch, group, followed = watch_of(guard)
+    followed.batch = numbers = begin(guard.recorder, 2)
+    assert watch._ending_batch(lambda group: None)(group) is None
+    guard.stream_ends.settle()
+    assert are_open(guard) == numbers
+    events[0].has_come = True
+    guard.stream_ends.settle()
+    assert are_open(guard) == []
+
+
+def test_a_batch_that_nobody_waits_for_ends_where_another_takes_its_place(watched: Watched) -> None:
+    guard = watched.guard
+    watch, group, followed = watch_of(guard)
+    first, second, work = begin(guard.recorder, 3), begin(guard.recorder, 2), Work()
+    for followed.batch in (first, second):
+        watch._ending_batch(lambda group: work)(group)
+    assert are_open(guard) == second
+
+
 def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[Event]) -> None:
     watch, _, followed = watch_of(watched.guard)
     on_cpu, work, (number,) = SimpleNamespace(is_cpu=True), Work(), begin(watched.guard.recorder)

@@ -78,6 +78,9 @@ def test_what_a_gpu_has_come_to() -> None:
     torch.begun = 1
     recorder.look()
     assert (recorder.begun("7"), recorder.begun("8")) == (1, -1)
+    torch.started = 0  # the group has gone
+    recorder.look()
+    assert recorder.begun("7") == -1
 
 
 def test_an_earlier_operation_that_ended_last_hides_nothing() -> None:

@@ -253,8 +253,8 @@ class Attempt:
         is_known = any(one.words is not None or one.failure is not None for one in ended)
         if is_known or all(one.exit_code != -signal.SIGABRT for one in ended):
             return ""
-        up = self._news(_NEWS_S)
-        return Finding.from_json(up).text if up and Finding.from_json(up).kind == "mismatch" else ""
+        found = Finding.from_json(up) if (up := self._news(_NEWS_S)) else None
+        return found.text if found is not None and found.kind == "mismatch" else ""
 
     def record_news(self, *, is_over: bool) -> None:
         """What a guard of another machine has found stands in the record of this one too. is_over: wait for it."""

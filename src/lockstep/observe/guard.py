@@ -235,14 +235,14 @@ class Guard:
                 self._lookout.look_back()
         if isinstance(error, CommError) or not sees_another(error):
             return error
-        cause = seen = PeerLost(f"{type(error).__name__}: {error}")
+        cause: CommError = (seen := PeerLost(f"{type(error).__name__}: {error}"))
         found, self.failed_at = None, users_line(error)
         with self.activity(FAILING), self._voice.spared("looking for the cause of an error"):
             found = self._lookout.of_failure(error)
-            cause = seen if found is not None else self.lost(seen)
-            if cause is not seen:  # the word of that end came late, as by a launcher that was held up
-                found = self._lookout.of_failure(error)
-        cause = cause if found is None else self._given(found.comm_error(), found)
+            if found is None and (cause := self.lost(seen)) is not seen:
+                found = self._lookout.of_failure(error)  # the word of that end came late: its launcher was held up
+        if found is not None:
+            cause = self._given(found.comm_error(), found)
         if cause is seen:
             return error
         cause.__cause__ = error

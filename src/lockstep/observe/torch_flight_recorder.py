@@ -73,7 +73,7 @@ class TorchFlightRecorder:
 
     def ended(self, group: str) -> float | None:
         """All operations of the group up to this number have ended; None where nothing is known of it."""
-        counts = [(source, count) for source, count in self._counts.items() if self._groups.get(source) == group]
+        counts = self._of(group)
         if not counts:
             return None
         ends = [math.inf]
@@ -84,9 +84,12 @@ class TorchFlightRecorder:
                 ends.append(ended)
         return min(ends)
 
+    def _of(self, group: str) -> list[tuple[Source, Count]]:
+        return [(source, count) for source, count in self._counts.items() if self._groups.get(source) == group]
+
     def begun(self, group: str) -> int:
         """As `Count.begun`, -1 where that is not known."""
-        return max((self._counts[one].begun for one, name in self._groups.items() if name == group), default=-1)
+        return max((count.begun for _, count in self._of(group)), default=-1)
 
     def since(self, group: str, first: int) -> dict[int, Entry]:
         """What the group counts as `first` and higher, as far as it is still known."""

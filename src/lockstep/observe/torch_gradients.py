@@ -28,7 +28,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
 from lockstep.observe.settings import FIRST_STEPS
 from lockstep.observe.torch_backward import BACKWARDS, SMALL, Loss
-from lockstep.observe.torch_optimizers import Seen
+from lockstep.observe.torch_optimizers import Seen, params_of
 
 if TYPE_CHECKING:
     from lockstep.observe.finite_later import FiniteLater  # imports torch, as the next one does
@@ -191,8 +191,7 @@ def _means(optimizer: Any = None) -> list[Any]:
     """Of the probes' gradients; where there is none, of those of a small parameter of `optimizer`."""
     probes = [param for known in BACKWARDS.probes if (param := known()) is not None]
     if not probes and optimizer is not None:
-        params = (param for group in optimizer.param_groups for param in group["params"])
-        probes = [*islice((param for param in params if param.numel() <= SMALL), 1)]
+        probes = [*islice((param for param in params_of(optimizer) if param.numel() <= SMALL), 1)]
     return [probe.grad for probe in probes if probe.grad is not None]
 
 

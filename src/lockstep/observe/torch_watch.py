@@ -209,11 +209,23 @@ class TorchWatch:
         elif work is None:
             self._recorder.leave(number)
         else:
-            key = id(work)
-            if (older := self._open.pop(key, None)) is not None:  # of a Work that nobody waited for, and that is gone
-                (self._recorder.leave if older[1].has_streams else self._recorder.let_go)(older[0])
             kind = _QUEUED_MESSAGE if is_queued else _MESSAGE
-            self._open[key] = number, watched, weakref.ref(work), kind if is_message else watched.seen
+            self._keep(number, watched, work, kind if is_message else watched.seen)
+
+    def _keep(self, number: int, watched: WatchedGroup, work: Any, torch_number: int) -> None:
+        """Until `work` is waited for. It may be at the place of one that nobody has waited for, and that is gone."""
+        older = self._open.pop(id(work), None)
+        if older is not None:
+            self._let_go(older)
+        self._open[id(work)] = number, watched, weakref.ref(work), torch_number
+
+    def _let_go(self, call: _Open) -> None:
+        """It has ended, or nobody can wait for it any more."""
+        number, watched, *_ = call
+        if watched.has_streams:
+            self._recorder.leave_all(self._batches.pop(number, (number,)))
+        else:
+            self._recorder.let_go(number)
 
     def _ending_batch(self, old: Callable[..., Any]) -> Callable[..., Any]:
         """ProcessGroup._end_coalescing, whose Work is that of all messages that were started together."""
@@ -222,8 +234,11 @@ class TorchWatch:
             work, watched = old(group, *args), self._groups.known(group)
             if watched is not None and watched.batch:
                 numbers, watched.batch = watched.batch, []
-                self._batches[numbers[0]] = numbers
-                self._open[id(work)] = numbers[0], watched, weakref.ref(work), _QUEUED_MESSAGE
+                if work is None:  # the current stream waits for them
+                    self._guard.stream_ends.waited(numbers)
+                else:
+                    self._batches[numbers[0]] = numbers
+                    self._keep(numbers[0], watched, work, _QUEUED_MESSAGE)
             return work
 
         return end
@@ -302,14 +317,12 @@ class TorchWatch:
 
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
         """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""
-        number, watched, work, torch_number = call
+        _, watched, work, torch_number = call
         ended = flights.ended(watched.torch_name) if torch_number > 0 else None
         is_over = work() is None if ended is None else torch_number <= ended
         found = self._open.pop(key, None) if is_over else None
-        if found is call and watched.has_streams:
-            self._recorder.leave_all(self._batches.pop(number, (number,)))
-        elif found is call:
-            self._recorder.let_go(number)
+        if found is call:
+            self._let_go(call)
         elif found is not None:  # of a new Work at the same place
             self._open.setdefault(key, found)
 

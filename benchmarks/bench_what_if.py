@@ -63,7 +63,7 @@ def turn_of(run: Run, number: int) -> Run:
         first = number * TURN + SETTLING - 1  # one more: what follows is without the first two
         lines = [line for line in record.lines if first <= line.step <= (number + 1) * TURN]
         notes = tuple(one for one in record.notes if one.step is None or (one.step - 2) // TURN % 2 == number % 2)
-        return replace(record, lines=tuple(lines), attempts=record.attempts[: len(lines)], notes=notes)
+        return replace(record, lines=tuple(lines), notes=notes)
 
     return replace(run, ranks={rank: cut(record) for rank, record in run.ranks.items()})
 

@@ -299,8 +299,7 @@ def test_killed_rank_that_was_seen_last_before_the_others_began_the_step_died_wi
     run = World(work_us=lambda rank, step: 1000, steps=6).run(tmp_path)
     before, dead = moments_of(run, ended=6)
     dead = dead._replace(ops=[], until_ns=run.ranks[1].starts[-1].clock_ns + 2 * 10**6)
-    kept = run.ranks[1]
-    kept = replace(kept, lines=kept.lines[:lines], attempts=kept.attempts[:lines])
+    kept = replace(run.ranks[1], lines=run.ranks[1].lines[:lines])
     run = replace(run, ranks={**run.ranks, 1: kept})
     row, late = lanes_of(run, 0.0, moments=[before, dead], culprits=[1])["steps"][-1]["ranks"]
     assert late["began_us"] == pytest.approx(row["began_us"], abs=10_000), "whose clock began otherwise"

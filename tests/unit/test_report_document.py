@@ -117,7 +117,7 @@ def made_run(world_size: int, steps: int, ops: int) -> Run:
     ends = [step for step in range(1, steps + 1) if step % steps_per_line(step) == 0 or step == steps]
     lines = tuple(made_line(end, end - before, ops) for before, end in pairwise([0, *ends]))
     starts = {rank: Start(rank, world_size, "a/0", 100 + rank, "host", 10**18, 0) for rank in range(world_size)}
-    ranks = {rank: RankRecord(rank, (start,), lines, ("a/0",) * len(lines)) for rank, start in starts.items()}
+    ranks = {rank: RankRecord(rank, (start,), lines) for rank, start in starts.items()}
     return Run(Path("runs/made"), ranks)
 
 
@@ -125,7 +125,8 @@ def made_line(step: int, count: int, ops: int) -> Steps:
     wall_us = _LONG_US * count + step * 104_729 % 1_000_003
     listed = [made_op(step, at) for at in range(ops)] if is_listed(step) and (step > 200 or step < 40) else None
     listed = None if listed is None or count > 1 else tuple(listed)
-    return Steps(step, count, _LONG_US * step, wall_us, wall_us, (wall_us, 0, 0, 0, 0, 0), ops=listed)
+    phases_us = (wall_us, 0, 0, 0, 0, 0)
+    return Steps(step, count, _LONG_US * step, wall_us, wall_us, phases_us, ops=listed, attempt="a/0")
 
 
 def made_op(step: int, at: int) -> Op:

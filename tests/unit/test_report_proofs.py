@@ -25,7 +25,7 @@ def source_of(*notes: list[tuple[str, int, dict[str, Any]]], attempt: str = "a/0
     for rank, said in enumerate(notes):
         start = Start(rank, len(notes), attempt, 1, "h", 10**18, 0)
         kept = tuple(Note(kind, at_us, attempt, fields) for kind, at_us, fields in said)
-        ranks[rank] = RankRecord(rank, (start,), (), (), kept)
+        ranks[rank] = RankRecord(rank, (start,), (), kept)
     return Source(Path("run"), Run(Path("run"), ranks), None, ())
 
 
@@ -95,7 +95,7 @@ def starts_of(*starts: list[list[tuple[str, int, dict[str, Any]]]]) -> Source:
         own = [(f"a/{n}", start[rank]) for n, start in enumerate(starts) if rank < len(start)]
         begun = tuple(Start(rank, 2, name, 1, "h", 10**18, 0) for name, _ in own)
         notes = tuple(Note(kind, at_us, name, fields) for name, said in own for kind, at_us, fields in said)
-        ranks[rank] = RankRecord(rank, begun, (), (), notes)
+        ranks[rank] = RankRecord(rank, begun, (), notes)
     return Source(Path("run"), Run(Path("run"), ranks), None, ())
 
 

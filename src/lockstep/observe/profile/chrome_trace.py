@@ -63,9 +63,7 @@ def placed_lines(run: Run, steps: Container[int]) -> Iterator[tuple[int, Steps, 
     """(rank, line, when it began in microseconds since the epoch by that rank's clock) of these steps."""
     for rank, record in run.ranks.items():
         began_us = {start.attempt: start.time_ns / 1e3 for start in record.starts}
-        for line, attempt in zip(record.lines, record.attempts, strict=True):
-            if line.step in steps:
-                yield rank, line, began_us[attempt] + line.at_us
+        yield from ((rank, line, began_us[line.attempt] + line.at_us) for line in record.lines if line.step in steps)
 
 
 def align(moments: Moments, hosts: Mapping[int, str]) -> Clocks:

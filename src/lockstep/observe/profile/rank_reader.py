@@ -33,7 +33,7 @@ class RankReader:
     def __init__(self) -> None:
         self._starts: list[Start] = []
         self._words: dict[int, _Word] = {}
-        self._kept: dict[int, tuple[Steps, str]] = {}
+        self._kept: dict[int, Steps] = {}
         self._notes: list[Note] = []
         self._number = 0
 
@@ -62,10 +62,9 @@ class RankReader:
                 if [type(each) for each in word] != [str, str, str, str, int]:
                     raise ValueError("it names no operation")
             elif kind == "step":
-                attempt = self._starts[-1].attempt
-                steps = steps_of(values, self._words, attempt)
+                steps = steps_of(values, self._words, self._starts[-1].attempt)
                 if not (steps.whole and self._kept):  # else there were steps before it was started again
-                    _replace(self._kept, steps, attempt)
+                    _replace(self._kept, steps)
             else:
                 self._notes.append(read_note(kind, values, self._starts[-1].attempt))
         except OtherFormat:
@@ -78,9 +77,8 @@ class RankReader:
         """What was fed; None before the first start."""
         if not self._starts:
             return None
-        ordered = [self._kept[step] for step in sorted(self._kept)]
-        lines, attempts = tuple(line for line, _ in ordered), tuple(attempt for _, attempt in ordered)
-        return RankRecord(self._starts[-1].rank, tuple(self._starts), lines, attempts, _valid(self._notes))
+        lines = tuple([self._kept[step] for step in sorted(self._kept)])
+        return RankRecord(self._starts[-1].rank, tuple(self._starts), lines, _valid(self._notes))
 
 
 def _valid(notes: Sequence[Note]) -> tuple[Note, ...]:
@@ -120,13 +118,14 @@ def steps_of(values: dict[str, Any], words: Mapping[int, _Word] = _NO_WORDS, att
         raise ValueError("its numbers are not those of a step")
     worded = [(words[row[0]], row) for row in rows or ()]
     ops = None if rows is None else tuple([_op_of((attempt, w[0], row[1], *w[1:], *row[2:])) for w, row in worded])
-    return Steps(**values, phases_us=tuple(phases), hidden_us=hidden, ops=ops, spans=tuple(map(tuple, spans)))
+    spans = tuple(map(tuple, spans))
+    return Steps(**values, phases_us=tuple(phases), hidden_us=hidden, ops=ops, spans=spans, attempt=attempt)
 
 
-def _replace(kept: dict[int, tuple[Steps, str]], line: Steps, attempt: str) -> None:
+def _replace(kept: dict[int, Steps], line: Steps) -> None:
     """A later attempt does steps again from where it began."""
     first = line.step - line.count + 1
     for step in list(takewhile(lambda step: step >= first, reversed(kept))):
-        if kept[step][1] != attempt:
+        if kept[step].attempt != line.attempt:
             del kept[step]
-    kept[line.step] = line, attempt
+    kept[line.step] = line

@@ -262,10 +262,9 @@ def plays_of(run: Run) -> list[Play]:
     is_one_clock = run.is_of_one_host
     for rank, record in run.ranks.items():
         zero_us = {start.attempt: (start.clock_ns if is_one_clock else start.time_ns) / 1e3 for start in record.starts}
-        attempts = dict(zip((line.step for line in record.lines), record.attempts, strict=True))
         for line, weight in weighted(record.steady):
             by_step.setdefault(line.step, {})[rank] = line
-            began_us[line.step][rank] = zero_us[attempts[line.step]] + line.at_us
+            began_us[line.step][rank] = zero_us[line.attempt] + line.at_us
             weights[line.step] = weight
     whole = [step for step, lines in sorted(by_step.items()) if len(lines) == len(run.ranks)]
     stops = max((sum(len(line.ops or ()) for line in by_step[step].values()) for step in whole[-1:]), default=0)

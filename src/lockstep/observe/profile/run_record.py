@@ -110,6 +110,7 @@ class Steps:
     ops: tuple[Op, ...] | None = None  # of a single step; at most OPERATIONS_MAX, or WHOLE_MAX
     spans: tuple[tuple[int, int], ...] = ()  # where `ops` are: phases, and when each began, since the step did
     whole: int = 0  # 1: not a step, but the last WHOLE_MAX operations of a program that has ended none
+    attempt: str = ""  # as of the start before it, once it is read
 
     def phase(self, name: str) -> int:
         """Microseconds in a phase."""
@@ -123,7 +124,6 @@ class RankRecord:
     rank: int
     starts: tuple[Start, ...]
     lines: tuple[Steps, ...]  # by step, each step once
-    attempts: tuple[str, ...]  # of each line
     notes: tuple[Note, ...] = ()  # in the order in which they were written
 
     @property
@@ -172,7 +172,7 @@ class Run:
 def without_wholes(ranks: Mapping[int, RankRecord]) -> dict[int, RankRecord]:
     """Without what programs tell that have ended no step: beside the steps of other ranks it belongs to none."""
     wholes = {rank for rank, record in ranks.items() if any(line.whole for line in record.lines)}
-    return {r: replace(record, lines=(), attempts=()) if r in wholes else record for r, record in ranks.items()}
+    return {rank: replace(record, lines=()) if rank in wholes else record for rank, record in ranks.items()}
 
 
 def steps_per_line(step: int) -> int:

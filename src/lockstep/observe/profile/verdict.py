@@ -132,7 +132,7 @@ def _together(run: Run) -> Run:
 
     def cut(record: RankRecord) -> RankRecord:
         here = slice(*(bisect(record.lines, at, key=lambda line: line.step) for at in (first - 1, last)))
-        return replace(record, lines=record.lines[here], attempts=record.attempts[here])
+        return replace(record, lines=record.lines[here])
 
     return Run(run.folder, {rank: cut(record) for rank, record in run.ranks.items()})
 

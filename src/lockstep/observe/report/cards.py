@@ -100,9 +100,8 @@ def findings_of(source: Source) -> list[tuple[Mapping[str, Any], str, int | None
     for rank, note in sorted(source.notes("finding"), key=lambda told: -order.get(told[1].attempt, -1)):
         done = note.fields.get("done")
         step = step_at(source.run, rank, note.attempt, note.at_us) if done is None else done + 1
-        record = source.run.ranks[rank]
-        lines = zip(record.lines, record.attempts, strict=True)
-        if any(name != note.attempt and line.step - line.count < (step or 0) <= line.step for line, name in lines):
+        at_step = [line for line in source.run.ranks[rank].lines if line.step - line.count < (step or 0) <= line.step]
+        if any(line.attempt != note.attempt for line in at_step):
             step = None
         found.setdefault(note.fields["key"], (note.fields, note.attempt, step))
     for attempt, fields in source.launch.elsewhere if source.launch else ():
@@ -127,10 +126,8 @@ def _named(cause: str) -> tuple[int, ...]:
 
 def step_at(run: Run, rank: int, attempt: str, at_us: int) -> int | None:
     """The step that a rank was in; None before its first one has ended."""
-    record = run.ranks[rank]
-    lines = zip(record.lines, record.attempts, strict=True)
-    ended = [line.step for line, name in lines if name == attempt and line.at_us + line.wall_us <= at_us]
-    return ended[-1] + 1 if ended else None
+    lines = [line for line in run.ranks[rank].lines if line.attempt == attempt and line.at_us + line.wall_us <= at_us]
+    return lines[-1].step + 1 if lines else None
 
 
 def _tells_of_end(source: Source, finding: Mapping[str, Any]) -> bool:

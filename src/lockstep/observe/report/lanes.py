@@ -103,9 +103,9 @@ def _listed(run: Run) -> dict[int, dict[int, Steps]]:
     """Of each step that is listed the lines of the ranks that did it together."""
     found: dict[int, dict[str, dict[int, Steps]]] = defaultdict(lambda: defaultdict(dict))
     for rank, record in run.ranks.items():
-        for line, attempt in zip(record.lines, record.attempts, strict=True):
+        for line in record.lines:
             if line.ops is not None and line.count == 1:
-                found[line.step][attempt][rank] = line
+                found[line.step][line.attempt][rank] = line
     return {step: max(attempts.values(), key=len) for step, attempts in found.items()}
 
 

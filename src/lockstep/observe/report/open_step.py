@@ -112,7 +112,7 @@ def moment_of(values: Sequence[Any]) -> Moment:
 def line_of(moment: Moment, record: RankRecord) -> Steps:
     """The step as far as the rank had come, in the numbers and on the clock of its record."""
     start = record.starts[-1]
-    own = [line for line, name in zip(record.lines, record.attempts, strict=True) if name == start.attempt]
+    own = [line for line in record.lines if line.attempt == start.attempt]
     step = moment.steps + 1
     seen = [(op.entered_ns - start.clock_ns) // 1000 for op in moment.ops]
     seen += [(began_ns - start.clock_ns) // 1000 for _, began_ns in moment.phases[:1]]

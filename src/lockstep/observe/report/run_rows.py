@@ -108,7 +108,7 @@ def _end_ns(source: Source, attempt: Attempt) -> int:
     ends = [attempt.ended_ns or attempt.began_ns]
     for record in source.run.ranks.values():
         began = {start.attempt: start.time_ns for start in record.starts}
-        last = [line for line, name in zip(record.lines, record.attempts, strict=True) if name == attempt.name][-1:]
+        last = [line for line in record.lines if line.attempt == attempt.name][-1:]
         ends += [began[attempt.name] + 1000 * (line.at_us + line.wall_us) for line in last if not attempt.ended_ns]
     return max(ends)
 
@@ -117,8 +117,8 @@ def _attempt_row(source: Source, attempt: Attempt, began_ns: int) -> dict[str, A
     steps = [
         (line.step - line.count + 1, line.step)
         for record in source.run.ranks.values()
-        for line, name in zip(record.lines, record.attempts, strict=True)
-        if name == attempt.name
+        for line in record.lines
+        if line.attempt == attempt.name
     ]
     return {
         "name": attempt.name,

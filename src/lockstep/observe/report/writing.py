@@ -83,7 +83,7 @@ def _mended(source: Source, cause: Exception) -> Source:
     for rank, record in ranks.items():
         kept = [one for one in record.notes if one.kind == "values"]  # of these only numbers are taken
         for one in (one for one in record.notes if one.kind != "values"):
-            alone = Run(source.run.folder, {rank: replace(record, lines=(), attempts=(), notes=(one,))})
+            alone = Run(source.run.folder, {rank: replace(record, lines=(), notes=(one,))})
             try:
                 document_of(Source(source.folder, alone, None, ()), "unknown", 0)
                 kept.append(one)

@@ -47,8 +47,6 @@ def test_files_of_others_are_read(tmp_path: Path) -> None:
     header[:3] = 20240801, 7, 2
     (tmp_path / "llama.bin").write_bytes(header.tobytes() + np.array([5, 128000], dtype=np.uint32).tobytes())
     assert read_tokens(tmp_path / "llama.bin").tolist() == [5, 128000]
-    np.array([1, 2, 3], dtype=np.uint16).tofile(tmp_path / "nano.bin")
-    assert read_tokens(tmp_path / "nano.bin", bare=True).tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize(
@@ -74,13 +72,6 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage: Any, match: str) -> N
 def test_an_empty_token_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="says 0 tokens"):
         read_tokens(write(tmp_path / "t.bin", [], 257))
-
-
-@pytest.mark.parametrize("data", [b"", b"abc"])
-def test_a_damaged_bare_file_is_refused(tmp_path: Path, data: bytes) -> None:
-    (tmp_path / "t.bin").write_bytes(data)
-    with pytest.raises(DataError, match=f"has {len(data)} bytes: bare tokens take two bytes each"):
-        read_tokens(tmp_path / "t.bin", bare=True)
 
 
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:

@@ -12,14 +12,13 @@ from torch import Tensor
 
 from lockstep.comm.op import CommOp, Kind, ThenWork, Work
 from lockstep.comm.operands import check_numel, check_tag, check_tensors, dense, in_place, other_rank
+from lockstep.comm.place import Place
 from lockstep.comm.pulse import open_pulse
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, TransportClosed
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-    from lockstep.comm.place import Place
 
 
 class RankGroup(abc.ABC):  # noqa: B024 (it is complete, but users want a Communicator)

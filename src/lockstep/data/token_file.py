@@ -1,7 +1,7 @@
 """Token files: a header of 256 int32 (magic, version, count, zeros), then the tokens, little endian.
 
 The two kinds are those of llm.c and modded-nanogpt, so their shards can be read here and ours there: 16-bit tokens have
-magic 20240520 and version 1, 32-bit tokens magic 20240801 and version 7. nanoGPT's files are bare: 16-bit tokens only.
+magic 20240520 and version 1, 32-bit tokens magic 20240801 and version 7.
 """
 
 from __future__ import annotations
@@ -54,29 +54,24 @@ def write_tokens(file: BinaryIO, chunks: Iterable[npt.NDArray[np.integer]], voca
     return count
 
 
-def read_tokens(path: Path, *, bare: bool = False) -> Tokens:
+def read_tokens(path: Path) -> Tokens:
     """The tokens in `path`, mapped and not read: only what is used is loaded, and processes share it.
 
-    bare: the file has no header and holds 16-bit tokens (nanoGPT's `train.bin`).
     Raises: DataError where the file is missing, empty, truncated, or no token file.
     """
     try:
         nbytes = path.stat().st_size
         with path.open("rb") as file:
-            header = np.frombuffer(b"" if bare else file.read(_HEADER_BYTES), dtype="u1")
+            header = np.frombuffer(file.read(_HEADER_BYTES), dtype="u1")
     except OSError as error:
         raise DataError(f"cannot read the token file {path}: {error.strerror}") from error
-    if bare:
-        if nbytes == 0 or nbytes % 2:
-            raise DataError(f"{path} has {nbytes} bytes: bare tokens take two bytes each, so it is empty or truncated")
-        return np.memmap(path, dtype="<u2", mode="r")
     if header.size < _HEADER_BYTES:
         raise DataError(f"{path} has {nbytes} bytes, less than the header of a token file: it is truncated")
     magic, version, count = (int(value) for value in header.view("<i4")[:3])
     if (magic, version) not in _KINDS:
         raise DataError(
             f"{path} is no token file, or was not finished: it begins with {magic}, {version} instead of "
-            f"{' or '.join(f'{m}, {v}' for m, v in _KINDS)} (for nanoGPT's files without a header: bare=True)"
+            f"{' or '.join(f'{m}, {v}' for m, v in _KINDS)}"
         )
     dtype = np.dtype(_KINDS[magic, version])
     expected = _HEADER_BYTES + count * dtype.itemsize

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
+from lockstep.comm.preflight import read_proc
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch.fork_server import Start, receive, send
 from lockstep.launch.program import python_command
@@ -115,8 +116,7 @@ def children(pid: int | str = "self") -> list[int]:
     pids: list[int] = []
     with suppress(OSError):
         for task in os.listdir(f"/proc/{pid}/task"):
-            with suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:  # this thread may have ended
-                pids += [int(child) for child in file.read().split()]
+            pids += map(int, read_proc(f"/proc/{pid}/task/{task}/children").split())
     return pids
 
 

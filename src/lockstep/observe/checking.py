@@ -9,7 +9,7 @@ import json
 import weakref
 import zlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -19,15 +19,13 @@ from lockstep.comm.operands import writing_to
 from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CollectiveMismatch, CommError
 from lockstep.observe.call_site import call_site
+from lockstep.observe.guard import Guard
 from lockstep.observe.in_flight import changed_in_flight
 from lockstep.observe.recording import text_of
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.tensor_digest import digests
 from lockstep.observe.wording import step_after
-
-if TYPE_CHECKING:
-    from lockstep.observe.guard import Guard
 
 _SAID_BYTES = 512  # of what a rank says of its collective
 _TEXT_MAX = 300

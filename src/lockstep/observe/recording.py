@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from sys import _getframe
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 from lockstep.comm.op import COLLECTIVE_TAG, CommOp, Work, signature
 from lockstep.comm.operands import pieces
@@ -17,11 +17,9 @@ from lockstep.comm.transport import Transport, TransportLayer
 from lockstep.errors import CommError
 from lockstep.observe.call_site import call_site
 from lockstep.observe.flight import MessageNumbers, Words
+from lockstep.observe.guard import Guard
 from lockstep.observe.line_words import Line, LineWords
 from lockstep.observe.scene import message_text
-
-if TYPE_CHECKING:
-    from lockstep.observe.guard import Guard
 
 _SIZES_MAX = 8  # of uneven parts that are written out
 _NAME_CHARS = 24  # that a record has for the name of a group

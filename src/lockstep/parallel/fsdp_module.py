@@ -125,9 +125,7 @@ class FSDPModule:
         """Divide summed gradients by `factor` instead of by the number of ranks."""
         self._set_gradients(False, divide_factor=factor)
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """Older name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
+    set_reduce_scatter_divide_factor = set_gradient_divide_factor  # its older name
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None], *, stream: Any = None) -> None:
         """Call `hook` with each reduced flat gradient [S] of this rank, before it becomes `.grad`."""

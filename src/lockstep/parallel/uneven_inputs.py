@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, final
+from typing import Any, Generic, TypeVar, final
 
 import torch
 from torch import Tensor
@@ -13,12 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.objects import all_gather_rows, broadcast_values
 from lockstep.errors import DataError
+from lockstep.parallel.ddp import DistributedDataParallel
 from lockstep.parallel.outputs import output_tensors
 from lockstep.parallel.shard_context import context_of
 from lockstep.parallel.shard_unit import ShardUnit
-
-if TYPE_CHECKING:
-    from lockstep.parallel.ddp import DistributedDataParallel
 
 Batch = TypeVar("Batch")
 

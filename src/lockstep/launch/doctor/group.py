@@ -12,6 +12,7 @@ from lockstep.launch.doctor.check import Check, Status, size
 
 SLOWER = 3.0  # than the median of its like: the pair is named
 _SHOWN = 4
+_ALONE_UP_TO = 16  # ranks
 _CLOCK_S = 0.1
 _LEAST_LOCAL = 0.2e9  # bytes/s between two ranks of one machine
 _LEAST_REMOTE = 0.1e9  # of a network of 1 Gbit/s
@@ -77,9 +78,9 @@ class Reduced(TypedDict):
     warning: str  # why it is not the best transport; "" where it is
 
 
-def stages(world_size: int, alone_up_to: int = 16) -> list[list[tuple[int, int]]]:
+def stages(world_size: int) -> list[list[tuple[int, int]]]:
     """Every pair of ranks once, in lists of those that measure at the same time: one in small worlds, else all."""
-    if world_size <= alone_up_to:
+    if world_size <= _ALONE_UP_TO:
         return [[pair] for pair in itertools.combinations(range(world_size), 2)]
     seats: list[int | None] = [*range(world_size)] + [None] * (world_size % 2)
     found: list[list[tuple[int, int]]] = []

@@ -6,12 +6,10 @@ import ctypes
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lockstep.observe.profile.cuda_driver import beside_captures
-
-if TYPE_CHECKING:
-    from lockstep.observe.profile.notes import Later
+from lockstep.observe.profile.notes import Later
 
 
 def read_later(values: Mapping[str, Sequence[Any]]) -> Later:

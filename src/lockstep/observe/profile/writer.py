@@ -15,6 +15,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
+from lockstep.comm.preflight import read_proc
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import Records, Word, listing_of
 from lockstep.observe.profile.notes import Later, note_line
@@ -305,11 +306,8 @@ def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, f
 
 def _memory_mib() -> tuple[int, int]:
     """(resident memory of this process, most that torch has had of a CUDA device)."""
-    try:
-        with open("/proc/self/statm", "rb", 0) as file:
-            pages = int(file.read().split()[1])
-    except OSError:  # no Linux
-        pages = 0
+    words = read_proc("/proc/self/statm").split()
+    pages = int(words[1]) if words else 0  # no Linux
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     used = cuda.max_memory_allocated() if cuda is not None and cuda.is_initialized() else 0
     return round(pages * _PAGE_MIB), used >> 20

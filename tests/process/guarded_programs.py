@@ -14,10 +14,11 @@ from backend_groups import default_group, same
 from torch import Tensor, nn
 
 from lockstep.observe import torch_training
-from lockstep.observe.board import Board, flight_path
+from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings, Mode
+from lockstep.observe.sights import flight_path
 from lockstep.observe.torch_training import attach_training
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.worlds import run_processes

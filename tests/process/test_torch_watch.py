@@ -26,8 +26,8 @@ from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, pack_words
 from lockstep.observe.guard import Started
+from lockstep.observe.motion import Motion
 from lockstep.observe.settings import GuardSettings
-from lockstep.observe.stacks import Motion
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.torch_watch import attach

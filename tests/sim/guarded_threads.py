@@ -25,13 +25,14 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work, signature
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, LockstepError, PeerLost
-from lockstep.observe import board, call_site, flight, guard, lookout, stacks
-from lockstep.observe.board import Board, flight_path
+from lockstep.observe import board, call_site, flight, guard, lookout, motion, sights
+from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.profile import step_clock
 from lockstep.observe.recording import GuardLayer
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import flight_path
 from lockstep.observe.wording import Finding
 
 HANG_S = 3.0  # longer than it takes to prove a deadlock
@@ -203,13 +204,13 @@ class Job:
             monotonic=self.monotonic, monotonic_ns=self.monotonic_ns, sleep=self.sleep, strftime=lambda _: "now"
         )
         with pytest.MonkeyPatch.context() as patch:
-            for module in (guard, lookout, board):
+            for module in (guard, lookout, board, sights):
                 patch.setattr(module, "time", time)
             for module in (flight, step_clock):
                 patch.setattr(module, "monotonic_ns", self.monotonic_ns)
             # all ranks are this one process, which does much else
-            patch.setattr(stacks, "transferred_bytes", lambda: 0)
-            patch.setattr(stacks, "state_and_cpu_s", lambda _: ("S", 0.0))
+            patch.setattr(motion, "transferred_bytes", lambda: 0)
+            patch.setattr(motion, "state_and_cpu_s", lambda _: ("S", 0.0))
             patch.setattr(board, "state_and_cpu_s", lambda _: ("S", 0.0))
             for file in files:
                 patch.setitem(call_site._kinds, file, call_site._OTHER)

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observe.board import Board, flight_path, send_ends, sight_of
+from lockstep.observe.board import Board, send_ends
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
-from lockstep.observe.post_mortem import noticed
+from lockstep.observe.onlooker import noticed
+from lockstep.observe.sights import flight_path, sight_of
 from lockstep.observe.status import FINISHED, RUNNING, LastWords, Mark, Progress, Sight, Status, Waiting
 from lockstep.testing.waiting import wait_until
 
@@ -184,7 +185,8 @@ def test_a_rank_that_has_not_begun_is_not_seen(make: Make, tmp_path: Path) -> No
 
 _CHILD = """
 import os, sys
-from lockstep.observe.board import Board, flight_path, send_ends
+from lockstep.observe.board import Board, send_ends
+from lockstep.observe.sights import flight_path
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.status import Status
 recorder = FlightRecorder(flight_path(sys.argv[1], 1), 1, 2)

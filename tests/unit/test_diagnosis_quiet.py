@@ -19,8 +19,8 @@ from rank_sights import (
 )
 
 from lockstep.observe.diagnosis import diagnose
+from lockstep.observe.motion import CHILDREN
 from lockstep.observe.scene import INIT, NEW_GROUP
-from lockstep.observe.stacks import CHILDREN
 
 
 def at_work(activity: str, age_s: float = 55.0, unmoved_s: float = 55.0) -> list[PaperRank]:

@@ -15,12 +15,13 @@ from test_board import DictStore
 
 from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
 from lockstep.observe import endings
-from lockstep.observe.board import Board, flight_path, send_ends, tell_ends
+from lockstep.observe.board import Board, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER, left_first
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
-from lockstep.observe.post_mortem import post_mortem, told_in
+from lockstep.observe.onlooker import post_mortem, told_in
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import flight_path
 from lockstep.observe.status import FINISHED, LastWords, Progress, Status
 from lockstep.observe.wording import BEFORE
 

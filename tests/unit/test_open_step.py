@@ -14,7 +14,6 @@ import pytest
 from profiled_worlds import World
 from reported_runs import add_launch, add_notes, began_ns
 
-from lockstep.observe.board import flight_path, from_record, status_of, waits_of
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.profile.run_record import Run
 from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, FORWARD, OPTIMIZER, OTHER, StepClock
@@ -23,6 +22,7 @@ from lockstep.observe.report.document import document_of
 from lockstep.observe.report.lanes import lanes_of
 from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
 from lockstep.observe.report.source import RunReader
+from lockstep.observe.sights import flight_path, from_record, status_of, waits_of
 from lockstep.observe.status import RAISED, LastWords, Progress, Sight, Status
 from lockstep.observe.torch_groups import FROM_CPP
 

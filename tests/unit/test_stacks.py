@@ -21,11 +21,13 @@ from typing import Any
 import pytest
 import torch
 
-from lockstep.observe import account, stacks
+from lockstep.observe import account, motion, stacks, waiting_loop
 from lockstep.observe.account import LEAVING, Account
 from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.motion import Motion, is_traced, transferred_bytes
 from lockstep.observe.profile.step_clock import DATA
-from lockstep.observe.stacks import Loop, Motion, activity_of, is_traced, stack_of, transferred_bytes
+from lockstep.observe.stacks import activity_of, stack_of
+from lockstep.observe.waiting_loop import Loop
 
 TASK = str(threading.get_native_id())
 
@@ -104,49 +106,49 @@ def test_a_thread_that_stands_still_is_told_from_one_that_works(monkeypatch: pyt
         asked.append(thread)
         return place
 
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
-    monkeypatch.setattr(stacks, "transferred_bytes", lambda: moved)
-    monkeypatch.setattr(stacks, "frame_of", look_at)
-    monkeypatch.setattr(stacks, "stack_of", lambda frame: (frame.f_code.co_filename,))
-    motion = Motion(threading.get_ident())
-    assert motion.look(now_s).unmoved_s == 0.0
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(motion, "transferred_bytes", lambda: moved)
+    monkeypatch.setattr(motion, "frame_of", look_at)
+    monkeypatch.setattr(motion, "stack_of", lambda frame: (frame.f_code.co_filename,))
+    thread = Motion(threading.get_ident())
+    assert thread.look(now_s).unmoved_s == 0.0
     for expected_s in (1.0, 2.0, 3.0):
         now_s += 1
-        stand = motion.look(now_s)
+        stand = thread.look(now_s)
         assert (stand.unmoved_s, stand.stack) == (expected_s, ("/x/load.py",))
     now_s, cpu_s = now_s + 0.5, cpu_s + 0.5
-    assert motion.look(now_s).unmoved_s == 0.0  # it used a core
+    assert thread.look(now_s).unmoved_s == 0.0  # it used a core
     assert len(asked) == 4  # and was not asked where it is
     now_s += 1
-    assert motion.look(now_s).unmoved_s == 1.0
+    assert thread.look(now_s).unmoved_s == 1.0
     place = frame_of("/x/other.py")
     now_s += 1
-    assert motion.look(now_s).unmoved_s == 0.0  # it is elsewhere
+    assert thread.look(now_s).unmoved_s == 0.0  # it is elsewhere
     now_s, moved = now_s + 1, moved + (1 << 20)
-    assert motion.look(now_s).unmoved_s == 0.0  # it reads or writes
+    assert thread.look(now_s).unmoved_s == 0.0  # it reads or writes
     now_s, cpu_s = now_s + 1, cpu_s + 0.01
-    assert motion.look(now_s).unmoved_s == 1.0  # next to nothing is nothing
+    assert thread.look(now_s).unmoved_s == 1.0  # next to nothing is nothing
 
 
 def test_who_asks_a_device_on_a_core_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
     """As cudaStreamSynchronize does, within one call: the core that it uses is no sign that the thread gets on."""
     now_s, cpu_s, queued, place = 100.0, 0.0, True, frame_of("/x/train.py")
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
-    monkeypatch.setattr(stacks, "transferred_bytes", lambda: 0)
-    monkeypatch.setattr(stacks, "frame_of", lambda thread: place)
-    motion = Motion(threading.get_ident())
-    motion.queues.append(lambda: queued)
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(motion, "transferred_bytes", lambda: 0)
+    monkeypatch.setattr(motion, "frame_of", lambda thread: place)
+    thread = Motion(threading.get_ident())
+    thread.queues.append(lambda: queued)
 
     def unmoved_s(looks: int = 8) -> list[float]:
         nonlocal now_s, cpu_s
         found = []
         for _ in range(looks):
             now_s, cpu_s = now_s + 0.5, cpu_s + 0.5
-            found.append(motion.look(now_s).unmoved_s)
+            found.append(thread.look(now_s).unmoved_s)
         return found
 
     assert unmoved_s() == [0.0, 0.0, 1.0, 1.5, 2.0, 2.5, 3.0, 3.5]
-    motion.has_begun = True
+    thread.has_begun = True
     assert unmoved_s(5) == [0.0, 0.0, 0.0, 0.0, 1.0], "it has begun something meanwhile"
     place = frame_of("/x/other.py")
     assert unmoved_s(5)[-3:] == [0.0, 1.0, 1.5], "it was elsewhere"
@@ -158,15 +160,15 @@ def test_who_asks_a_device_on_a_core_stands_still(monkeypatch: pytest.MonkeyPatc
 def test_of_a_busy_thread_no_more_is_asked_than_needed(monkeypatch: pytest.MonkeyPatch, is_in_loop: bool) -> None:
     """Four looks in a second: one asks where it is. Once it may wait in a loop, what it moves counts with each look."""
     cpu_s, asked, read, frame = 0.0, list[float](), list[float](), frame_of("/x/load.py")
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
-    monkeypatch.setattr(stacks, "transferred_bytes", lambda: read.append(cpu_s) or 0)
-    monkeypatch.setattr(stacks, "frame_of", lambda thread: asked.append(cpu_s) or frame)
-    monkeypatch.setattr(stacks, "_waiting_loop", lambda frame: ("a loop",) if is_in_loop else ())
-    motion = Motion(threading.get_ident())
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(motion, "transferred_bytes", lambda: read.append(cpu_s) or 0)
+    monkeypatch.setattr(motion, "frame_of", lambda thread: asked.append(cpu_s) or frame)
+    monkeypatch.setattr(waiting_loop, "_waiting_loop", lambda frame: ("a loop",) if is_in_loop else ())
+    thread = Motion(threading.get_ident())
     stands = []
     for _ in range(40):
         cpu_s += 0.25
-        stands.append(motion.look(100.0 + cpu_s))
+        stands.append(thread.look(100.0 + cpu_s))
     assert not any(stand.unmoved_s for stand in stands)
     assert (stands[-1].looping_s > 0) == is_in_loop
     assert len(asked) == 10
@@ -175,20 +177,20 @@ def test_of_a_busy_thread_no_more_is_asked_than_needed(monkeypatch: pytest.Monke
 
 def test_a_thread_that_waits_for_a_disk_gets_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in fsync(): nothing is counted until it returns."""
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: 0.0)
-    monkeypatch.setattr(stacks, "transferred_bytes", lambda: 0)
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: 0.0)
+    monkeypatch.setattr(motion, "transferred_bytes", lambda: 0)
     for state, unmoved_s in (("D", [0.0, 0.0, 0.0]), ("S", [0.0, 1.0, 2.0])):
-        monkeypatch.setattr(stacks, "state_and_cpu_s", lambda path, state=state: (state, 0.0))
-        motion = Motion(threading.get_ident())
-        assert [motion.look(now_s).unmoved_s for now_s in (1.0, 2.0, 3.0)] == unmoved_s
+        monkeypatch.setattr(motion, "state_and_cpu_s", lambda path, state=state: (state, 0.0))
+        thread = Motion(threading.get_ident())
+        assert [thread.look(now_s).unmoved_s for now_s in (1.0, 2.0, 3.0)] == unmoved_s
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_who_waits_for_processes_of_its_own_that_work_is_excused(monkeypatch: pytest.MonkeyPatch) -> None:
     used_s = {"task": 0.0}
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: 0.0)
-    monkeypatch.setattr(stacks, "transferred_bytes", lambda: 0)
-    monkeypatch.setattr(stacks, "frame_of", lambda thread: frame_of("/x/load.py"))
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: 0.0)
+    monkeypatch.setattr(motion, "transferred_bytes", lambda: 0)
+    monkeypatch.setattr(motion, "frame_of", lambda thread: frame_of("/x/load.py"))
     child = subprocess.Popen(["sleep", "60"])
     try:
         used_s[str(child.pid)] = 3.0
@@ -196,40 +198,40 @@ def test_who_waits_for_processes_of_its_own_that_work_is_excused(monkeypatch: py
         def state_and_cpu_s(path: str) -> tuple[str, float]:
             return "S", used_s.get(path.split("/")[-2].replace(TASK, "task"), 0.0)  # this process may have others
 
-        monkeypatch.setattr(stacks, "state_and_cpu_s", state_and_cpu_s)
-        motion = Motion(threading.get_ident())
+        monkeypatch.setattr(motion, "state_and_cpu_s", state_and_cpu_s)
+        thread = Motion(threading.get_ident())
         activities = []
         for look in range(60):
             used_s[str(child.pid)] += 0.025 if 8 <= look < 24 else 0.001
-            activities.append(motion.look(100 + look / 4).activity)
+            activities.append(thread.look(100 + look / 4).activity)
     finally:
         child.kill()
         child.wait()
-    assert activities == [*[""] * 17, *[stacks.CHILDREN] * 20, *[""] * 23]
+    assert activities == [*[""] * 17, *[motion.CHILDREN] * 20, *[""] * 23]
 
 
 def test_a_thread_that_moves_much_does_not_wait_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_s, moved = 0.0, 0
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
-    monkeypatch.setattr(stacks, "transferred_bytes", lambda: moved)
-    monkeypatch.setattr(stacks, "_waiting_loop", lambda frame: ("a loop",))
-    motion = Motion(threading.get_ident())
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(motion, "transferred_bytes", lambda: moved)
+    monkeypatch.setattr(waiting_loop, "_waiting_loop", lambda frame: ("a loop",))
+    thread = Motion(threading.get_ident())
     looping = []
     for look in range(24):
         cpu_s, moved = cpu_s + 1, moved + (look == 12) * (1 << 20)
-        looping.append(motion.look(100.0 + look).looping_s)
+        looping.append(thread.look(100.0 + look).looping_s)
     assert looping == [*[0] * 7, 7, 8, 9, 10, 11, *[0] * 8, 7, 8, 9, 10]
 
 
 def test_a_busy_thread_is_asked_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu_s = 0.0
     asked: list[int] = []
-    monkeypatch.setattr(stacks.time, "clock_gettime", lambda clock: cpu_s)
-    monkeypatch.setattr(stacks, "frame_of", asked.append)
-    motion = Motion(threading.get_ident())
+    monkeypatch.setattr(motion.time, "clock_gettime", lambda clock: cpu_s)
+    monkeypatch.setattr(motion, "frame_of", asked.append)
+    thread = Motion(threading.get_ident())
     for look in range(17):
         cpu_s += 1.0
-        motion.look(100.0 + look / 4)
+        thread.look(100.0 + look / 4)
     assert len(asked) == 5  # a second apart
 
 
@@ -369,8 +371,7 @@ def test_the_clock_is_that_of_the_thread() -> None:
     try:
         released.wait()
         assert thread.ident is not None
-        motion = Motion(thread.ident)
-        before = motion._clock
+        before = Motion(thread.ident)._clock
         assert before is None or before != Motion(threading.get_ident())._clock
     finally:
         stop.set()
@@ -390,7 +391,7 @@ import ctypes, os, sys
 child = os.fork()
 if child == 0:
     ctypes.CDLL(None).ptrace(0, 0, 0, 0)  # PTRACE_TRACEME
-    from lockstep.observe.stacks import is_traced
+    from lockstep.observe.motion import is_traced
     os._exit(10 + is_traced())
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
@@ -423,7 +424,7 @@ def test_a_debugger_is_looked_for_also_while_the_thread_works(tmp_path: Path, mo
     recorder = FlightRecorder(tmp_path / "flight", 0, 2)
     mine, seen = Account(recorder), [True, True, False]
     monkeypatch.setattr(account, "is_traced", lambda: seen.pop(0))
-    monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", 0.0))
+    monkeypatch.setattr(mine.motion, "look", lambda now_s: motion.Stand((), "", 0.0))
     said = [mine.status(100 + look / 4).activity for look in range(12)]
     assert said == [*["debugger"] * 8, *[""] * 4]
     mine.close()
@@ -435,7 +436,7 @@ def test_a_thread_that_is_seen_at_one_place_each_time_has_moved_with_its_phase(
 ) -> None:
     recorder = FlightRecorder(tmp_path / "flight", 0, 2)
     mine, stood_s = Account(recorder), 1000.0
-    monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", stood_s))
+    monkeypatch.setattr(mine.motion, "look", lambda now_s: motion.Stand((), "", stood_s))
     recorder.clock.switch(DATA)
     now_s = time.monotonic()
     assert mine.status(now_s).unmoved_s < 500
@@ -453,7 +454,7 @@ def test_a_rank_tells_the_error_whose_finally_it_stands_in(
 ) -> None:
     recorder = FlightRecorder(tmp_path / "flight", 0, 2)
     mine, stood_s = Account(recorder), 0.0
-    monkeypatch.setattr(mine.motion, "look", lambda now_s: stacks.Stand((), "", stood_s))
+    monkeypatch.setattr(mine.motion, "look", lambda now_s: motion.Stand((), "", stood_s))
 
     def told() -> str:
         """As the guard's thread sees it."""

@@ -16,8 +16,8 @@ from watched_guard import Watched, failed
 
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
+from lockstep.observe.motion import Stand
 from lockstep.observe.profile.step_clock import UNKNOWN
-from lockstep.observe.stacks import Stand
 from lockstep.observe.torch_groups import WatchedGroup
 from lockstep.observe.torch_watch import TorchWatch
 
@@ -210,7 +210,8 @@ def test_who_cannot_be_told_is_ended(
     watched.sees(running(3))
     guard.stream_ends.were_aborted = how != "no abort"
     stands = Stand(("train.py:31 main",), "", 0.0 if how == "moves" else 12.0)
-    monkeypatch.setattr(type(guard.motion), "stand", property(lambda motion: stands))
+    monkeypatch.setattr(guard.motion, "look", lambda now_s: stands)
+    guard.motion.stand = stands
     if how == "was told":
         watched.board.ranks = failed()
         guard.look_now()

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from lockstep.observe.board import flight_path
 from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.onlooker import Onlooker
 from lockstep.observe.profile.run_record import Start, Steps, file_of, start_line, steps_line
-from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Stand, Tail, row_of
 from lockstep.observe.report.source import places_of
 from lockstep.observe.report.terminal import TerminalView
+from lockstep.observe.sights import flight_path
 from lockstep.observe.status import Status
 from lockstep.observe.wording import Finding
 

@@ -31,7 +31,7 @@ from lockstep.launch.workers import Workers, environment_of
 from lockstep.observe.board import put_up_in, send_ends, tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.hang import FAILING
-from lockstep.observe.post_mortem import noticed, post_mortem, told_in
+from lockstep.observe.onlooker import noticed, post_mortem, told_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
 from lockstep.observe.profile.writer import attempt_of

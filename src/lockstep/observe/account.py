@@ -11,12 +11,13 @@ from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any, final
 
-from lockstep.observe.board import waits_of
 from lockstep.observe.facts import Facts
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, mark_of
 from lockstep.observe.last_words import handled, last_words, users_line
+from lockstep.observe.motion import Motion, is_traced
 from lockstep.observe.scene import STILL_S, channel, read_message
-from lockstep.observe.stacks import Motion, handled_by, is_traced
+from lockstep.observe.sights import waits_of
+from lockstep.observe.stacks import handled_by
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, State, Status
 
 _OPEN_MAX = 64  # operations under way that are followed

@@ -5,33 +5,29 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
 from lockstep.comm.handshake import Store
-from lockstep.comm.preflight import process_state, state_and_cpu_s
+from lockstep.comm.preflight import state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.store_calls import StoreCalls
 from lockstep.errors import ConfigError
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record
-from lockstep.observe.status import RUNNING, Folding, Sight, Status, Waiting
+from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
+from lockstep.observe.sights import SILENT_S, flight_path, sight_of, status_of
+from lockstep.observe.status import RUNNING, Sight, Status
 
-FLIGHTS = "flight-*"  # names of the records' files
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
 _STORE_S = 1.0  # and the store to answer
 _WORD_S = 1.5  # and a launcher to say how a process has ended, before it counts as gone without a word
-_OPEN = 8  # operations under way that are shown
 _FINDING = "guard/finding"
 _KEPT = "guard/last/{}"  # records of a rank that has ended
 _PERIOD_S = 0.3  # at least, between two statuses through the store: two looks, or one in calm hours
 _GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
 _STOPPED = "stopped"  # before that of one that is
-_SILENT_S = 1.0  # what a rank said longer ago is completed from its record
 _WORKS = 0.02  # of a core: less is not work
 
 _T = TypeVar("_T")
@@ -43,11 +39,6 @@ class _Heard(NamedTuple):
     text: bytes
     sight: Sight  # at that moment
     at_s: float  # when it was first seen
-
-
-def flight_path(folder: str | os.PathLike[str], rank: int) -> Path:
-    """Where the flight record of `rank` lies."""
-    return Path(folder) / FLIGHTS.replace("*", str(rank))
 
 
 @final
@@ -147,12 +138,12 @@ class Board:
     def _is_working(self, sight: Sight, now_s: float) -> bool:
         """Whether the process of a guard that is silent uses a core: C code may hold Python's lock for long."""
         rank = sight.status.rank
-        if sight.age_s <= _SILENT_S or sight.is_gone:
+        if sight.age_s <= SILENT_S or sight.is_gone:
             self._used.pop(rank, None)
             return False
         state, used_s = state_and_cpu_s(f"/proc/{sight.status.pid}/stat")
         since_s, before_s, works = self._used.get(rank, (now_s, used_s, False))
-        if now_s - since_s >= _SILENT_S:
+        if now_s - since_s >= SILENT_S:
             works = state == "R" or used_s - before_s > _WORKS * (now_s - since_s)
             since_s, before_s = now_s, used_s
         self._used[rank] = since_s, before_s, works
@@ -284,60 +275,3 @@ def _from_json(said: bytes | None) -> list[Record]:
 
 def _last_status(sight: Sight) -> str:
     return f"{_GONE + sight.how if sight.is_gone else _STOPPED}\n{sight.status.to_json().decode()}"
-
-
-def sight_of(
-    record: FlightRecord, said: Status | None = None, *, how: str | None, is_urgent: bool = False
-) -> Sight | None:
-    """The rank of `record` as it is now; None where it has said nothing yet.
-
-    said: its status, where that is known; else it is read. how: its process ended; None: it has not.
-    is_urgent: see `Board.sights`.
-    """
-    age_s = max(0.0, (time.monotonic_ns() - record.header().alive_ns) / 1e9)
-    status = said or status_of(record.status())
-    if is_urgent or how is not None or age_s > _SILENT_S:
-        status = from_record(record, status)
-        last = status.last
-        if how is not None and last is not None and max(last.entered_ns, last.left_ns) > record.header().alive_ns:
-            status = replace(status, stack=())  # it went on after that was seen
-    is_stopped = how is None and age_s > _SILENT_S and process_state(record.header().pid) == "T"
-    return None if status is None else Sight(status, age_s, how is not None, how or "", is_stopped)
-
-
-def from_record(record: FlightRecord, said: Status | None) -> Status:
-    """The status of a rank that does not speak any more: what it `said` last, with what its record shows."""
-    header, records = record.header(), record.records()
-    if said is None:
-        said = Status(header.rank, header.world_size, header.pid, socket.gethostname(), header.rank)
-    members: dict[str, tuple[int, ...]] = {name: progress.ranks for name, progress in said.groups.items()}
-    folds: dict[str, Folding] = {}
-    for one in records:
-        if not one.is_message:
-            fold = folds.setdefault(one.group, Folding(members.get(one.group, ())))
-            fold.add(Mark(one.seq, one.step, one.digest))
-    waiting = waits_of([one for one in records if not one.left_ns])
-    groups = {**said.groups, **{name: fold.progress() for name, fold in folds.items()}}
-    last = records[-1] if records else None
-    before = -1 if said.last is None else said.last.number
-    if said.step != header.step or (last is not None and last.number > before):  # its main thread has gone on since
-        phases = said.phases if said.step == header.step else ()  # else they are of a step that has ended
-        said = replace(said, step=header.step, stood_step=said.step, phases=phases)
-    return replace(said, groups=groups, messages={}, waiting=waiting, last=last)
-
-
-def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:
-    """Those of a rank's operations that are under way, oldest first, which others are shown: one of them blocks it."""
-    now_ns = time.monotonic_ns()
-    shown = under_way if len(under_way) <= _OPEN else [*under_way[: _OPEN - 1], under_way[-1]]
-    return tuple(Waiting(one, (now_ns - one.entered_ns) / 1e9) for one in shown)
-
-
-def status_of(text: bytes) -> Status | None:
-    """What a rank has said; None where that is not a whole status."""
-    if not text:
-        return None
-    try:
-        return Status.from_json(text)
-    except (ValueError, KeyError, TypeError):  # cut short, or of another version of lockstep
-        return None

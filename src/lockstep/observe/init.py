@@ -16,13 +16,14 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.segment import default_directory
 from lockstep.comm.transport import Transport
 from lockstep.errors import LockstepError
-from lockstep.observe.board import Board, flight_path
+from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.group_layers import is_watched, watched_by
 from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG
 from lockstep.observe.process_guard import current_guard, listen
 from lockstep.observe.settings import GuardSettings, Mode
+from lockstep.observe.sights import flight_path
 from lockstep.observe.torch_watch import attach
 
 if TYPE_CHECKING:

@@ -13,12 +13,13 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
-from lockstep.observe.board import Board, flight_path
+from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import DEBUG, end_in_users_code, last_words, users_line
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import flight_path
 from lockstep.observe.status import in_words
 from lockstep.observe.wording import BEFORE
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping
 from typing import Literal
 
 from lockstep.observe.endings import is_asked_to_stop
+from lockstep.observe.motion import CHILDREN
 from lockstep.observe.scene import INIT, NEW_GROUP, STILL_S, Scene, Wait
-from lockstep.observe.stacks import CHILDREN
 from lockstep.observe.status import Status
 
 START_TIMES = 30  # as long as the limit: building or fetching what all need, before anything else

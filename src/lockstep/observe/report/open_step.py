@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lockstep.observe.flight import Record
+from lockstep.observe.onlooker import Onlooker
 from lockstep.observe.profile.run_record import Op, RankRecord, Steps, bytes_of
 from lockstep.observe.profile.step_clock import EXPOSED, PHASES
-from lockstep.observe.report.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import GONE, stand_of
 from lockstep.observe.scene import Limits, Scene, read_message
 from lockstep.observe.torch_groups import FROM_CPP

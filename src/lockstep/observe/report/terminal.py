@@ -16,7 +16,7 @@ from typing import Any, TextIO, final
 from rich.console import Console, Group
 from rich.live import Live
 
-from lockstep.observe.report.onlooker import Onlooker
+from lockstep.observe.onlooker import Onlooker
 from lockstep.observe.report.rank_rows import Stand, Tail, rows_of
 from lockstep.observe.report.source import places_of
 from lockstep.observe.report.terminal_frame import Picture, card_lines, frame, header

@@ -27,9 +27,9 @@ from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, pack_words
 from lockstep.observe.guard import Started
 from lockstep.observe.motion import Motion
+from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.stream_ends import StreamEnds
-from lockstep.observe.torch_groups import FROM_CPP
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes

@@ -22,8 +22,7 @@ from rank_sights import (
 )
 
 from lockstep.observe.diagnosis import Finding, Limits, message_text
-from lockstep.observe.scene import read_message
-from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.scene import FROM_CPP, read_message
 from lockstep.observe.wording import names
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "diagnosis.txt"

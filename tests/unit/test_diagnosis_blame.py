@@ -9,8 +9,7 @@ import pytest
 from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running, waiting_for_rank_1, world
 
 from lockstep.observe.profile.step_clock import BACKWARD, DATA
-from lockstep.observe.scene import channel, message_text, read_message
-from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.scene import FROM_CPP, channel, message_text, read_message
 from lockstep.observe.wording import BEFORE
 
 OTHER = "all_reduce float32 [9] max"

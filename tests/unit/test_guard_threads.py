@@ -31,7 +31,7 @@ from lockstep.observe.settings import GuardSettings
 from lockstep.observe.status import FINISHED, RUNNING, LastWords
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, is_the_job
 from lockstep.observe.torch_training import TrainingWatch
-from lockstep.observe.torch_watch import TorchWatch
+from lockstep.observe.torch_under_way import UnderWay
 
 
 class Group:
@@ -331,8 +331,8 @@ def test_a_work_that_takes_the_place_of_one_that_is_gone_is_followed(recorder: F
 
     begun = Then(lambda: opened.update({5: new}))
     opened = Open({5: gone})
-    watch = cast("Any", SimpleNamespace(_open=opened, _recorder=recorder))
-    TorchWatch._leave_unawaited(watch, cast("Any", SimpleNamespace(ended=lambda name: None)), 5, cast("Any", gone))
+    watch = cast("Any", SimpleNamespace(open=opened, _recorder=recorder))
+    UnderWay._leave_unawaited(watch, cast("Any", SimpleNamespace(ended=lambda name: None)), 5, cast("Any", gone))
     assert dict(opened) == {5: new}
     assert not record.records()[1].left_ns
     record.close()

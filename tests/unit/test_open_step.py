@@ -22,9 +22,9 @@ from lockstep.observe.report.document import document_of
 from lockstep.observe.report.lanes import lanes_of
 from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
 from lockstep.observe.report.source import RunReader
+from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.sights import flight_path, from_record, status_of, waits_of
 from lockstep.observe.status import RAISED, LastWords, Progress, Sight, Status
-from lockstep.observe.torch_groups import FROM_CPP
 
 _TEXT = "all_reduce float32 [4] sum"
 

@@ -9,8 +9,8 @@ from told_facts import SITE, Tell, found, is_quiet, noted, record
 
 from lockstep.observe.facts import Facts
 from lockstep.observe.replica_diff import SIGNS, Entry, fold
+from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.status import Waiting
-from lockstep.observe.torch_groups import FROM_CPP
 
 
 def apart(

@@ -29,7 +29,7 @@ from lockstep.observe.profile.run_record import (
 from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.report.heat import heat_of
-from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.scene import FROM_CPP
 from whole_records import read_run
 
 

@@ -110,7 +110,7 @@ def test_messages_of_a_batch_end_with_its_work_on_the_gpu(watched: Watched, even
     watch, group, followed = watch_of(guard)
     on_gpu, work, numbers = SimpleNamespace(is_cpu=False), Work(), begin(guard.recorder, 3)
     for number in numbers:
-        watch._follow(followed, number, None, on_gpu, True)
+        watch.under_way.follow(followed, number, None, on_gpu, True)
     assert watch._ending_batch(lambda group: work)(group) is work
     assert are_open(guard) == numbers
     assert watch._leaving(lambda work: True)(work)
@@ -146,7 +146,7 @@ def test_a_batch_that_nobody_waits_for_ends_where_another_takes_its_place(watche
 def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[Event]) -> None:
     watch, _, followed = watch_of(watched.guard)
     on_cpu, work, (number,) = SimpleNamespace(is_cpu=True), Work(), begin(watched.guard.recorder)
-    watch._follow(followed, number, work, on_cpu, True)
+    watch.under_way.follow(followed, number, work, on_cpu, True)
     watch._leaving(lambda work: True)(work)
     assert (are_open(watched.guard), events) == ([], [])
 
@@ -160,8 +160,8 @@ def test_waits_of_a_stream_have_their_numbers_where_its_times_will_be_known(
     clock.close_reader = lambda: None
     clock.gpu = cast("Any", SimpleNamespace(expects=lambda number: is_followed))
     first, second = begin(watched.guard.recorder, 2)
-    watch._follow(followed, first, None, on_gpu, False, 5)  # synchronous: the thread goes on
-    watch._follow(followed, second, work, on_gpu, False, 6)
+    watch.under_way.follow(followed, first, None, on_gpu, False, 5)  # synchronous: the thread goes on
+    watch.under_way.follow(followed, second, work, on_gpu, False, 6)
     wait = watch._leaving(lambda work: True)
     assert wait(work)
     assert wait(Work())  # one of C++
@@ -176,10 +176,10 @@ def test_which_collectives_a_gpu_has_not_come_to(watched: Watched) -> None:
     words = pack_words("WORLD", "all_reduce float32 [4] sum", "train.py:3 main")
     followed.pending.extend((7 + seq, guard.recorder.enter(40 + seq, words)) for seq in range(3))
     for begun, queued in ((-1, 43), (6, 40), (7, 41), (9, 43)):
-        watch._flights = cast("Any", SimpleNamespace(begun=lambda group, begun=begun: begun))
-        assert watch.first_queued() == {"WORLD": queued}
+        watch.under_way._flights = cast("Any", SimpleNamespace(begun=lambda group, begun=begun: begun))
+        assert watch.under_way.first_queued() == {"WORLD": queued}
     assert guard.motion.is_queued() is False  # nobody has attached it
-    assert watch.has_queued()
+    assert watch.under_way.has_queued()
 
 
 def test_the_end_waits_for_the_gpu_while_the_guard_looks(watched: Watched, events: list[Event]) -> None:

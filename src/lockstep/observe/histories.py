@@ -8,8 +8,8 @@ from itertools import pairwise
 from typing import Literal, NamedTuple
 
 from lockstep.observe.flight import Record
+from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.status import Progress
-from lockstep.observe.torch_groups import FROM_CPP
 
 Fault = Literal["skipped", "extra", "changed", "batches", "handling", ""]
 INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}

@@ -11,8 +11,7 @@ from lockstep.observe.facts import FINITE, NEVER_FINITE, UNTIL, Topic, shown
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import alike, odd_ranks
 from lockstep.observe.replica_findings import STEP_ALIKE, have_all_told
-from lockstep.observe.scene import GRACE_S, Scene
-from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.scene import FROM_CPP, GRACE_S, Scene
 from lockstep.observe.wording import Finding, compose, listed, names, step_after, waiters
 
 _AHEAD = 3  # steps: whoever is so far ahead of a rank that goes on computing has not waited for it

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple, final
 
@@ -103,7 +104,8 @@ class Motion:
         CUDA has a thread that waits for it go round, within one call, and nothing but that tells it from work. What a
         process has in a device's queue ends after what came before, so whoever stands there waits for that as well.
         """
-        spot = _spot_of(frame) if frame is not None and self.is_queued() else ()
+        frames = walk_stack(frame) if frame is not None and self.is_queued() else ()
+        spot = tuple([(one.f_code, one.f_lasti) for one, _ in frames])  # its instruction, and what that was called from
         if not spot or spot != self._spot:
             self._spot, self._spot_s = spot, now_s
         self._spins = now_s > self._spot_s
@@ -120,15 +122,6 @@ class Motion:
             since_s, before_s = now_s, used_s
         self._children = since_s, before_s, worked_s
         return now_s - worked_s < _CHILDREN_S
-
-
-def _spot_of(frame: FrameType | None) -> tuple[object, ...]:
-    """The instruction that a thread is at, and all that it was called from."""
-    spot: list[object] = []
-    while frame is not None:
-        spot += [frame.f_code, frame.f_lasti]
-        frame = frame.f_back
-    return tuple(spot)
 
 
 def transferred_bytes() -> int:

@@ -10,18 +10,16 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from functools import partial
 from types import FrameType
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from lockstep.observe.call_site import call_site
 from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words
+from lockstep.observe.guard import Guard
 from lockstep.observe.line_words import Line, LineWords
+from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
 
-if TYPE_CHECKING:
-    from lockstep.observe.guard import Guard  # part of which asks what C++ has started
-
-FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
 _ON_STREAMS = ("nccl", "xccl")  # a wait returns before the operation has ended, except for tensors on the CPU
 _NAME_CHARS = 20  # of the 24 that a record has: a name may come again, and is numbered then
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -19,25 +19,17 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.tensor_parts import local_of
 from lockstep.parallel.shard_slot import slot_of
 
+if TYPE_CHECKING:
+    from lockstep.parallel.zero.overlap import ReduceScatterMean
+
 Lines = tuple[Communicator, ...]  # along each of them the pieces of a gradient differ; (): every rank has all of it
 HeldGradients = dict[Lines, list[Tensor]]
 
-
-class GradientOwner(Protocol):
-    """Who has the averaged gradients of some parameters elsewhere than in their `.grad`."""
-
-    comm: Communicator  # its ranks' pieces together are every gradient once
-
-    def gradient_pieces(self, params: Sequence[Tensor]) -> Sequence[Tensor]:
-        """This rank's pieces of the gradients of `params`: views of what the step will read, in any shapes; or none."""
-        ...
-
-
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weakref to its GradientOwner
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> weakref to who has its gradient
 _comms: WeakKeyDictionary[Any, Communicator] = WeakKeyDictionary()  # torch's process group -> communicator over it
 
 
-def own_gradients(params: Iterable[Tensor], owner: GradientOwner | None) -> None:
+def own_gradients(params: Iterable[Tensor], owner: ReduceScatterMean | None) -> None:
     """From now on `owner` has the gradients of `params`, until it dies or None takes its place: then `.grad` counts."""
     for param in params:
         _owners.pop(param, None)
@@ -60,7 +52,7 @@ def held_gradients(params: Sequence[Tensor]) -> HeldGradients:
     """
     found = _Lines()
     held: HeldGradients = {}
-    owned: dict[int, tuple[GradientOwner, list[Tensor]]] = {}
+    owned: dict[int, tuple[ReduceScatterMean, list[Tensor]]] = {}
     for param in params:
         owner = _owner_of(param)
         if owner is not None:
@@ -155,7 +147,7 @@ def _comm_over(process_group: Any) -> Communicator:
     return comm
 
 
-def _owner_of(param: Tensor) -> GradientOwner | None:
+def _owner_of(param: Tensor) -> ReduceScatterMean | None:
     owner = _owners.get(param)
     return None if owner is None else owner()
 

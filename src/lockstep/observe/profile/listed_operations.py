@@ -9,8 +9,7 @@ from typing import NamedTuple
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.run_record import OPERATIONS_MAX, TAIL_GROUP, WHOLE_MAX
 from lockstep.observe.profile.step_clock import EXPOSED, TAIL, Step, StepClock
-from lockstep.observe.scene import read_message
-from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.scene import FROM_CPP, read_message
 
 _TAILS_MAX, _BRIEF_NS = 64, 50_000  # backward passes of one step that are told apart; of one that waits for nobody
 _MESSAGES_MAX = 64  # from one rank to another in one step that are listed: if they are more, none is

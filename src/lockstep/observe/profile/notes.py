@@ -20,7 +20,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from threading import get_ident, main_thread
-from typing import Any, Final, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+if TYPE_CHECKING:
+    from lockstep.observe.profile.session import Profile
 
 SUBJECTS: Final = {
     "facts": "",  # the line has a dict of its own
@@ -37,20 +40,8 @@ _OF_STEPS = ("values", "layout", "buckets", "replicas")  # done again by a later
 Later = Callable[[], Mapping[str, Any] | None]
 
 
-class Taker(Protocol):
-    """Who writes notes."""
-
-    def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
-        """See the function of this name."""
-        ...
-
-    def log(self, step: int | None, values: Mapping[str, Any]) -> None:
-        """See `log_values`."""
-        ...
-
-
 _encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every call
-_takers: dict[int, Taker] = {}  # by thread: a rank is a process, and in tests also a thread
+_takers: dict[int, Profile] = {}  # by thread: a rank is a process, and in tests also a thread
 
 
 class Note(NamedTuple):
@@ -89,11 +80,11 @@ def takes_notes() -> bool:
     return _taker() is not None
 
 
-def _taker() -> Taker | None:
+def _taker() -> Profile | None:
     return _takers.get(get_ident()) or _takers.get(main_thread().ident or 0)
 
 
-def take_notes(taker: Taker) -> Callable[[], None]:
+def take_notes(taker: Profile) -> Callable[[], None]:
     """From now on those of this thread are given to `taker`. The result ends that."""
     me = get_ident()
     _takers[me] = taker

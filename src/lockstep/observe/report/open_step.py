@@ -17,8 +17,7 @@ from lockstep.observe.onlooker import Onlooker
 from lockstep.observe.profile.run_record import Op, RankRecord, Steps, bytes_of
 from lockstep.observe.profile.step_clock import EXPOSED, PHASES
 from lockstep.observe.report.rank_rows import GONE, stand_of
-from lockstep.observe.scene import Limits, Scene, read_message
-from lockstep.observe.torch_groups import FROM_CPP
+from lockstep.observe.scene import FROM_CPP, Limits, Scene, read_message
 from lockstep.observe.wording import names
 
 _OPS_MAX = 32  # of a rank, the newest

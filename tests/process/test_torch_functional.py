@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from backend_groups import default_group
 
+from lockstep.observe.first_uses import FirstUses
 from lockstep.observe.flight import FlightRecord, FlightRecorder
 from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.torch_functional import watch_functional
@@ -53,7 +54,7 @@ def texts_of(rank: int, folder: str) -> tuple[list[str], list[str], list[int], b
         before = every_collective(rank)
         began = group._get_sequence_number_for_group()
         watched = WatchedGroup(group, "WORLD", (0, 1), recorder, "cpu:gloo", began)
-        undo = watch_functional(lambda one: watched if one is group else None)
+        undo = watch_functional(lambda one: watched if one is group else None, FirstUses())
         after = every_collective(rank)
         seen = watched.seen, group._get_sequence_number_for_group()
         found = [one.text for one in record.records()]
@@ -84,7 +85,7 @@ def stood_in(rank: int, folder: str) -> tuple[list[tuple[str, bool, bool]], int]
         assert group is not None
         twice(torch.ones(3))
         watched = WatchedGroup(group, "WORLD", (0, 1), recorder, "cpu:gloo", group._get_sequence_number_for_group())
-        undo = watch_functional(lambda one: watched if one is group else None)
+        undo = watch_functional(lambda one: watched if one is group else None, FirstUses())
         for _ in range(2):
             late.wait(0.3 * rank)
             twice(torch.ones(3))

@@ -1,7 +1,8 @@
 """What torch's own Flight Recorder knows of operations, also of those that C++ code starts.
 
 It counts, per group and in the numbers of `ProcessGroup._get_sequence_number_for_group`, what was started and what has
-ended: 3 us to ask. The operations themselves take 20 ms, so they are asked for only where one does not end.
+ended: 3 us to ask. The operations themselves take 20 ms, so they are asked for only where one does not end. When none
+of it may be asked: see `first_uses`.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class TorchFlightRecorder:
         self._same: dict[Source, int] = {}  # for how many looks the count has stayed
         self._verified: dict[Source, tuple[Count, int]] = {}  # the count, and what has ended indeed
 
-    def look(self) -> None:
-        """Read the counts that `ended` answers from."""
+    def look(self) -> bool:
+        """Read the counts that `ended` answers from. True: done."""
         before, self._counts = self._counts, {}
         for name, dump in self._dumps.items():
             for number, status in json.loads(dump(False, False)).get("pg_status", {}).items():
@@ -70,6 +71,7 @@ class TorchFlightRecorder:
         entries = self._entries() if doubtful else []
         for source in doubtful:
             self._verified[source] = self._counts[source], _ended(source, self._counts[source], entries)
+        return True
 
     def ended(self, group: str) -> float | None:
         """All operations of the group up to this number have ended; None where nothing is known of it."""

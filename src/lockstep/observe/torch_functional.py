@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from time import monotonic_ns
 from typing import Any
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.first_uses import FirstUses
 from lockstep.observe.patches import Patches
 from lockstep.observe.torch_groups import WatchedGroup
 from lockstep.observe.torch_operations import CALLS
@@ -38,7 +40,7 @@ _METHODS = {  # of ProcessGroup, by the functions that call them
 }
 
 
-def watch_functional(adopt: Callable[[Any], WatchedGroup | None]) -> Callable[[], None]:
+def watch_functional(adopt: Callable[[Any], WatchedGroup | None], first_uses: FirstUses) -> Callable[[], None]:
     """Enter what functional collectives, which are imported, start in groups that `adopt` knows. The result ends it."""
     import torch
     from torch._C import _after_ADInplaceOrView_keyset as after  # pyright: ignore[reportAttributeAccessIssue]
@@ -56,7 +58,8 @@ def watch_functional(adopt: Callable[[Any], WatchedGroup | None]) -> Callable[[]
             return function.redispatch(keys & after, *args, **out)
         site = call_site()
         watched.catch_up(group._get_sequence_number_for_group(), site)
-        result = function.redispatch(keys & after, *args, **out)
+        with first_uses.held() if watched.seen == watched.unused else nullcontext():
+            result = function.redispatch(keys & after, *args, **out)
         number = group._get_sequence_number_for_group()
         if number != watched.seen:  # else it is only traced
             call, tensors = CALLS[method], args[0] if isinstance(args[0], list | tuple) else args[:1]

@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.first_uses import FirstUses
 from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words
 from lockstep.observe.guard import Guard
 from lockstep.observe.line_words import Line, LineWords
@@ -45,7 +46,7 @@ class WatchedGroup:
         self.group = weakref.ref(group)
         self.has_streams = any(name in backends for name in _ON_STREAMS)
         self.inside = 0  # calls from Python that have not returned yet
-        self.seen = started  # torch's number after the last of them
+        self.seen = self.unused = started  # torch's number after the last of them; and before the first
         self.pending: deque[Pending] = deque()
         self.batch: list[int] = []  # messages that are started together, so far
         self._recorder = recorder
@@ -140,6 +141,7 @@ class TorchGroups:
     def __init__(self, guard: Guard) -> None:
         self.followed: dict[int, WatchedGroup] = {}  # by id of torch's
         self.listed: Mapping[Any, Any] = {}  # by torch
+        self.first_uses = FirstUses()
         self.plain: Any = None  # ProcessGroup: of other classes are groups that have a layer of their own
         self._guard = guard
         self._names: Counter[str] = Counter()  # how often a group of this name was made

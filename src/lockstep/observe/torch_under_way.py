@@ -97,7 +97,8 @@ class UnderWay:
         if not self.open and all(moving.get(one) == one.seen and not one.pending for _, one in pairs):
             self._moving = moving  # nothing is under way
             return
-        flights.look()
+        if not self._groups.first_uses.ask(flights.look):
+            return  # soon
         for watched, number in moving.items():
             if number > watched.seen and self._moving.get(watched) == number:
                 self._catch_up_late(flights, watched, number)
@@ -110,13 +111,14 @@ class UnderWay:
 
     def _catch_up_late(self, flights: TorchFlightRecorder, watched: WatchedGroup, number: int) -> None:
         """This rank stands in C++, or does something else since: which operation is open, and from which line."""
-        ended = flights.ended(watched.torch_name)
-        known = {} if ended is None or ended >= number else flights.since(watched.torch_name, watched.seen + 1)
+        ended, known = flights.ended(watched.torch_name), None
+        if ended is not None and ended < number:
+            known = self._groups.first_uses.ask(partial(flights.since, watched.torch_name, watched.seen + 1))
         is_own = self._main == threading.get_ident()  # who looks once more at its end
         in_backward = backward_frame()  # of whichever thread, where the main one may only wait for it
         stack = [BACKWARDS.site or call_site()] if is_own else stack_of(in_backward or frame_of(self._main or 0))
         site = self._guard.failed_at or (stack[-1] if stack else "")
-        watched.catch_up(number, site, known, if_idle=True)
+        watched.catch_up(number, site, known or {}, if_idle=True)
 
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
         """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""

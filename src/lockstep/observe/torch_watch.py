@@ -95,10 +95,17 @@ class TorchWatch:
         self._replace(distributed_c10d, "_new_group_with_tag", around(self._meetings.make))
         dist = sys.modules["torch.distributed"]
         self.patches.replace(distributed_c10d, "init_process_group", around(self._meetings.meet), dist)
+        self.patches.replace(distributed_c10d, "_new_process_group_helper", around(self._using_first))
+        self.patches.replace(dist, "_verify_params_across_processes", around(self._using_first))
+
+    def _using_first(self, old: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """What makes a group, or what starts an operation in C++ for a model, at times the first of its group."""
+        with self._groups.first_uses.held():
+            return old(*args, **kwargs)
 
     def watch_functional(self) -> None:
         """Functional collectives are there, which DTensor and torch.compile make."""
-        self.patches.add(watch_functional(self._groups.known))
+        self.patches.add(watch_functional(self._groups.known, self._groups.first_uses))
 
     def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         # torch's C++ asks a Python subclass for its own `name`, and takes what we put into the class for one; it sees
@@ -113,6 +120,7 @@ class TorchWatch:
     def _noting(self, name: str, doors: set[int], old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
         groups, followed, is_message = self._groups, self._groups.followed, CALLS[name].is_message
+        begins = groups.first_uses.begin
         recorder, read = self._recorder, reader_of(name, sys.modules["torch"].Tensor)
         clock, opened, follow = recorder.clock, self.under_way.open, self.under_way.follow
 
@@ -135,9 +143,14 @@ class TorchWatch:
                 if not is_ours:
                     operation, tensor = read(args, kwargs)
                     line = id(frame.f_code), frame.f_lasti, operation
-                    words = watched.of_lines.get(line) or watched.learn(line, frame, depth + 1)
+                    words = watched.of_lines.get(line)
+                    if words is None:
+                        begins(watched)  # what is not known yet may be the first
+                        words = watched.learn(line, frame, depth + 1)
                     seq = next(watched.messages[(name, *operation[5:])] if is_message else watched.collectives)
                     number = recorder.enter(seq, words, is_message, now_ns)
+                elif watched.seen == watched.unused:
+                    begins(watched)
                 work = old(group, *args, **kwargs)
             except BaseException as error:
                 if number >= 0:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 
+from lockstep.comm.control_groups import memory_limit
 from lockstep.comm.preflight import Interface, Knock
 from lockstep.errors import ConfigError
 from lockstep.launch.doctor import examination, machine, probes
@@ -258,7 +259,7 @@ def test_interfaces() -> None:
 
 
 def test_without_loopback_no_rank_is_started_to_wait_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probes, "is_here", lambda address: False)
+    monkeypatch.setattr("lockstep.comm.preflight.local_address", lambda towards: "")
     monkeypatch.setattr(examination, "_channels", lambda: pytest.fail("a store would wait for a minute"))
     said: list[Check] = []
     assert examination.examine(ALONE, {}, said.append) == 0
@@ -444,18 +445,18 @@ def test_who_listens_at_a_port(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_memory_limit_of_a_control_group(tmp_path: Path, version: int) -> None:
-    assert probes.group_limit(tmp_path) == INF
+    assert memory_limit(tmp_path) == INF
     (tmp_path / "proc/self").mkdir(parents=True)
     (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n" if version == 2 else "4:cpu:/a\n5:memory:/a/b\n")
     root = tmp_path / "sys/fs/cgroup"
     folder = root / "a/b" if version == 2 else root / "memory/a/b"
     folder.mkdir(parents=True)
     name = "memory.max" if version == 2 else "memory.limit_in_bytes"
-    assert probes.group_limit(tmp_path) == INF
+    assert memory_limit(tmp_path) == INF
     (folder / name).write_text("max" if version == 2 else str(2**63 - 4096))
-    assert probes.group_limit(tmp_path) == INF
+    assert memory_limit(tmp_path) == INF
     (folder.parent / name).write_text(str(3 * GIB))
-    assert probes.group_limit(tmp_path) == 3 * GIB
+    assert memory_limit(tmp_path) == 3 * GIB
 
 
 def test_a_taken_port_is_seen_with_its_owner() -> None:

@@ -12,11 +12,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.control_groups import core_quota
 from lockstep.comm.devices import fair_threads
 from lockstep.comm.handshake import Record, disagreement
+from lockstep.comm.kernel import core_mask
 from lockstep.comm.launcher_variables import expand_hosts, expand_tasks, slurm_port
 from lockstep.comm.place import Place, find_place, place_on_machines, read_place
-from lockstep.comm.preflight import core_mask, core_quota, gloo_interface, interface_of, listen, local_address
+from lockstep.comm.preflight import gloo_interface, interface_of, listen, local_address
 from lockstep.comm.shm.peers import is_running
 from lockstep.errors import EnvironmentProblems
 

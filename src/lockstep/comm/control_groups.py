@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 
 ROOT = Path("/")
@@ -24,3 +25,30 @@ def group_folders(controller: str, root: Path = ROOT) -> list[Path]:
             group = top / path.strip("/")
             folders += [folder for folder in (group, *group.parents) if folder.is_relative_to(top)]
     return folders
+
+
+def core_quota(root: Path = ROOT) -> float:
+    """The CPU time limit of this process's control groups, in cores; infinite where there is none."""
+    quotas = [quota for folder in group_folders("cpu", root) for quota in _quota_of(folder)]
+    return min(quotas, default=float("inf"))
+
+
+def _quota_of(folder: Path) -> list[float]:
+    try:
+        if (folder / "cpu.max").exists():
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit, period = ((folder / f"cpu.cfs_{word}_us").read_text().strip() for word in ("quota", "period"))
+    except OSError:
+        return []
+    return [] if limit in ("max", "-1") else [int(limit) / int(period)]
+
+
+def memory_limit(root: Path = ROOT) -> float:
+    """The memory limit of this process's control groups, in bytes; infinite where there is none."""
+    found = [2.0**60]  # version 1 writes a larger number for none
+    for folder in group_folders("memory", root):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                found.append(float(int((folder / name).read_text())))
+    return min(found) if min(found) < 2**60 else float("inf")

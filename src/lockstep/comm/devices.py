@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lockstep.comm import preflight
+from lockstep.comm.control_groups import core_quota
 from lockstep.comm.handshake import Record
 from lockstep.comm.place import Place
 
@@ -57,7 +57,7 @@ def set_threads(threads: int | None, mine: Record, records: Sequence[Record]) ->
         torch.set_num_threads(threads)
     elif not asked or (asked == "1" and "TORCHELASTIC_RUN_ID" in os.environ):
         neighbours = [int(record["cores"], 16) for record in records if record["machine"] == mine["machine"]]
-        torch.set_num_threads(fair_threads(int(mine["cores"], 16), neighbours, preflight.core_quota()))
+        torch.set_num_threads(fair_threads(int(mine["cores"], 16), neighbours, core_quota()))
 
 
 def fair_threads(mask: int, neighbours: Sequence[int], quota: float) -> int:

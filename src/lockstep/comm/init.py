@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import lockstep
-from lockstep.comm import preflight
+from lockstep.comm import kernel, preflight
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.devices import choose_device, set_threads, use_gpu
@@ -195,7 +195,7 @@ def _record(place: Place, device: torch.device, meeting_address: str) -> Record:
         host=socket.gethostname(),
         machine=preflight.machine_id(),
         address=preflight.local_address(meeting_address) if meeting_address else "",
-        cores=f"{preflight.core_mask():x}",
+        cores=f"{kernel.core_mask():x}",
         gpus=torch.cuda.device_count() if device.type == "cuda" else 0,
         visible_gpus=os.environ.get("CUDA_VISIBLE_DEVICES", ""),
         lockstep=lockstep.__version__,

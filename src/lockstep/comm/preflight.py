@@ -1,4 +1,4 @@
-"""What a rank looks at before it opens a socket of the job: names, ports, listeners, cores. Standard library only."""
+"""What a rank looks at before it opens a socket of the job: names, ports, interfaces. Standard library only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Generic, Literal, NamedTuple, TypeVar, final
 
-from lockstep.comm.control_groups import ROOT, group_folders
 from lockstep.comm.place import Place
 
 if sys.platform == "linux":
@@ -79,6 +78,14 @@ def resolve(host: str, port: int) -> list[str]:
     """The IP addresses of `host`, in the order in which to try them. Raises OSError or Deadline."""
     found = within(RESOLVE_S, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
     return list(dict.fromkeys(str(info[4][0]) for info in found))
+
+
+def addresses_of(host: str) -> list[str]:
+    """As `resolve`; [] where the name leads nowhere."""
+    try:
+        return resolve(host, 0)
+    except (OSError, UnicodeError, Deadline):
+        return []
 
 
 def unresolved(place: Place, error: Exception) -> str:
@@ -205,34 +212,6 @@ def machine_id() -> str:
         return socket.gethostname()
 
 
-def read_proc(path: str) -> bytes:
-    """What the kernel tells in a file of /proc; nothing where it is not Linux, or tells another user only."""
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError:  # also of a process that has ended
-        return b""
-
-
-def free_memory() -> float:
-    """Bytes that programs can still have; infinite where the system does not say."""
-    lines = read_proc("/proc/meminfo").splitlines()
-    return next((1024.0 * int(line.split()[1]) for line in lines if line.startswith(b"MemAvailable:")), float("inf"))
-
-
-def process_state(pid: int) -> str:
-    """One letter, as /proc has it (R, S, D, T, t, Z); "" where the process has gone, or /proc does not say."""
-    return state_and_cpu_s(f"/proc/{pid}/stat")[0]
-
-
-def state_and_cpu_s(path: str) -> tuple[str, float]:
-    """That letter of a thread or process, and its time on cores; "" and 0 where that is not told."""
-    words = read_proc(path).rpartition(b")")[2].split()  # it may call itself anything, also "x) T"
-    if not words:
-        return "", 0.0
-    return words[0].decode(), (int(words[11]) + int(words[12])) / os.sysconf("SC_CLK_TCK")
-
-
 def loopback_interface() -> str:
     """The name of the interface that never leaves the machine; "" where it has an unusual one."""
     names = [name for _, name in socket.if_nameindex()]
@@ -252,6 +231,11 @@ def local_address(towards: str) -> str:
             return str(probe.getsockname()[0])
     except OSError:  # also where there is no IPv6
         return ""
+
+
+def leads_here(addresses: Sequence[str]) -> bool:
+    """True where one of them belongs to this machine."""
+    return any(is_loopback(address) or local_address(address) == address for address in addresses)
 
 
 class Interface(NamedTuple):
@@ -286,31 +270,5 @@ def gloo_interface(towards: Sequence[str], one_machine: bool) -> str:
     if one_machine:
         return loopback_interface()  # nothing needs to listen beyond this machine
     remote = next((address for address in towards if address and not is_loopback(address)), "")
-    own: list[str] = []
-    with contextlib.suppress(OSError, UnicodeError, Deadline):  # a name that leads nowhere
-        own = resolve(socket.gethostname(), 0) if remote else []
+    own = addresses_of(socket.gethostname()) if remote else []
     return interface_of(local_address(remote)) if remote and all(map(is_loopback, own)) else ""
-
-
-def core_mask() -> int:
-    """The cores that this process may run on, as bits."""
-    if hasattr(os, "sched_getaffinity"):
-        return sum(1 << core for core in os.sched_getaffinity(0))
-    return (1 << (os.cpu_count() or 1)) - 1
-
-
-def core_quota(root: Path = ROOT) -> float:
-    """The CPU time limit of this process's control groups, in cores; infinite where there is none."""
-    quotas = [quota for folder in group_folders("cpu", root) for quota in _quota_of(folder)]
-    return min(quotas, default=float("inf"))
-
-
-def _quota_of(folder: Path) -> list[float]:
-    try:
-        if (folder / "cpu.max").exists():
-            limit, period = (folder / "cpu.max").read_text().split()
-        else:
-            limit, period = ((folder / f"cpu.cfs_{word}_us").read_text().strip() for word in ("quota", "period"))
-    except OSError:
-        return []
-    return [] if limit in ("max", "-1") else [int(limit) / int(period)]

@@ -17,7 +17,7 @@ from lockstep.comm.place import Place
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
 from lockstep.launch.doctor.asked import meeting_place
-from lockstep.launch.doctor.probes import is_here, owners
+from lockstep.launch.doctor.probes import owners
 
 _PREFIX = "lockstep/run"
 _SIGN_S = 3.0  # who holds the store signs it at once
@@ -183,7 +183,7 @@ def find_channel(
         addresses = preflight.resolve(host, port)
     except (OSError, UnicodeError, preflight.Deadline) as error:
         raise LaunchError(preflight.unresolved(place, error)) from error
-    is_local = any(preflight.is_loopback(address) or is_here(address) for address in addresses)
+    is_local = preflight.leads_here(addresses)
     if is_local if is_host is None else is_host:
         foreign = f"this machine shall open {place.meeting_point}, but {host} ({addresses[0]}) is no address of it"
         try:

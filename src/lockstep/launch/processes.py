@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, final
 
-from lockstep.comm.preflight import read_proc
+from lockstep.comm.kernel import read_proc
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch.fork_server import Start, receive, send
 from lockstep.launch.program import python_command

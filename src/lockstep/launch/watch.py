@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, final
 
-from lockstep.comm.preflight import process_state
+from lockstep.comm.kernel import process_state
 from lockstep.comm.pulse import NONE, Beat
 
 STOPPED = "T"  # by SIGSTOP, or by Ctrl-Z

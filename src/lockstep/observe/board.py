@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
 from lockstep.comm.handshake import Store
-from lockstep.comm.preflight import state_and_cpu_s
+from lockstep.comm.kernel import state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.store_calls import StoreCalls
 from lockstep.errors import ConfigError

@@ -10,7 +10,7 @@ from traceback import walk_stack
 from types import FrameType
 from typing import NamedTuple, final
 
-from lockstep.comm.preflight import read_proc, state_and_cpu_s
+from lockstep.comm.kernel import read_proc, state_and_cpu_s
 from lockstep.observe.stacks import activity_of, frame_of, stack_of
 from lockstep.observe.waiting_loop import Loop
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from lockstep.comm.preflight import process_state
+from lockstep.comm.kernel import process_state
 from lockstep.observe.flight import FlightRecord, Mark, Record
 from lockstep.observe.status import Folding, Sight, Status, Waiting
 

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Sequence
 from typing import final
 
-from lockstep.comm.preflight import process_state
+from lockstep.comm.kernel import process_state
 
 
 @final

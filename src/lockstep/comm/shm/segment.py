@@ -23,7 +23,7 @@ from typing import final
 import torch
 from torch import Tensor
 
-from lockstep.comm.preflight import free_memory
+from lockstep.comm.kernel import free_memory
 from lockstep.comm.shm.free_list import FreeList
 from lockstep.errors import SharedMemoryUnavailable
 

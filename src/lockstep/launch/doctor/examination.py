@@ -74,7 +74,7 @@ def _channels() -> type[Channel]:
 def _meet(asked: Asked, environ: Mapping[str, str], say: Say) -> Channel:
     """The channel of this run, once all machines are there. Raises: Stopped where a hop on the way to it fails."""
     if asked.machines == 1:
-        if not probes.is_here("127.0.0.1"):
+        if preflight.local_address("127.0.0.1") != "127.0.0.1":
             text = "127.0.0.1 leads nowhere, and there the ranks of one machine meet: the loopback interface is down"
             raise Stopped(Check("FAIL", "interfaces", text, "ip link set lo up"))
         _look_at_own_meeting_point(asked, environ, say)
@@ -84,7 +84,7 @@ def _meet(asked: Asked, environ: Mapping[str, str], say: Say) -> Channel:
     except (OSError, UnicodeError, preflight.Deadline) as error:
         fix = f"correct {asked.source}, or add it to /etc/hosts; `getent hosts {asked.host}` shows what is known"
         raise Stopped(Check("FAIL", "way", preflight.unresolved(asked.place, error), fix)) from error
-    is_here = any(preflight.is_loopback(address) or probes.is_here(address) for address in addresses)
+    is_here = preflight.leads_here(addresses)
     problem = machine.check_hosting(asked, is_here)
     if problem is not None:
         raise Stopped(problem)
@@ -106,7 +106,7 @@ def _look_at_own_meeting_point(asked: Asked, environ: Mapping[str, str], say: Sa
         why = f"MASTER_ADDR={name} cannot be found ({getattr(error, 'strerror', None) or 'no answer'})"
         say(Check("FAIL", "way", f"{why}: a script started by hand ends with it", "unset MASTER_ADDR, or correct it"))
         return
-    if not any(preflight.is_loopback(address) or probes.is_here(address) for address in found):
+    if not preflight.leads_here(found):
         text = f"MASTER_ADDR={name} ({found[0]}) is another machine, but this run has one"
         say(Check("warn", "way", text, "unset MASTER_ADDR; or for several machines see lockstep doctor --help"))
 

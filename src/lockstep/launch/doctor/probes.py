@@ -14,8 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 import lockstep
-from lockstep.comm import preflight
-from lockstep.comm.control_groups import ROOT, group_folders
+from lockstep.comm import kernel, preflight
+from lockstep.comm.control_groups import core_quota, memory_limit
 from lockstep.launch.doctor import machine
 from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
@@ -29,11 +29,11 @@ _SHM = Path("/dev/shm")
 
 def examine_machine(asked: Asked, environ: Mapping[str, str]) -> Iterator[Check]:
     """All that can be seen without another process."""
-    cores = preflight.core_mask().bit_count()
+    cores = kernel.core_mask().bit_count()
     processes = asked.processes
     yield from machine.check_versions(installed(), tuple(sys.version_info[:3]))
     yield from check_variables(environ, asked, cores)
-    yield machine.check_cores(cores, preflight.core_quota(), processes)
+    yield machine.check_cores(cores, core_quota(), processes)
     yield from machine.check_memory(memory(), processes)
     directory = _SHM if _SHM.is_dir() else Path("/tmp")
     space = os.statvfs(directory)
@@ -63,18 +63,8 @@ def installed() -> dict[str, str]:
 
 def memory() -> Memory:
     """Of the machine, and of the control group of this process."""
-    overcommit = int(preflight.read_proc("/proc/sys/vm/overcommit_memory") or 0)
-    return Memory(preflight.free_memory(), group_limit(), overcommit)
-
-
-def group_limit(root: Path = ROOT) -> float:
-    """The memory limit of this process's control groups, in bytes; infinite where there is none."""
-    found = [2.0**60]  # version 1 writes a larger number for none
-    for folder in group_folders("memory", root):
-        for name in ("memory.max", "memory.limit_in_bytes"):
-            with contextlib.suppress(OSError, ValueError):  # "max" is no number
-                found.append(float(int((folder / name).read_text())))
-    return min(found) if min(found) < 2**60 else float("inf")
+    overcommit = int(kernel.read_proc("/proc/sys/vm/overcommit_memory") or 0)
+    return Memory(kernel.free_memory(), memory_limit(), overcommit)
 
 
 def limits() -> Limits:
@@ -102,7 +92,7 @@ def _threads_of_user() -> int:
 
 
 def _driver() -> str:
-    text = preflight.read_proc("/proc/driver/nvidia/version").decode()
+    text = kernel.read_proc("/proc/driver/nvidia/version").decode()
     found = re.search(r"\b(\d{3}\.\d+(\.\d+)?)\b", text)
     return found.group(1) if found else "unknown" * bool(text)
 
@@ -123,12 +113,8 @@ def _chosen(asked: Asked, own_name: Sequence[str]) -> str:
     """The interface that Gloo would be given, or would take by itself."""
     if asked.machines == 1:
         return preflight.loopback_interface()
-    with contextlib.suppress(OSError, UnicodeError, preflight.Deadline):
-        towards = preflight.resolve(asked.host, asked.port)
-        chosen = preflight.gloo_interface(towards, one_machine=False)
-        if chosen:
-            return chosen
-    return next((name for name in map(preflight.interface_of, own_name) if name), "")
+    chosen = preflight.gloo_interface(preflight.addresses_of(asked.host), one_machine=False)
+    return chosen or next((name for name in map(preflight.interface_of, own_name) if name), "")
 
 
 def port_of(asked: Asked) -> Port:
@@ -159,11 +145,6 @@ def listeners(table: str, port: int) -> list[str]:
     """The inodes of the sockets that listen at `port`. table: the text of /proc/net/tcp or tcp6."""
     rows = [line.split() for line in table.splitlines()[1:]]
     return [row[9] for row in rows if len(row) > 9 and row[3] == _LISTEN and int(row[1].rpartition(":")[2], 16) == port]
-
-
-def is_here(address: str) -> bool:
-    """True where `address` belongs to this machine."""
-    return preflight.local_address(address) == address
 
 
 def clock_offset() -> float:

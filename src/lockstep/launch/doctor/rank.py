@@ -73,15 +73,8 @@ def _facts(place: Place, towards: str, port: int) -> Facts:
         addresses=_addresses(os.environ, towards),
         port=port,
         meets_at=place.address,
-        leads_to=_resolve(place.address),
+        leads_to=preflight.addresses_of(place.address),  # judged in check_meeting
     )
-
-
-def _resolve(host: str) -> list[str]:
-    try:
-        return preflight.resolve(host, 0)
-    except (OSError, UnicodeError, preflight.Deadline):
-        return []  # judged in check_meeting
 
 
 def _nccl() -> str:
@@ -97,7 +90,7 @@ def _addresses(environ: Mapping[str, str], towards: str) -> list[str]:
     named = environ.get("GLOO_SOCKET_IFNAME", "").split(",")
     own = preflight.interfaces()
     likely = [address for name, address in own if name in named]
-    likely += [preflight.local_address(address) for address in _resolve(towards)]
+    likely += [preflight.local_address(address) for address in preflight.addresses_of(towards)]
     likely = [address for address in likely if address and not preflight.is_loopback(address)]
     return likely[:1] or [address for _, address in own if not preflight.is_loopback(address)]
 

@@ -15,7 +15,7 @@ from operator import add
 from pathlib import Path
 from typing import Any, NamedTuple, final
 
-from lockstep.comm.preflight import read_proc
+from lockstep.comm.kernel import read_proc
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import Records, Word, listing_of
 from lockstep.observe.profile.notes import Later, note_line

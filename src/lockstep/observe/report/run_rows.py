@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import datetime, timezone
 from typing import Any, Literal
 
-from lockstep.comm.preflight import read_proc
+from lockstep.comm.kernel import read_proc
 from lockstep.observe.report.source import Attempt, RunReader, Source
 
 Status = Literal["running", "finished", "failed", "stopped", "unknown"]

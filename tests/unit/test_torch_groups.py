@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.torch_flight_recorder import Entry
@@ -77,6 +78,30 @@ def test_a_number_that_is_out_of_date_enters_nothing_twice(tmp_path: Path) -> No
     assert [bool(one.left_ns) for one in record.records()] == [True] * 7 + [False]
     record.close()
     recorder.close()
+
+
+def test_what_a_thread_has_said_that_it_starts_is_the_same_whoever_enters_it(tmp_path: Path) -> None:
+    """As a functional collective that does not come back, for it connects the ranks first: another rank's did."""
+    all_reduce, group, digests = ("allreduce", 1, torch.float32, (4,), 0, None, 0), Group(), []
+    for is_late in (False, True):
+        recorder = FlightRecorder(tmp_path / f"flight {is_late}", 0, 2)
+        record = FlightRecord(recorder.path)
+        watched = WatchedGroup(group, "WORLD", (0, 1), recorder, "cpu:gloo")
+        watched.starts(all_reduce, "train.py:5 train")
+        assert watched.started(0) is None  # it was only traced
+        watched.starts(all_reduce, "train.py:5 train")
+        if is_late:
+            watched.catch_up(1, "train.py:2 train", {1: entry(1, 1)}, if_idle=True)
+        number = watched.started(1)
+        (found,) = record.records()
+        assert (found.number, found.site, found.text) == (number, "train.py:5 train", "all_reduce float32 [4] sum")
+        watched.catch_up(2, "train.py:6 train")
+        watched.settle(1)
+        assert [bool(one.left_ns) for one in record.records()] == [True, False]
+        digests.append([one.digest for one in record.records()])
+        record.close()
+        recorder.close()
+    assert digests[0] == digests[1]
 
 
 def test_what_is_left_and_what_is_seen_late_is_entered_once_by_whichever_thread(tmp_path: Path) -> None:

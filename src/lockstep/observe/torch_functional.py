@@ -58,15 +58,18 @@ def watch_functional(adopt: Callable[[Any], WatchedGroup | None], first_uses: Fi
             return function.redispatch(keys & after, *args, **out)
         site = call_site()
         watched.catch_up(group._get_sequence_number_for_group(), site)
-        with first_uses.held() if watched.seen == watched.unused else nullcontext():
-            result = function.redispatch(keys & after, *args, **out)
-        number = group._get_sequence_number_for_group()
-        if number != watched.seen:  # else it is only traced
-            call, tensors = CALLS[method], args[0] if isinstance(args[0], list | tuple) else args[:1]
-            shape = tensors[0].shape if call.has_shape else None
-            reduction = reductions.get(args[1]) if call.reduces else None
-            operation = method, len(tensors), tensors[0].dtype, shape, reduction, args[1] if call.has_root else None, 0
-            begun = watched, watched.started(number, operation, site)
+        call, tensors = CALLS[method], args[0] if isinstance(args[0], list | tuple) else args[:1]
+        shape = tensors[0].shape if call.has_shape else None
+        reduction = reductions.get(args[1]) if call.reduces else None
+        operation = method, len(tensors), tensors[0].dtype, shape, reduction, args[1] if call.has_root else None, 0
+        watched.starts(operation, site)
+        try:
+            with first_uses.held() if watched.seen == watched.unused else nullcontext():
+                result = function.redispatch(keys & after, *args, **out)
+        finally:
+            number = watched.started(group._get_sequence_number_for_group())
+        if number is not None:
+            begun = watched, number
             if len(under_way) >= _KEPT:
                 under_way.clear()
             results = result if isinstance(result, list | tuple) else (result,)

@@ -52,6 +52,8 @@ class WatchedGroup:
         self._recorder = recorder
         self.collectives = itertools.count()  # the number that the next one has
         self.messages = MessageNumbers()
+        self._next: Words | None = None  # of what is being started, see `starts`
+        self._late: int | None = None  # its number, where another thread has entered it
         self._words = LineWords(name)  # by the operation, or what C++ said of it
         self.of_lines = self._words.of_lines  # a line with the fields of the Operation
         self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
@@ -92,7 +94,10 @@ class WatchedGroup:
             if torch_number <= self.seen or (if_idle and self.inside):
                 return
             numbers = range(self.seen + 1, torch_number + 1)
-            if known is None:
+            if self._next is not None:  # the thread has not come back from it for long
+                entered = self._recorder.enter_all(self.collectives, self._next, len(numbers), step, now_ns)
+                self._late = entered[-1]
+            elif known is None:
                 key = site, "by this line"
                 words = self._words.of_sites.get(key) or self._words.keep(key, FROM_CPP, key[1])
                 entered = self._recorder.enter_all(self.collectives, words, len(numbers), step, now_ns)
@@ -107,15 +112,20 @@ class WatchedGroup:
         words = self._words.of_sites.get(key) or self._words.keep(key, FROM_CPP, key[1])
         return self._recorder.enter_all(self.collectives, words, 1, step, entry.began_ns if entry else 0)[0]
 
-    def started(self, torch_number: int, operation: tuple[Any, ...], site: str) -> int:
-        """C++ has just started this, which now is torch's number; the rank's own thread says so. Its own number."""
+    def starts(self, operation: tuple[Any, ...], site: str) -> None:
+        """C++ is about to start this, as the rank's own thread says: until `started`, whoever enters it does so."""
+        self._next = self._words.of_sites.get((site, operation)) or self._said(operation, site)
+
+    def started(self, torch_number: int) -> int | None:
+        """It has, if torch's number says so; its own number. None: it was only traced."""
         step = self._recorder.its_step()
         self._recorder.take_up()
         with self._lock:
-            words = self._words.of_sites.get((site, operation)) or self._said(operation, site)
-            (number,) = self._recorder.enter_all(self.collectives, words, 1, step)
-            self.pending.append((torch_number, number))
-            self.seen = torch_number
+            words, self._next, number, self._late = self._next, None, self._late, None
+            if torch_number > self.seen and words is not None:
+                (number,) = self._recorder.enter_all(self.collectives, words, 1, step)
+                self.pending.append((torch_number, number))
+                self.seen = torch_number
             return number
 
     def stood(self, number: int, since_ns: int) -> None:

@@ -208,6 +208,12 @@ def test_every_call_is_entered_once(tmp_path: Path, world_size: int) -> None:
         assert lines < int(line) < lines + 40
 
 
+def test_a_group_whose_default_torch_has_forgotten_is_followed(tmp_path: Path) -> None:
+    """torch gives a group of "cpu:gloo" no default backend once any backend is registered, as ours is."""
+    for records in records_of(past_the_calls, tmp_path, 2, "cpu:gloo"):
+        assert texts(records) == ["all_reduce float32 [3] sum", "barrier"]
+
+
 def groups_and_messages() -> list[Tensor]:
     size, rank = dist.get_world_size(), dist.get_rank()
     tensor = torch.full((5,), float(rank))

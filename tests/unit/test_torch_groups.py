@@ -23,8 +23,18 @@ class Group:
 
     group_name = "0"
 
+    def name(self) -> str:
+        return "gloo"
+
     def _get_sequence_number_for_group(self) -> int:
         return 0
+
+
+class Uncounted(Group):
+    """Of a backend that does not number what it starts."""
+
+    def _get_sequence_number_for_group(self) -> int:
+        raise RuntimeError("ProcessGroup theirs does not yet support sequence numbers.")
 
 
 class Told:
@@ -165,4 +175,17 @@ def test_nobody_has_to_wait_for_a_group_of_which_the_guard_is_being_told(
     assert early is None, "followed before the guard has been told of it"
     assert others == [watched, groups.known(two)]
     assert guard.told == [("WORLD", (0, 1)), ("WORLD", (0, 1)), ("0 [1, 0]", (1, 0))]
+    recorder.close()
+
+
+def test_a_group_that_torch_does_not_number_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder = FlightRecorder(tmp_path / "flight", 0, 2)
+    guard = Told(recorder)
+    group = Uncounted()
+    world = SimpleNamespace(pg_map={group: 0}, pg_group_ranks={group: [0, 1]}, pg_backend_config={}, default_pg=group)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._world", world)
+    monkeypatch.setattr("lockstep.observe.torch_groups.is_the_job", lambda guard: True)
+    groups = TorchGroups(cast("Any", guard))
+    groups._world, groups.plain, groups.listed = world, Uncounted, world.pg_map
+    assert (groups.known(group), groups.all(), guard.told) == (None, [], [])
     recorder.close()

@@ -47,10 +47,9 @@ def autoload() -> None:
     """`register_backend` for the end of torch's own import, which an error here would break for every program."""
     import torch.distributed as dist
 
-    if not dist.is_available():
-        return
     try:
-        register_backend()
+        if dist.is_available():
+            register_backend()
     except Exception as error:  # noqa: BLE001 - a torch that registers backends in another way is still a torch
         logging.getLogger(__name__).warning('torch does not take the backend "lockstep": %r', error)
 

@@ -174,9 +174,8 @@ class TorchGroups:
 
     def adopt(self, group: Any, *, is_new: bool = True) -> WatchedGroup | None:
         """Follow `group` from now on; None for one that is not of the job's ranks, as far as torch can tell."""
-        world = self._world
-        ranks = world.pg_group_ranks.get(group)
-        if group not in world.pg_map or not ranks or not is_the_job(self._guard):
+        ranks = self._world.pg_group_ranks.get(group)
+        if group not in self.listed or not ranks or not is_the_job(self._guard) or not is_counted(group):
             return None
         with self._adopting:
             watched = self._adopted.get(id(group)) or self._watched(group, ranks, is_new)
@@ -214,6 +213,16 @@ def is_the_job(guard: Guard) -> bool:
 
     world = dist.GroupMember.WORLD  # asked for once: another thread may end it meanwhile
     return world is not None and (world.rank(), world.size()) == (guard.rank, guard.world_size)
+
+
+def is_counted(group: Any) -> bool:
+    """Whether torch numbers what it starts in `group`, as not every backend of somebody else's does."""
+    if group.name() == "undefined":  # as of "cpu:gloo" where any backend is registered, as ours: else torch takes Gloo
+        group._set_default_backend(group.BackendType.GLOO)
+    try:
+        return group._get_sequence_number_for_group() >= 0
+    except RuntimeError:
+        return False
 
 
 def name_of(torch_name: str, is_default: bool, ranks: Sequence[int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from told_facts import SITE, Tell, found, is_quiet, noted, scene_of
+from told_facts import SITE, Tell, found, is_quiet, noted, record, scene_of
 
 from lockstep.observe.facts import Facts
 from lockstep.observe.replica_diff import Entry, fold
@@ -305,6 +305,21 @@ def test_models_trained_by_hand_are_meant_equal_where_gradients_were(gradients: 
 
     assert is_quiet(tell) is not is_meant
     assert not is_meant or "ranks 0-2: made at train.py:9 main" in found(tell).text
+
+
+@pytest.mark.parametrize("first", [(1, 1), (1, 2)], ids=["both", "one rank alone"])
+def test_equal_gradients_are_those_of_all_ranks_in_one_step(first: tuple[int, int]) -> None:
+    """Stages of a pipeline may look alike, and each may count its steps from another one on."""
+
+    def tell(facts: Facts, rank: int) -> None:
+        for step, gradients in ((first[rank], "d1"), (5, "")):
+            rows = [["parameter 'weight'", f"of {rank}", [], False]]
+            words = fold([Entry("parameter 'weight'", "same" if gradients else f"of {rank}")])
+            facts.tell("replica hand world/2/0", step, [words, "hand", gradients, []], lambda rows=rows: rows)
+
+    scene = scene_of(tell, 2)
+    scene.records_of = lambda _: [record("all_reduce", step) for step in (0, 1, 4)]  # pyright: ignore[reportAttributeAccessIssue]
+    assert (Training().find_training(scene) is None) is (first == (1, 2))
 
 
 def test_another_learning_rate_alone_is_noted() -> None:

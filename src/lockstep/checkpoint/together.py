@@ -18,6 +18,7 @@ from lockstep.errors import (
     LockstepError,
     StaleGeneration,
 )
+from lockstep.observe.replica_diff import alike
 
 _T = TypeVar("_T")
 _REASON_CHARS = 4000
@@ -41,9 +42,7 @@ def together(comm: Communicator, what: str, action: Callable[[], tuple[_T, Any]]
         cause, kind = error, type(error).__name__
         reason = _words_of(error)
     answers = _said_by_all(comm, [kind, reason[:_REASON_CHARS], said, what])
-    calls: dict[str, list[int]] = {}
-    for rank, (*_, call) in enumerate(answers):
-        calls.setdefault(call.removeprefix("cannot "), []).append(rank)
+    calls = alike({rank: call.removeprefix("cannot ") for rank, (*_, call) in enumerate(answers)})
     if len(calls) > 1:
         raise CheckpointMismatch(
             "the ranks are at different calls: "

@@ -60,10 +60,11 @@ def are_meant_equal(told: Mapping[int, Any]) -> bool:
 
 def _averages_still(scene: Scene, topic: Topic, step: str) -> bool:
     """Where gradients are gone, as at the end: whether the calls are those of a step that left equal ones."""
-    equal = [key for key in topic.steps if int(key) < int(step) and are_meant_equal(topic.told[key])]
-    if not equal or any(value[2] for value in topic.told[step].values()):
+    now, earlier = topic.told[step], [key for key in topic.steps if int(key) < int(step)]
+    equal = [key for key in earlier if topic.told[key].keys() == now.keys() and are_meant_equal(topic.told[key])]
+    if not equal or any(value[2] for value in now.values()):
         return False
-    records, keys = map(scene.records_of, topic.told[step]), (equal[-1], step)
+    records, keys = map(scene.records_of, now), (equal[-1], step)
     calls = [[{(r.text, r.site) for r in its if r.step == int(key) - 1} for key in keys] for its in records]
     return all(then and then <= now for then, now in calls)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from lockstep.observe import wording
+from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene
 from lockstep.observe.wording import Finding, names, seconds, step_after
 
@@ -19,9 +18,7 @@ def find_unreachable(scene: Scene) -> Finding | None:
     waits = [one for one in waits if set(lost).intersection(one.ranks)]
     if not waits:
         return None
-    machines, lines = defaultdict[int, list[int]](list), list[str]()
-    for rank in lost:
-        machines[scene.status(rank).machine].append(rank)
+    machines, lines = alike({rank: scene.status(rank).machine for rank in lost}), list[str]()
     for ranks in machines.values():
         since, host = seconds(min(scene.sights[rank].age_s for rank in ranks)), scene.status(ranks[0]).host
         why = "the network is cut, or it stands still"

@@ -28,6 +28,7 @@ from lockstep.launch.program import Program, read_program
 from lockstep.launch.torchrun_flags import read_flags
 from lockstep.observe.last_words import sees_another
 from lockstep.observe.profile.window import RUN
+from lockstep.observe.torch_flight_recorder import TIMING
 from lockstep.recipes import gpt2
 
 
@@ -197,6 +198,14 @@ def test_module_that_there_is_not_is_said_as_python_says_it(folder: Path, capsys
     said = capsys.readouterr().err
     assert said.startswith(f"lockstep: No module named none_such: it is looked for in {folder}, on PYTHONPATH, and ")
     assert said.count("\n") == 1
+
+
+def test_what_lockstep_sets_is_not_said_to_come_from_the_environment(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert read(folder, "train.py").supervision.origins[TIMING] == "launcher"
+    monkeypatch.setenv(TIMING, "0")
+    assert TIMING not in read(folder, "train.py").supervision.origins
 
 
 def test_record_that_nobody_asked_for_is_left_out_where_it_cannot_be(

@@ -202,13 +202,11 @@ def stop_numbers(names: str) -> list[int]:
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
     """Within, this process and all it starts have these."""
-    before = {name: os.environ.get(name) for name in variables}
+    before = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ.update(variables)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)

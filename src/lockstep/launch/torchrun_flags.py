@@ -33,6 +33,7 @@ from lockstep.launch.words import Words, read_range, say
 from lockstep.observe.loggers import LOG, logger_names
 from lockstep.observe.profile.window import PROFILE, RUN, read_window
 from lockstep.observe.settings import GUARD, MODES, GuardSettings
+from lockstep.observe.torch_flight_recorder import TIMING
 
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1", "[::1]")
 _DESCRIPTION = """Start and supervise TRAINING_SCRIPT on every rank, with torchrun's flags and torchrun's environment.
@@ -106,7 +107,7 @@ def read_flags(words: Sequence[str], folder: Path, server: ForkServer | None = N
     args = made.read(words)
     given = {name: value for name, value in vars(args).items() if value != made.get_default(name)}
     origins = {GUARD: _origin("guard", GUARD, given), RUN: _origin("record", RUN, given)}
-    origins |= {} if "OMP_NUM_THREADS" in os.environ else {"OMP_NUM_THREADS": "launcher"}
+    origins |= {name: "launcher" for name in ("OMP_NUM_THREADS", TIMING) if name not in os.environ}
     refuse(args, _FROM_ZERO)
     said_by = {name: name if name[2:] in given else variable for name, variable, _, _ in _VARIABLES}
     read_window(args.profile, said_by["--profile"])

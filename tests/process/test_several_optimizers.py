@@ -151,7 +151,40 @@ def two_that_cut_their_state(_: int, __: Path) -> list[Tensor]:
     return train(model, cut)
 
 
-RIGHT: list[Case] = [generator_and_critic, one_over_two_and_one_beside, each_its_part, two_that_cut_their_state]
+def each_its_stage(rank: int, _: Path) -> list[Tensor]:
+    """A pipeline of messages: only the last stage sends something between its last backward and its first step."""
+    stage = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    optimizer = torch.optim.Adam(stage.parameters())
+    for _step in range(9):
+        parts: list[tuple[Tensor, Tensor]] = []
+        for _part in range(2):
+            given = torch.randn(3, 4)
+            if rank == 1:
+                dist.recv(given, 0)
+            made = stage(given.requires_grad_())
+            parts.append((given, made))
+            if rank == 0:
+                dist.send(made.detach(), 1)
+        for given, made in reversed(parts):
+            behind = torch.ones(3, 4)
+            if rank == 0:
+                dist.recv(behind, 1)
+            made.backward(behind)
+            if rank == 1 and given.grad is not None:
+                dist.send(given.grad, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.broadcast(torch.ones(1), 1)  # of the loss
+    return [param.detach().clone() for param in stage.parameters()]
+
+
+RIGHT: list[Case] = [
+    generator_and_critic,
+    one_over_two_and_one_beside,
+    each_its_part,
+    two_that_cut_their_state,
+    each_its_stage,
+]
 
 
 @pytest.mark.parametrize("case", RIGHT, ids=lambda case: case.__name__)

@@ -135,7 +135,10 @@ def test_without_other_ranks_nothing_is_waited_for() -> None:
 def test_what_was_asked_for_before_another_phase_of_training_says_nothing_of_its_first_optimizer() -> None:
     """Its own model may be one that this rank trains for itself."""
     recorder = SimpleNamespace(started=0, take_up=list, clock=SimpleNamespace(owner=0))
-    guard = SimpleNamespace(recorder=recorder, world_size=2, operations=0, step_done=list)
+    found = [SimpleNamespace(is_message=False)]
+    guard = SimpleNamespace(
+        recorder=recorder, world_size=2, operations=0, step_done=list, records=lambda since, until: found
+    )
     steps = TorchSteps(cast("Any", guard), cast("Any", SimpleNamespace(listed={}, followed={})))
     BACKWARDS.once.remove(steps._backward_begins)
     first, second = Optimizer(), Optimizer()

@@ -129,6 +129,8 @@ class TorchSteps:
             watched.catch_up(number, line)
         recorder.take_up()
         begun = None if self._has_counted or BACKWARDS.are_shared else self._begun
+        if begun is not None and all(one.is_message for one in self.guard.records(begun, recorder.started)):
+            begun = recorder.started  # nothing was averaged: only some stages of a pipeline send behind their backward
         counted = self.counter.stepped(optimizer, recorder.started, self.guard.operations, begun)
         self._has_counted |= counted > 0
         for _ in range(counted):

@@ -24,6 +24,7 @@ from lockstep.observe.facts import Facts
 from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
 from lockstep.observe.in_flight import Flight, InFlight
+from lockstep.observe.motion import Stand
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.step_clock import OTHER, Step, StepClock
 from lockstep.observe.profile.writer import RunWriter
@@ -38,6 +39,12 @@ class Group:
     """What is asked of torch's."""
 
     group_name = "0"
+
+    def name(self) -> str:
+        return "gloo"
+
+    def _get_sequence_number_for_group(self) -> int:
+        return 0
 
 
 class Then:
@@ -370,3 +377,16 @@ def test_a_rank_is_told_to_have_finished_with_where_it_did_or_not_yet(
     told.append(account.brief())
     account.close()
     assert [(one.state, one.words) for one in told] == [(RUNNING, None), (FINISHED, LastWords("", "", "train.py:14"))]
+
+
+@pytest.mark.parametrize("site", ["train.py:5 train", "train.py:9 train"])
+def test_a_thread_has_moved_once_the_operation_that_it_stood_in_has_ended(recorder: FlightRecorder, site: str) -> None:
+    """Though it is at that line still: the others waited for one that saved a checkpoint."""
+    account = Account(recorder)
+    number = recorder.enter(0, pack_words("world", "barrier", site))
+    account.catch_up()
+    account.motion.has_begun, account.motion.stand = False, Stand(("train.py:5 train",), "", 40.0)
+    recorder.leave(number)
+    account.catch_up()
+    assert account.motion.has_begun == (site == "train.py:5 train")
+    account.close()

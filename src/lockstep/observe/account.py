@@ -77,6 +77,8 @@ class Account:
                 under_way[number] = record
             elif number in under_way:
                 del under_way[number]
+                if record.site in self.motion.stand.stack:  # what the thread stood in has come through
+                    self.motion.has_begun = True
         for number in sorted(under_way)[:-_OPEN_MAX]:
             del under_way[number]
 

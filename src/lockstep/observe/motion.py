@@ -45,7 +45,8 @@ class Motion:
         self._clock = time.pthread_getcpuclockid(thread_id) if hasattr(time, "pthread_getcpuclockid") else None
         self._cpu_s = self._looked_s = 0.0
         self._moved_bytes = self._looks = 0  # until they were read last; since then
-        self.has_begun = False  # to be set where the thread begins what it is in too shortly to be seen: a forward
+        # to be set where it begins what it is in too shortly to be seen, as a forward, or what it stood in has ended
+        self.has_begun = False
         self._asked_s = -_ASKED_S
         self.stand = Stand((), "", 0.0)  # at the last look
         self._children = (0.0, 0.0, -_CHILDREN_S)  # since when they are looked at, what they had used, when they worked

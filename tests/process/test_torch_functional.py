@@ -68,6 +68,28 @@ def texts_of(rank: int, folder: str) -> tuple[list[str], list[str], list[int], b
     return found, within, list(seen), all(map(torch.equal, before, after))
 
 
+def of_symbols(rank: int, folder: str) -> list[str]:
+    """What is recorded of compiled code whose sizes are symbols while it is traced."""
+    import torch.distributed._functional_collectives as functional
+
+    warnings.simplefilter("ignore", FutureWarning)
+    recorder = FlightRecorder(Path(folder, str(rank)), rank, 2)
+    record = FlightRecord(recorder.path)
+    with default_group("gloo", folder, rank, 2):
+        group = dist.group.WORLD
+        assert group is not None
+        watched = WatchedGroup(group, "WORLD", (0, 1), recorder, "cpu:gloo", group._get_sequence_number_for_group())
+        undo = watch_functional(lambda one: watched if one is group else None, FirstUses())
+        twice = torch.compile(lambda x: functional.all_reduce(x * 2, "sum", group), backend="aot_eager", dynamic=True)
+        for size in (3, 5, 7):
+            assert torch.equal(twice(torch.ones(size)), torch.full((size,), 4.0))
+        undo()
+    found = [one.text for one in record.records()]
+    record.close()
+    recorder.close()
+    return found
+
+
 def stood_in(rank: int, folder: str) -> tuple[list[tuple[str, bool, bool]], int]:
     """What the thread was seen to stand in: text, whether for long, whether it had ended then. Rank 1 is late."""
     import torch.distributed._functional_collectives as functional
@@ -127,3 +149,8 @@ def test_each_is_entered_once_as_what_it_is(tmp_path: Path) -> None:
     ]
     assert within == ["all_reduce float32 [3] sum"] * 2
     assert FROM_CPP not in (*found, *within)
+
+
+def test_what_is_traced_may_have_symbols_for_sizes(tmp_path: Path) -> None:
+    texts = [f"all_reduce float32 [{size}] sum" for size in (3, 5, 7)]
+    assert run_processes(2, of_symbols, str(tmp_path), connect=False) == [texts] * 2

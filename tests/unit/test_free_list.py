@@ -37,15 +37,15 @@ def test_against_a_list_of_pages(calls: list[int]) -> None:
             if start is not None:
                 parts.append(start)
                 pages[start // GRAIN : start // GRAIN + count] = [start] * count
-                assert free.used[start] == count * GRAIN
+                assert free.size_of(start) == count * GRAIN
         elif parts:
             start = parts.pop((0, -1, len(parts) // 2)[call])
             free.give_back(start)
             pages = [None if page == start else page for page in pages]
-        assert sum(free.used.values()) == GRAIN * sum(page is not None for page in pages)
+        assert sum(free._used.values()) == GRAIN * sum(page is not None for page in pages)
     for start in parts:
         free.give_back(start)
-    assert not free.used
+    assert not free._used
     assert free.take(PAGES * GRAIN) == 0  # all holes have become one again
 
 

@@ -52,7 +52,7 @@ class WatchedGroup:
         self._recorder = recorder
         self.collectives = itertools.count()  # the number that the next one has
         self.messages = MessageNumbers()
-        self._next: Words | None = None  # of what is being started, see `starts`
+        self._next: tuple[tuple[Any, ...], str] | None = None  # what is being started, and its line: see `starts`
         self._late: int | None = None  # its number, where another thread has entered it
         self._words = LineWords(name)  # by the operation, or what C++ said of it
         self.of_lines = self._words.of_lines  # a line with the fields of the Operation
@@ -64,12 +64,13 @@ class WatchedGroup:
         frame: of that line, so many frames away.
         """
         site, operation = call_site(depth + 1), line[2]
-        words = self._words.of_sites.get((site, operation)) or self._said(operation, site)
+        words = self._said(operation, site)
         self._words.learn(line, frame, site, words)
         return words
 
     def _said(self, operation: tuple[Any, ...], site: str) -> Words:
-        return self._words.keep((site, operation), text_of(Operation(*operation), self.ranks))
+        key = site, operation
+        return self._words.of_sites.get(key) or self._words.keep(key, text_of(Operation(*operation), self.ranks))
 
     def catch_up(
         self,
@@ -95,7 +96,8 @@ class WatchedGroup:
                 return
             numbers = range(self.seen + 1, torch_number + 1)
             if self._next is not None:  # the thread has not come back from it for long
-                entered = self._recorder.enter_all(self.collectives, self._next, len(numbers), step, now_ns)
+                words = self._said(*self._next)
+                entered = self._recorder.enter_all(self.collectives, words, len(numbers), step, now_ns)
                 self._late = entered[-1]
             elif known is None:
                 key = site, "by this line"
@@ -113,17 +115,20 @@ class WatchedGroup:
         return self._recorder.enter_all(self.collectives, words, 1, step, entry.began_ns if entry else 0)[0]
 
     def starts(self, operation: tuple[Any, ...], site: str) -> None:
-        """C++ is about to start this, as the rank's own thread says: until `started`, whoever enters it does so."""
-        self._next = self._words.of_sites.get((site, operation)) or self._said(operation, site)
+        """C++ is about to start this, as the rank's own thread says: until `started`, whoever enters it does so.
+
+        Where it is only traced, sizes may be symbols, of which nothing can be said.
+        """
+        self._next = operation, site
 
     def started(self, torch_number: int) -> int | None:
         """It has, if torch's number says so; its own number. None: it was only traced."""
         step = self._recorder.its_step()
         self._recorder.take_up()
         with self._lock:
-            words, self._next, number, self._late = self._next, None, self._late, None
-            if torch_number > self.seen and words is not None:
-                (number,) = self._recorder.enter_all(self.collectives, words, 1, step)
+            started, self._next, number, self._late = self._next, None, self._late, None
+            if torch_number > self.seen and started is not None:
+                (number,) = self._recorder.enter_all(self.collectives, self._said(*started), 1, step)
                 self.pending.append((torch_number, number))
                 self.seen = torch_number
             return number

@@ -14,7 +14,7 @@ class FreeList:
         self._grain = grain
         self._starts = [0]  # of the free parts, ascending; no two touch
         self._ends = [size // grain * grain]
-        self.used: dict[int, int] = {}  # start of a part that `take` gave -> its bytes
+        self._used: dict[int, int] = {}  # start -> length
 
     def take(self, nbytes: int) -> int | None:
         """The start of a part of at least `nbytes`; None where no free part is as large."""
@@ -25,13 +25,17 @@ class FreeList:
                     del self._starts[index], self._ends[index]
                 else:
                     self._starts[index] += length
-                self.used[start] = length
+                self._used[start] = length
                 return start
         return None
 
+    def size_of(self, start: int) -> int:
+        """Bytes of the part that `take` gave."""
+        return self._used[start]
+
     def give_back(self, start: int) -> None:
         """Free what `take` gave. A second time is our own error."""
-        end = start + self.used.pop(start)
+        end = start + self._used.pop(start)
         index = bisect.bisect_left(self._starts, start)
         if index < len(self._starts) and self._starts[index] == end:  # the free part behind it begins there
             end = self._ends[index]

@@ -150,7 +150,7 @@ class Heap:
         place = offset - self._start
         remove = getattr(mmap, "MADV_REMOVE", None)
         if remove is not None:
-            self._segment.map.madvise(remove, offset, self._free.used[place])
+            self._segment.map.madvise(remove, offset, self._free.size_of(place))
         self._returned.append(place)
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:

@@ -3,15 +3,20 @@
     python benchmarks/bench_observe.py [--quick] [--record]
 
 A step is arithmetic that takes some 10 ms, as many turns of it on every rank, and in between 8 all-reduces over shared
-memory, as the buckets of a model have them: half of them asynchronous, all from the user's own code. Every round runs
-some steps with and some without, in changing order, so that the two see the machine in the same mood: the median of the
-rounds' own ratios is the figure. The first of them does not count: it finds caches that steps of the other kind have
-used, where in a run each step finds those of its own kind. Two figures: the wall time of the slower rank, and the
-processor time of the ranks' main threads, which no neighbour on the machine can lengthen much.
+memory, as the buckets of a model have them: half of them asynchronous, all from the user's own code. Before them comes
+a backward, after them an optimizer's step, of one number each. Steps with lockstep have all that `lockstep train` has:
+marks, what the guard has put into torch, the record. Steps without have none of it. The first hundred of a run are
+looked at closely, later ones one in sixteen, see `pace`: both are measured.
 
-The noise of the arithmetic is still larger than what is looked for. So the operations are measured alone, too, where
-they stand: processor time from before to after each, over a transport that moves nothing, and the marks of the step.
-What they take more with than without is what the step takes more, for nothing else differs. The same for torch's own
+Every round runs sixteen steps of each kind, in changing order, so that all see the machine in the same mood: the median
+of the rounds' own ratios is the figure. Two before them do not count: they find caches that steps of the other kind
+have used, where in a run each step finds those of its own kind. All kinds work on the same tensors. Two figures: the
+wall time of the slower rank, and the processor time of the ranks' main threads, which no neighbour on the machine can
+lengthen much.
+
+The noise of the arithmetic is still larger than what is looked for. So all but the arithmetic is measured alone, too,
+where it stands: processor time from after one piece of it to before the next, over a transport that moves nothing. What
+that takes more with than without is what the step takes more, for nothing else differs. The same for torch's own
 all_reduce over Gloo, as in an unchanged script. The guard's own thread runs during all of it; what it takes of a core
 is a figure of its own, from seconds in which the rank does nothing else.
 """
@@ -24,7 +29,6 @@ import statistics
 import tempfile
 import threading
 import time
-import timeit
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import final
@@ -49,79 +53,35 @@ from harness import (
 )
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
-from lockstep.comm.op import DONE, CommOp, Work
 from lockstep.comm.torch_transport import TorchTransport
-from lockstep.comm.transport import Transport
-from lockstep.errors import CommError
-from lockstep.observe.guard import Guard, GuardSettings
+from lockstep.observe import pace
+from lockstep.observe.guard import GuardSettings
 from lockstep.observe.init import meet
-from lockstep.observe.profile.session import Profile, open_profile
-from lockstep.observe.profile.step_clock import PHASES
+from lockstep.observe.pace import EVERY, FIRST
+from lockstep.observe.profile.session import open_profile
 from lockstep.observe.recording import GuardLayer
+from lockstep.observe.torch_training import attach_training
+from observe_steps import BUCKET, COLLECTIVES, Loop, Nothing, Variant, averaging, buckets_of, fewest, work_of
 
 STEP_MS = 10.0
-COLLECTIVES = 8
-BUCKET = 16_384  # elements of each
 GOAL = "under 1 % of the step"
 GOAL_US = "under 100 us, 1 % of 10 ms"
-_TURN = 3, 1  # steps that count, after so many that do not
+_FIRST = f"the first {FIRST} steps"
+_TURN = EVERY, 2  # steps that count, after so many that do not: what comes once in EVERY is in each, on average
+_BEHIND = 10_000  # steps: of those before nearly all are listed one by one, however short they are
 _WARM = 3  # operations after torch's calls were exchanged, which Python looks up anew then
 
 
-def work_of(milliseconds: float, agree: Callable[[int], int] = int) -> Callable[[], None]:
-    """Arithmetic that takes about so long here, out of the caches of the operations between.
-
-    agree: from the number of turns that this rank would take to that of all ranks.
-    """
-    matrix = torch.randn(160, 160)
-
-    def turn() -> None:
-        torch.mm(matrix, matrix)
-
-    best = min(timeit.repeat(turn, number=10, repeat=100)) / 10  # the others of this machine come and go
-    turns = agree(max(1, round(milliseconds / 1e3 / best)))
-
-    def work() -> None:
-        for _ in range(turns):
-            turn()
-
-    return work
-
-
-def fewest(comm: Communicator) -> Callable[[int], int]:
-    """The smallest number of all ranks'."""
-
-    def agree(mine: int) -> int:
-        number = torch.tensor([mine])
-        comm.all_reduce(number, "min")
-        return int(number)
-
-    return agree
-
-
-def step_of(comm: Communicator, work: Callable[[], None]) -> Callable[[], None]:
-    """One step: a piece of arithmetic before each operation; every second one is waited for after the next piece."""
-    buckets = [comm.empty(BUCKET).zero_() for _ in range(COLLECTIVES)]
-
-    def step() -> None:
-        pending = None
-        for number, bucket in enumerate(buckets):
-            work()
-            if pending is not None:
-                pending.wait()
-                pending = None
-            if number % 2:
-                comm.all_reduce(bucket, "mean", label="bucket")
-            else:
-                pending = comm.all_reduce(bucket, "mean", async_op=True, label="bucket")
-
-    return step
-
-
 def alone(
-    make: Callable[[Callable[[], None]], Callable[[], object]], work: Callable[[], None]
-) -> Callable[[int], dict[str, float]]:
-    """A variant: microseconds of this thread's processor in a step, `make(work)`, without its arithmetic."""
+    make: Callable[[Callable[[], None]], Callable[[], object]],
+    work: Callable[[], None],
+    steps: int = 1,
+    settling: int = 1,
+) -> Variant:
+    """A variant: microseconds of this thread's processor in a step, `make(work)`, without its arithmetic.
+
+    steps, settling: so many count, after so many that do not.
+    """
     spent_s = 0.0
 
     def timed() -> None:
@@ -134,15 +94,17 @@ def alone(
 
     def run(_: int) -> dict[str, float]:
         nonlocal spent_s
-        step()
+        for _ in range(settling):
+            step()
         spent_s = -time.thread_time()
-        step()
-        return {"alone": (spent_s + time.thread_time()) * 1e6}
+        for _ in range(steps):
+            step()
+        return {"alone": (spent_s + time.thread_time()) / steps * 1e6}
 
     return run
 
 
-def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Callable[[int], dict[str, float]]:
+def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Variant:
     """A variant that repeats `call` and returns microseconds of each: on the clock, and of this thread's processor.
 
     settling: calls before them that do not count.
@@ -162,49 +124,6 @@ def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Calla
     return run
 
 
-@final
-class Nothing(Transport):
-    """Moves nothing: what is left of an operation is what it takes to ask for it."""
-
-    def __init__(self, beside: Transport) -> None:
-        self.name, self.rank, self.world_size = "nothing", beside.rank, beside.world_size
-        self.global_ranks, self.device, self.timeout_s = beside.global_ranks, beside.device, beside.timeout_s
-
-    def submit(self, op: CommOp) -> Work:
-        return DONE
-
-    def split(self, groups: Sequence[Sequence[int]]) -> None:
-        return None
-
-    def abort(self, error: CommError) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-@final
-class Marks:
-    """What `lockstep run` and `lockstep train` do in each step beside its operations."""
-
-    def __init__(self, guard: Guard, profile: Profile) -> None:
-        self._guard = guard
-        self._profile = profile
-        self._clock = guard.recorder.clock
-
-    def of(self, step: Callable[[], object]) -> Callable[[], None]:
-        """`step` with its phases marked, and its end told."""
-
-        def marked() -> None:
-            for phase in range(len(PHASES)):
-                self._clock.switch(phase)
-            step()
-            self._profile.step_done(self._guard.recorder.step + 1, tokens=1)
-            self._guard.step_done()
-
-        return marked
-
-
 def measure(rank: Rank) -> dict[str, Samples]:
     """One rank: steps and bare operations, with everything on and off, over the same shared memory."""
     torch.set_num_threads(threads_per_rank(rank.world_size))
@@ -214,33 +133,42 @@ def measure(rank: Rank) -> dict[str, Samples]:
     guard = meet(GuardSettings(evidence=""), transport, ["here"] * rank.world_size, None)
     assert guard is not None
     switch.is_watched()
+    attach_training(guard)
+    pace.FIRST = 1  # so every step can be a later one
     plain, guarded = Communicator(transport), Communicator(GuardLayer(transport, guard))
     nothing = Nothing(transport)
     still, still_guarded = Communicator(nothing), Communicator(GuardLayer(nothing, guard, name="nothing"))
+    buckets, apart = buckets_of(plain), buckets_of(still)
     work = work_of(STEP_MS / COLLECTIVES, fewest(plain))
     tensor = plain.empty(8).zero_()
     rounds, calls = rank.settings["rounds"], rank.settings["calls"]
     gc.collect()
     gc.freeze()  # collections need not walk what torch has brought along; those of the loop count
-    with tempfile.TemporaryDirectory() as folder:
-        profile = open_profile(Path(folder), guard, {}, rank=rank.rank, world_size=rank.world_size)
-        marks = Marks(guard, profile)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        profile = open_profile(folder, guard, {}, rank=rank.rank, world_size=rank.world_size, begins_after=_BEHIND)
+        loop = Loop(guard, profile)
+        off, on = loop.bare(averaging(plain, buckets, work)), loop.marked(averaging(guarded, buckets, work))
         figures = interleaved(
-            {"off": per_call(step_of(plain, work), *_TURN), "on": per_call(marks.of(step_of(guarded, work)), *_TURN)},
-            rounds // sum(_TURN),
-            warmup=5,
+            loop.variants(per_call(off, *_TURN), per_call(on, *_TURN)),
+            rounds // EVERY,
+            warmup=2,
             together=plain.barrier,
         )
         # before torch's own calls are swapped: the guard would look for those that it was not shown
         figures["own thread"] = {"share": [idle_share(rank.settings["idle_s"]) for _ in range(5)]}
-        bare = {
-            "off": alone(lambda each: step_of(still, each), work),
-            "on": alone(lambda each: marks.of(step_of(still_guarded, each)), work),
-        }
-        figures["step alone"] = interleaved(bare, rounds // 10, warmup=10, together=plain.barrier)["alone"]
+        parts = loop.variants(
+            alone(lambda each: loop.bare(averaging(still, apart, each)), work, *_TURN),
+            alone(lambda each: loop.marked(averaging(still_guarded, apart, each)), work, *_TURN),
+        )
+        figures["step alone"] = interleaved(parts, max(2, rounds // 40), warmup=2, together=plain.barrier)["alone"]
+        loop.end()
         figures["stock"] = interleaved(switch.variants(work), rounds // 10, warmup=5, together=plain.barrier)["alone"]
         profile.close()
-    bare["on"] = alone(lambda each: step_of(still_guarded, each), work)
+    bare = {
+        "off": alone(lambda each: averaging(still, apart, each), work),
+        "on": alone(lambda each: averaging(still_guarded, apart, each), work),
+    }
     figures["operations alone"] = interleaved(bare, rounds // 10, warmup=10, together=plain.barrier)["alone"]
     both = {
         "off": per_call(lambda: plain.all_reduce(tensor), calls),
@@ -268,7 +196,7 @@ class Stock:
         for (owner, name), call in zip(self._places, calls, strict=True):
             setattr(owner, name, call)
 
-    def variants(self, work: Callable[[], None]) -> dict[str, Callable[[int], dict[str, float]]]:
+    def variants(self, work: Callable[[], None]) -> dict[str, Variant]:
         """Steps of synchronous operations over Gloo."""
         bucket = torch.zeros(BUCKET)
 
@@ -280,7 +208,7 @@ class Stock:
 
             return step
 
-        def run(calls: Sequence[object]) -> Callable[[int], dict[str, float]]:
+        def run(calls: Sequence[object]) -> Variant:
             timed = alone(make, work)
 
             def block(number: int) -> dict[str, float]:
@@ -360,11 +288,15 @@ def main() -> None:
     wall, share = (slowest_rank(by_rank)[metric] for metric in ("wall", "own thread"))
     metrics = ("main thread", "step alone", "operations alone", "stock", "call")
     cpu, bare, operations, stock, call = (mean_rank(by_rank, metric) for metric in metrics)
+    operations_of = f"step with {COLLECTIVES} operations"
     found = [
-        ratio("wall", wall["on"], wall["off"]),
-        ratio("main thread", cpu["on"], cpu["off"]),
-        added(f"step with {COLLECTIVES} operations, all on", bare["on"], bare["off"], GOAL_US, COLLECTIVES),
-        added(f"step with {COLLECTIVES} operations, guard", operations["on"], operations["off"], GOAL_US, COLLECTIVES),
+        ratio("wall", wall["later"], wall["off"]),
+        ratio("main thread", cpu["later"], cpu["off"]),
+        ratio(f"{_FIRST}, wall", wall["first"], wall["off"]),
+        ratio(f"{_FIRST}, main thread", cpu["first"], cpu["off"]),
+        added(f"{operations_of}, all on", bare["later"], bare["off"], GOAL_US, COLLECTIVES),
+        added(f"{operations_of}, all on, {_FIRST}", bare["first"], bare["off"], GOAL_US, COLLECTIVES),
+        added(f"{operations_of}, these alone", operations["on"], operations["off"], GOAL_US, COLLECTIVES),
         added(f"step with {COLLECTIVES} of torch's all_reduce", stock["on"], stock["off"], GOAL_US, COLLECTIVES),
         added("all_reduce of 8 floats, one after the other", call["on"], call["off"], "", 1),
         compare("the guard's own thread", share["share"], None, unit="% of a core", world_size=2, goal="under 1 %"),

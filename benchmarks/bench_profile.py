@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench_observe import COLLECTIVES, GOAL, STEP_MS, per_call, step_of, work_of
+from bench_observe import GOAL, STEP_MS, per_call
 from harness import (
     Rank,
     Result,
@@ -33,10 +33,11 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.observe.guard import GuardSettings
 from lockstep.observe.init import meet
+from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.profile.run_record import file_of, is_listed
 from lockstep.observe.profile.session import open_profile
-from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.recording import GuardLayer
+from observe_steps import COLLECTIVES, averaging, buckets_of, work_of
 
 
 def measure(rank: Rank) -> dict[str, Samples]:
@@ -47,7 +48,8 @@ def measure(rank: Rank) -> dict[str, Samples]:
     guard = meet(GuardSettings(evidence=""), transport, ["here"] * rank.world_size, None)
     assert guard is not None
     comm = Communicator(GuardLayer(transport, guard))
-    step, steps = step_of(comm, work_of(STEP_MS / COLLECTIVES)), rank.settings["steps"]
+    step = averaging(comm, buckets_of(comm), work_of(STEP_MS / COLLECTIVES))
+    steps = rank.settings["steps"]
     done = [0]
 
     with tempfile.TemporaryDirectory() as folder:

@@ -4,7 +4,7 @@
 
 Two ranks take turns of steps with all that lockstep puts into torch, and without: the same processes, the same minute.
 The first steps of a turn do not count: they find caches that steps of the other kind have used. A step has 8 buckets,
-each averaged by torch's C++. Twice: in the first thousand steps of a run, each of which is looked at closely, and
+each averaged by torch's C++. Twice: in the first hundred steps of a run, each of which is looked at closely, and
 later, when one in sixteen is (see `observe/pace.py`). The ranks are started anew a few times, and what counts is the
 median of the starts. The guard's own thread is there in both kinds; what it takes is a figure of its own.
 
@@ -26,7 +26,6 @@ from pathlib import Path
 
 from bench_observe import GOAL
 from harness import Result, Samples, arguments, compare, interleaved, interval_95, report
-from lockstep.observe.pace import FIRST
 from machine import ROOT
 from unchanged_turns import FIGURES
 
@@ -37,7 +36,7 @@ EARLY, LATER = 16, 32  # turns of each kind
 OF_PYTHON = {"fsdp2": ("16 all-gathers and 8 reduce-scatters of fully_shard", 24), "hand": ("32 all_reduces", 32)}
 PATIENCE_S = 1.0  # between two looks whether the job is there
 
-Turn = Callable[[bool], dict[str, float]]  # microseconds of a step, of the slower rank or the mean of all
+Turn = Callable[..., dict[str, float]]  # microseconds of a step, of the slower rank or the mean of all
 
 
 @contextlib.contextmanager
@@ -62,9 +61,9 @@ def job(folder: Path, kind: str) -> Iterator[Turn]:
             walls, cpus, guards = zip(*(FIGURES.unpack(done.read(FIGURES.size)) for done in dones), strict=True)
             return max(walls), statistics.fmean(cpus), statistics.fmean(guards)
 
-        def turn(is_on: bool) -> dict[str, float]:
+        def turn(is_on: bool, is_later: bool = False) -> dict[str, float]:
             for go in goes:
-                go.write(bytes([TURN, is_on]))
+                go.write(bytes([TURN, is_on, is_later]))
             steps = [step() for _ in range(TURN)][SETTLING:]
             means = [1e6 * statistics.fmean(figures) for figures in zip(*steps, strict=True)]
             return dict(zip(("wall", "main thread", "guard's thread"), means, strict=True))
@@ -78,13 +77,11 @@ def job(folder: Path, kind: str) -> Iterator[Turn]:
 def measured(kind: str, early: int, later: int) -> dict[str, dict[str, Samples]]:
     """Part of the run -> metric -> "on" or "off" -> one figure per turn, of one start."""
     with tempfile.TemporaryDirectory() as folder, job(Path(folder), kind) as turn:
-        variants = {"on": lambda _: turn(True), "off": lambda _: turn(False)}
-        first = interleaved(variants, early, warmup=1)
+        first = interleaved({"on": lambda _: turn(True), "off": lambda _: turn(False)}, early, warmup=1)
         if not later:
             return {"first steps": first}
-        for _ in range(1 + FIRST // TURN):
-            turn(True)
-        return {"first steps": first, "later": interleaved(variants, later, warmup=1)}
+        variants = {"on": lambda _: turn(True, True), "off": lambda _: turn(False, True)}
+        return {"first steps": first, "later": interleaved(variants, later, warmup=2)}
 
 
 def ratio(what: str, metric: str, starts: Sequence[Samples], operations: int) -> Result:

@@ -2,9 +2,10 @@
 
     lockstep run --nproc-per-node 2 benchmarks/unchanged_turns.py FOLDER KIND
 
-It reads two bytes from the pipe FOLDER/go-RANK, does so many steps, with all of it if the second byte is 1 and without
-if it is 0, and writes to FOLDER/done-RANK what each took: seconds on the clock, of its main thread's processor, and of
-the guard's. It ends with the pipe.
+It reads three bytes from the pipe FOLDER/go-RANK and does as many steps as the first says, with all of it if the second
+is 1 and without if it is 0, and writes to FOLDER/done-RANK what each took: seconds on the clock, of its main thread's
+processor, and of the guard's. If the third is 1, the guard looks at these as at later steps of a run, else as at the
+first. It ends with the pipe.
 
 Both kinds of steps are those of one process: where a process finds its memory makes its steps longer or shorter for all
 of its life, by as much as is looked for.
@@ -27,6 +28,7 @@ import torch.distributed as dist
 import torch.optim.optimizer as optimizers
 from torch import nn
 
+from lockstep.observe import pace
 from lockstep.observe import patches as replaced
 from lockstep.observe.patches import Patches
 from unchanged_script import begin
@@ -76,6 +78,7 @@ class Exchange:
 
 def main(folder: Path, kind: str, rank: str) -> None:
     """Be that rank."""
+    pace.FIRST = sys.maxsize
     model, step = begin(kind)
     for _ in range(_FIRST):
         step()
@@ -87,9 +90,11 @@ def main(folder: Path, kind: str, rank: str) -> None:
         return time.perf_counter(), time.thread_time(), time.clock_gettime(guards)
 
     with (folder / f"go-{rank}").open("rb", 0) as go, (folder / f"done-{rank}").open("wb", 0) as done:
-        while told := go.read(2):
-            exchange.put(in_=told[1] > 0)
-            for _ in range(told[0]):
+        while told := go.read(3):
+            steps, is_in, is_later = told
+            exchange.put(in_=is_in > 0)
+            pace.FIRST = 1 if is_later else sys.maxsize
+            for _ in range(steps):
                 before = now()
                 step()
                 done.write(FIGURES.pack(*map(operator.sub, now(), before)))

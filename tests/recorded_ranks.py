@@ -10,7 +10,8 @@ import torch
 from lockstep.comm.op import CommOp, Work
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, PeerFailed, PeerLost
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
+from lockstep.observe.flight import FlightRecorder, Record
+from lockstep.observe.sights import FlightRecord
 
 
 class Watcher:

@@ -98,8 +98,9 @@ def _check_arrows(events: Iterable[Event], slices: Mapping[Place, Iterable[Event
             ends[event["cat"], event["name"], event["id"]].append(event)
             around = [e for e in slices[event["pid"], event["tid"]] if e["ts"] <= event["ts"] <= e["ts"] + e["dur"]]
             assert around, event
-    assert all([event["ph"] for event in pair] == ["s", "f"] for pair in ends.values())
-    assert all(pair[1]["bp"] == "e" for pair in ends.values())
+    for pair in ends.values():
+        assert [event["ph"] for event in pair] == ["s", "f"], pair
+        assert pair[1]["bp"] == "e", pair
 
 
 def _check_open(events: Iterable[Event]) -> None:

@@ -111,6 +111,14 @@ def test_a_folder_without_room_is_one_sentence(tmp_path: Path) -> None:
     assert done.stderr == said
 
 
+def test_a_folder_in_which_nobody_can_write_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")  # also root has no folder in there
+    done = lockstep(tmp_path, "learn", "send_receive")
+    assert done.returncode == 1
+    said = "lockstep: runs/learn-send_receive: Not a directory; start it in a folder in which you can write\n"
+    assert done.stderr == said
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

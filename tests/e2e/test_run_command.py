@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from command_runs import Run, children, is_alive, wait_for
+from ports import free_port
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -427,9 +428,7 @@ def test_signals_in_its_last_second_change_no_exit_code(start: Callable[..., Run
 
 
 def test_machine_that_waits_for_others_can_be_stopped(start: Callable[..., Run]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{port}", "--rdzv-id=two")
+    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint=localhost:{free_port()}", "--rdzv-id=two")
     run = start(*words, "--local-addr=127.0.0.1", "waits.py", "0")
     wait_for(lambda: listening([run.process.pid]), "it waits for the other machine", run.text)
     run.process.send_signal(signal.SIGINT)
@@ -438,8 +437,7 @@ def test_machine_that_waits_for_others_can_be_stopped(start: Callable[..., Run])
 
 
 def test_stopped_process_counts_as_dead_and_a_range_shrinks(start: Callable[..., Run]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = f"--master-port={listener.getsockname()[1]}"  # each start has to take it anew
+    port = f"--master-port={free_port()}"  # each start has to take it anew
     run = start("--nproc-per-node=1:2", port, "--max-restarts=3", "--stopped-limit-s=0.5", "waits.py", "0")
     for number, (strike, started) in enumerate(
         ((signal.SIGSTOP, 2), (signal.SIGKILL, 4), (signal.SIGKILL, 6)), start=1
@@ -456,9 +454,8 @@ def test_stopped_process_counts_as_dead_and_a_range_shrinks(start: Callable[...,
 
 
 def test_machines_restart_and_stop_together(start: Callable[..., Run]) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        endpoint = f"localhost:{listener.getsockname()[1]}"
-    words = ("--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two", "--max-restarts=1")
+    endpoint = f"--rdzv-endpoint=localhost:{free_port()}"
+    words = ("--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-id=two", "--max-restarts=1")
     one, other = (start(*words, "--local-addr=127.0.0.1", "waits.py", "75") for _ in range(2))
     wait_for(lambda: one.pids() and other.pids(), "both machines came up", lambda: one.text() + other.text())
     os.kill(one.pids()[0], signal.SIGKILL)

@@ -121,7 +121,7 @@ def hold(held, has_all, is_over):
     ours = [each for each in gc.get_objects() if type(each).__module__.startswith("lockstep.observe")]
     fields = [field for each in ours for field in getattr(each, "__dict__", {}).values()]
     fields += [field._cond._lock for field in fields if isinstance(field, threading.Event)]
-    for lock in [field for field in fields if isinstance(field, kinds)]:
+    for lock in {id(field): field for field in fields if isinstance(field, kinds)}.values():  # two may have one
         lock.acquire()
         held.append(lock)
     has_all.set()

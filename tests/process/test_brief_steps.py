@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from far_tensors import Spoilt
 from lockstep.observe import lookout, pace
+from lockstep.observe.profile import run_record
+from lockstep.observe.profile.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
+from lockstep.observe.profile.session import open_profile
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.testing.worlds import run_processes
+from whole_records import read_run
 
 _BRIEF_FROM = 3
 _STEPS = 40
@@ -36,6 +42,7 @@ def soon(rank: int, world_size: int, folder: str, case: Case, is_watched: bool =
         patch.setattr(lookout, "_YOUNG", 1)
         patch.setattr(pace, "FIRST", _BRIEF_FROM)
         patch.setattr(pace, "SHORT_NS", 1 << 60)
+        patch.setattr(run_record, "_ALL_LISTED", _BRIEF_FROM)
         return guarded(rank, world_size, folder, case, is_watched, every=16)
 
 
@@ -148,6 +155,7 @@ class Twice(torch.optim.SGD):
 def steps_twice(rank: int, _: Path) -> None:
     """A step within a step counts once, so none is only counted."""
     model, brief = DistributedDataParallel(small()), list[bool]()
+    torch.optim.SGD(model.parameters(), 0.1)  # torch hangs its hooks onto the step of a class with its first optimizer
     optimizer = Twice(model.parameters(), 0.1)
     for step in range(_STEPS):
         optimizer.zero_grad()
@@ -178,8 +186,53 @@ def steps_around_a_closure(rank: int, _: Path) -> None:
     assert OPTIMIZERS.steps.guard.recorder.step == _STEPS
 
 
+def marks_its_own(rank: int, folder: Path, *, extra: int = -1) -> Any:
+    """A loop like our own: it marks its phases, ends its steps, and averages by a call. extra: a step with another."""
+    torch.manual_seed(0)
+    model, brief, started = small(), list[bool](), [0]
+    optimizer = torch.optim.SGD(model.parameters(), 0.001)
+    guard = OPTIMIZERS.steps.guard if OPTIMIZERS.steps is not None else None
+    profile = None if guard is None else open_profile(folder, guard, {}, rank=rank, world_size=2)
+    clock = StepClock() if profile is None else profile.clock
+    for step in range(_STEPS):
+        clock.switch(DATA)
+        batch = (torch.full((300, 300), 1.0 + rank + step) @ torch.ones(300, 4)).clamp(max=0.1)[:3]
+        clock.switch(FORWARD)
+        loss = model(batch).sum()
+        clock.switch(BACKWARD)
+        optimizer.zero_grad()
+        loss.backward()
+        averaged = torch.nn.utils.parameters_to_vector([param.grad for param in model.parameters()])
+        dist.all_reduce(averaged)
+        for param, grad in zip(
+            model.parameters(), averaged.split([p.numel() for p in model.parameters()]), strict=True
+        ):
+            param.grad = grad.view_as(param)
+        clock.switch(OPTIMIZER)
+        optimizer.step()
+        clock.switch(OTHER)
+        if (rank, step) == (1, extra):
+            assert pace.PACE.is_brief
+            dist.all_reduce(torch.ones_like(averaged))
+        brief.append(clock.is_brief)
+        if profile is not None:
+            profile.step_done(step + 1, tokens=12)
+            started.append(profile.clock._first)
+    if profile is not None:
+        profile.close()
+    assert not clock.is_marked  # the next loop may be of another kind
+    assert not pace.PACE.is_brief
+    return [param.detach().clone() for param in model.parameters()], brief, started
+
+
+def one_more_by_hand(rank: int, folder: Path) -> None:
+    """After the optimizer's step: the loop's own has not ended."""
+    marks_its_own(rank, folder, extra=25)
+
+
 WRONG: dict[Case, tuple[str, ...]] = {
     one_more: ("MISMATCH in step 26", "Culprit: rank 1", "all_reduce float32 [59] sum", "raised CollectiveMismatch"),
+    one_more_by_hand: ("MISMATCH in step 26", "Culprit: rank 1", "raised CollectiveMismatch"),
     out_of_sync: ("NO_SYNC on some ranks only, in step 5", "Culprit: rank 1", "rank 1 ran 1 backward in no_sync()"),
     never_steps: ("since step 5", "Culprit: rank 1", "optimizer.step()"),
     leaves_out_a_step: ("Culprit: rank 1", "optimizer.step()"),
@@ -219,15 +272,42 @@ def test_what_is_right_is_left_alone(case: Case, tmp_path: Path) -> None:
     assert [said for said, _ in run_processes(2, soon, 2, str(tmp_path), case, connect=False)] == ["", ""]
 
 
+def with_and_without(ranks: int, case: Case, folder: Path) -> tuple[list[Any], list[Any]]:
+    """What each rank returns under the guard, and alone; nothing is said of it."""
+    found: list[list[Any]] = []
+    for name, is_watched in (("with", True), ("without", False)):
+        (folder / name).mkdir()
+        results = run_processes(ranks, soon, ranks, str(folder / name), case, is_watched, connect=False)
+        assert [said for said, _ in results] == [""] * ranks
+        found.append([result for _, result in results])
+    return found[0], found[1]
+
+
 def test_most_steps_are_only_counted_and_nothing_else_comes_out(tmp_path: Path) -> None:
-    for name in ("with", "without"):
-        (tmp_path / name).mkdir()
-    watched = run_processes(3, soon, 3, str(tmp_path / "with"), trains, connect=False)
-    plainly = run_processes(3, soon, 3, str(tmp_path / "without"), trains, False, connect=False)
-    assert [said for said, _ in [*watched, *plainly]] == [""] * 6
-    for (_, (brief, trained)), (_, (never, alone)) in zip(watched, plainly, strict=True):
+    for (brief, trained), (never, alone) in zip(*with_and_without(3, trains, tmp_path), strict=True):
         assert not any(never)
         assert not any(brief[:_BRIEF_FROM])
         assert not brief[15]  # compared after it
         assert sum(brief) > _STEPS // 2
         assert all(torch.equal(one, other) for one, other in zip(trained, alone, strict=True))
+
+
+def test_a_loop_that_marks_its_phases_is_thinned_alike(tmp_path: Path) -> None:
+    watched, plainly = with_and_without(2, marks_its_own, tmp_path)
+    for (trained, brief, _), (alone, never, _) in zip(watched, plainly, strict=True):
+        assert all(torch.equal(one, other) for one, other in zip(trained, alone, strict=True))
+        assert not any(never)
+        assert not any(brief[:_BRIEF_FROM])
+        assert sum(brief) > _STEPS // 2
+        assert sum(not is_brief for is_brief in brief[_BRIEF_FROM + 1 :]) > 1  # compared, and one of sixteen
+    for rank, record in read_run(tmp_path / "with").ranks.items():
+        _, brief, started = watched[rank]
+        assert [line.step for line in record.lines] == [*range(1, _STEPS + 1)]
+        assert [bool(line.counted) for line in record.lines] == brief
+        assert [line.tokens for line in record.lines] == [12] * _STEPS
+        assert [line.operations for line in record.lines] == [after - of for of, after in itertools.pairwise(started)]
+        assert all(line.phase("data") > 0 for line in record.lines)
+        for line in record.lines:  # of one that is only counted less than a microsecond may be a phase's share
+            assert line.counted or line.phase("forward") > 0
+            assert sum(line.phases_us) > line.phase("data")
+        assert sum(line.phase("forward") > 0 for line in record.lines) > 0.9 * _STEPS

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from command_runs import Run
+from ports import free_port
 
 pytestmark = pytest.mark.limit_s(120)
 
@@ -44,9 +44,8 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Pair]]:
     runs: list[Run] = []
 
     def both(case: str) -> Pair:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-        words = ("run", "--nnodes=2", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}", "--rdzv-id=two")
+        endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+        words = ("run", "--nnodes=2", "--rdzv-backend=c10d", endpoint, "--rdzv-id=two")
         words = (*words, "--local-addr=127.0.0.1", "--record=off")
         for holds in ("true", "false"):
             with_store = f"--rdzv-conf=is_host={holds}"

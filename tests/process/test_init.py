@@ -24,6 +24,7 @@ from lockstep.comm.preflight import await_listener, unmet
 from lockstep.comm.torch_names import process_group_of
 from lockstep.errors import CollectiveTimeout, ConfigError, EnvironmentProblems
 from lockstep.testing.worlds import run_processes
+from ports import free_port
 
 CLEAN: dict[str, str | None] = dict.fromkeys(
     [
@@ -35,9 +36,7 @@ CLEAN: dict[str, str | None] = dict.fromkeys(
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    return free_port()
 
 
 def plain(rank: int, world_size: int, port: int, address: str = "localhost", **more: str) -> dict[str, str | None]:

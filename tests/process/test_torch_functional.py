@@ -11,8 +11,9 @@ import torch.distributed as dist
 from backend_groups import default_group
 
 from lockstep.observe.first_uses import FirstUses
-from lockstep.observe.flight import FlightRecord, FlightRecorder
+from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.scene import FROM_CPP
+from lockstep.observe.sights import FlightRecord
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import WatchedGroup
 from lockstep.testing.worlds import run_processes

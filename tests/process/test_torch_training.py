@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lockstep.observe.board import Board
-from lockstep.observe.flight import FlightRecord, FlightRecorder
+from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
-from lockstep.observe.sights import flight_path
+from lockstep.observe.sights import FlightRecord, flight_path
 from lockstep.observe.torch_training import TrainingWatch, attach_training
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
@@ -210,7 +210,7 @@ def no_set_epoch(rank: int, _: Path) -> None:
 def one_file(rank: int, folder: Path) -> None:
     model = DistributedDataParallel(small())
     train(model, 2)
-    torch.save(model.state_dict(), folder / "same.pt")
+    torch.save(model.state_dict(), f"{folder}/{'./' * rank}same.pt")  # one file by two names
 
 
 def one_file_of_arrays(rank: int, folder: Path) -> None:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,11 +25,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import CollectiveTimeout, CommError
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, pack_words
+from lockstep.observe.flight import FlightRecorder, Record, pack_words
 from lockstep.observe.guard import Started
 from lockstep.observe.motion import Motion
 from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import FlightRecord
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.waiting import wait_until
@@ -47,12 +49,9 @@ class Listener:
         self.before_look: list[Callable[[], None]] = []
         self.aborts: list[Callable[[CommError], None]] = []
         self.seen: list[BaseException] = []
-        self.failed_at = ""
+        self.causes = SimpleNamespace(failed_at="")
         self.operations = 0
         self.motion, self.stream_ends = Motion(threading.get_ident()), StreamEnds(self.recorder)
-
-    def queued(self, look: Callable[[], dict[str, int]]) -> None:
-        assert look() == {}  # no group works on a GPU
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
         self.groups[name] = tuple(ranks)
@@ -88,6 +87,7 @@ def listening(folder: str, rank: int, world_size: int) -> Iterator[Listener]:
     before = {name: vars(dist.ProcessGroup)[name] for name in vars(dist.ProcessGroup)}
     listener = Listener(folder, rank, world_size)
     detach = attach(listener)  # pyright: ignore[reportArgumentType]
+    assert listener.motion.queued() == {}  # no group works on a GPU
     try:
         yield listener
     finally:

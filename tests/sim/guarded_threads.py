@@ -135,7 +135,7 @@ class Job:
                 thread.start()
                 self._back.acquire()  # it has its guard
             for one in self.guards.values():
-                one._board.open_all()
+                one.board.open_all()
             try:
                 self._go_on()
             finally:
@@ -212,8 +212,8 @@ class Job:
             patch.setattr(motion, "transferred_bytes", lambda: 0)
             patch.setattr(motion, "state_and_cpu_s", lambda _: ("S", 0.0))
             patch.setattr(board, "state_and_cpu_s", lambda _: ("S", 0.0))
-            for file in files:
-                patch.setitem(call_site._kinds, file, call_site._OTHER)
+            kind_of = call_site._kind_of
+            patch.setattr(call_site, "_kind_of", lambda file: call_site._OTHER if file in files else kind_of(file))
             yield
 
 

@@ -22,6 +22,8 @@ from lockstep.comm.local_transport import LocalWorld
 from lockstep.data.coverage import whole_tally
 from lockstep.data.sample_log import sample_ids, samples_by_epoch
 from lockstep.data.tokenizer import ByteTokenizer, load_tokenizer
+from lockstep.errors import CollectiveMismatch
+from lockstep.observe.profile.session import Profile
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.named_state import rank_of
 from lockstep.testing.failures import RankFailed
@@ -439,4 +441,18 @@ def test_replicas_that_drifted_are_not_saved(run: RunConfig, monkeypatch: pytest
     monkeypatch.setattr(loop.gc, "freeze", lambda: None)  # so that what the error refers to is collected
     with pytest.raises(RankFailed, match=r"rank 1 no longer holds the same model as ranks 0, 2: at step 4, .* step 2"):
         go(run, 3)
+    assert steps_in(run.out / "checkpoints") == [2]
+
+
+def test_nothing_is_saved_once_a_guard_has_found_what_is_wrong(run: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the step is not over, at whose end that is raised."""
+
+    def found(profile: Profile) -> None:
+        if profile.clock.step == 3:
+            raise CollectiveMismatch("MISMATCH in step 4.  Culprit: rank 1")
+
+    monkeypatch.setattr(Profile, "raise_if_found", found)
+    monkeypatch.setattr(loop.gc, "freeze", lambda: None)  # so that what the error refers to is collected
+    with pytest.raises(RankFailed, match="MISMATCH in step 4"):
+        go(run, 2)
     assert steps_in(run.out / "checkpoints") == [2]

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.observe.flight import Record
+from lockstep.observe.profile.phases import BACKWARD, DATA, EXPOSED, PHASES, Step, Wait
 from lockstep.observe.profile.rank_reader import RankReader
 from lockstep.observe.profile.run_record import RankRecord, Run
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, PHASES, Step, StepClock, Wait
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.writer import RunWriter
 from whole_records import read_run
 

@@ -6,10 +6,11 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from lockstep.observe.diagnosis import Finding, Limits, diagnose
+from lockstep.observe.diagnosis import diagnose
 from lockstep.observe.flight import Mark, Record
-from lockstep.observe.scene import Message, read_message
+from lockstep.observe.scene import Limits, Message, read_message
 from lockstep.observe.status import FINISHED, RAISED, Folding, LastWords, Sight, Status, Waiting
+from lockstep.observe.wording import Finding
 
 REDUCE = "all_reduce float32 [4] sum"
 SITE = "train.py:41 train_step"

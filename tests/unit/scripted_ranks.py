@@ -15,12 +15,13 @@ import torch
 
 from lockstep.comm.op import CommOp, Work
 from lockstep.observe import flight
-from lockstep.observe.flight import FlightRecord, FlightRecorder
+from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.profile import step_clock
+from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.profile.run_record import Run
-from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.recording import GuardLayer
+from lockstep.observe.sights import FlightRecord
 from whole_records import read_run
 
 STEPS = 6

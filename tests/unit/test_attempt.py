@@ -15,9 +15,9 @@ from lockstep.launch.attempt import Attempt
 from lockstep.launch.course import Course
 from lockstep.launch.job import Supervision
 from lockstep.launch.recovery import RestartPolicy
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
+from lockstep.observe.flight import FlightRecorder, Record
 from lockstep.observe.hang import FAILING
-from lockstep.observe.sights import flight_path
+from lockstep.observe.sights import FlightRecord, flight_path
 from lockstep.observe.status import Status, Waiting
 
 _LOOK_S, _TELLING_S = 0.1, 5.0

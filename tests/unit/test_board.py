@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from lockstep.observe.board import Board, send_ends
-from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.onlooker import noticed
-from lockstep.observe.sights import flight_path, sight_of
+from lockstep.observe.sights import FlightRecord, flight_path, sight_of
 from lockstep.observe.status import FINISHED, RUNNING, LastWords, Mark, Progress, Sight, Status, Waiting
 from lockstep.testing.waiting import wait_until
 

@@ -90,7 +90,7 @@ def test_typed_code_is_the_users(file: str) -> None:
 
 def test_the_code_that_a_launcher_gives_to_python_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "orig_argv", python_command("fork_server"))
-    monkeypatch.setattr(module, "_kinds", {})
+    monkeypatch.setattr(module, "_kind_of", module._kind_of.__wrapped__)
     assert not module.is_users("<string>")
     assert module.is_users("<stdin>")
 
@@ -185,12 +185,11 @@ def test_paths_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module._kind_of.cache_info().maxsize == module._REMEMBERED
     monkeypatch.setattr(module, "_REMEMBERED", 8)
-    monkeypatch.setattr(module, "_kinds", {})
     monkeypatch.setattr(module, "SITES", {})
     for number in range(50):
         assert through(Path(f"made_{number}.py"), CALLS_BACK)(call_site) == f"made_{number}.py:2 through"
-        assert len(module._kinds) <= 8
         assert len(module.SITES) <= 8
 
 

@@ -81,20 +81,26 @@ def test_profilers_are_put_beside_each_other(tmp_path: Path) -> None:
     assert {"thread 81", "PyTorch Profiler", "stands in collectives"} <= named
 
 
-def bucket_slices(at_us: int, late_us: int, names: tuple[str, ...]) -> dict[str, Any]:
-    """As kineto has collectives that C++ starts: where that happens, and until they have ended, in another thread."""
+def bucket_slices(at_us: int, late_us: int, names: tuple[str, ...], takes_us: float = 5000) -> dict[str, Any]:
+    """As kineto has collectives that C++ starts: where that happens, and until they have ended, in another thread.
+
+    takes_us: until then, from 3 us after the first rank's beginning.
+    """
     events: list[dict[str, Any]] = []
     for number, name in enumerate(names):
         here = at_us + late_us + 100 * number
         common = {"ph": "X", "pid": 4000}
         events.append({**common, "name": name, "cat": "cpu_op", "tid": 81, "ts": here, "dur": 9})
         done = {"name": "gloo:all_reduce", "cat": "user_annotation", "tid": 90, "ts": here + 3}
-        events.append({**common, **done, "dur": at_us + 5000 + 100 * number - here})
+        events.append({**common, **done, "dur": max(0.1, at_us + takes_us + 100 * number - here)})
     return {"baseTimeNanoseconds": 0, "traceEvents": events}
 
 
-@pytest.mark.parametrize("is_alike", [True, False])
-def test_each_bucket_has_an_arrow_from_the_rank_that_started_it_last(tmp_path: Path, is_alike: bool) -> None:
+@pytest.mark.parametrize(("is_alike", "takes_us"), [(True, 5000), (False, 5000), (True, 37.6)], ids=str)
+def test_each_bucket_has_an_arrow_from_the_rank_that_started_it_last(
+    tmp_path: Path, is_alike: bool, takes_us: float
+) -> None:
+    """Also where it has ended within a microsecond of that: the arrow does not point back."""
     run = world().run(tmp_path)
     moments = [
         {rank: moment._replace(op=moment.op._replace(group=TAIL_GROUP)) for rank, moment in ops.items()}
@@ -103,7 +109,7 @@ def test_each_bucket_has_an_arrow_from_the_rank_that_started_it_last(tmp_path: P
     names = ("c10d::allreduce_",) * 3
     at_us = int(moments[0][0].zero_us)
     traces = {
-        rank: bucket_slices(at_us, late_us, names if is_alike or rank else names[:2])
+        rank: bucket_slices(at_us, late_us, names if is_alike or rank else names[:2], takes_us)
         for rank, late_us in ((0, 0), (1, 40), (2, 20))
     }
     trace = merge(traces, moments, dict.fromkeys(run.ranks, "a"))

@@ -73,6 +73,7 @@ def test_value_of_the_wrong_type_ends_with_code_2(words: list[str], capsys: pyte
     ("words", "answer"),
     [
         (["tran"], "unknown command 'tran'"),
+        (["zzz"], "unknown command 'zzz': `lockstep --help` lists all"),
         (["help"], "did you mean `lockstep --help`?"),
         (["--versio"], "did you mean `lockstep --version`?"),
         (["train", "-n", "0"], "a number of processes from 1"),
@@ -84,6 +85,10 @@ def test_value_of_the_wrong_type_ends_with_code_2(words: list[str], capsys: pyte
         (["run"], "run what? `lockstep run -n 2 train.py`"),
         (["watch", "--prt", "3"], "unknown option --prt: did you mean --port? `lockstep watch --help` explains"),
         (["watch", "--no-termnal"], "did you mean --no-terminal?"),
+        (["watch", "--xq"], "unknown option --xq. `lockstep watch --help` explains"),
+        (["train", "llama4"], "unknown recipe 'llama4'"),
+        (["demo", "hang"], "there is no demo 'hang': `lockstep demo` lists all"),
+        (["demo", "skip"], "did you mean `lockstep demo skipped_"),
         (["profile", "--peak_tflop=3"], "did you mean --peak-tflops?"),
         (["report", "runs/one", "runs/two"], "unexpected 'runs/two'"),
         (["samples", "--fnd", "3"], "did you mean --find?"),

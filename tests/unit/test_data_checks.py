@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -34,7 +33,6 @@ from lockstep.observe.data_facts import (
     different_rules,
     equal_data,
     same_order,
-    shared_paths,
 )
 from lockstep.testing.failures import RankFailed
 from lockstep.testing.worlds import run_threads
@@ -148,19 +146,6 @@ def test_order() -> None:
     assert same_order(a, b) is None
     assert same_order(PassFacts(5, "x", ""), PassFacts(5, "x", "")) is None
     assert "set_epoch" in (same_order(a, a) or "")
-
-
-def test_paths_that_are_one_file(tmp_path: Path) -> None:
-    (tmp_path / "real").mkdir()
-    (tmp_path / "link").symlink_to(tmp_path / "real")
-    shards = {rank: [tmp_path / f"{rank}.pt"] for rank in range(3)}
-    assert shared_paths(shards) is None
-    assert shared_paths({0: [tmp_path / "a.pt"], 1: [], 2: []}) is None
-    assert shared_paths({0: ["a.pt", "a.pt"]}) is None
-    text = shared_paths({0: [tmp_path / "real" / "a.pt"], 1: [tmp_path / "b.pt"], 2: [tmp_path / "link" / "a.pt"]})
-    assert text is not None
-    assert text.startswith(f"ranks 0, 2 write the same file {tmp_path.resolve() / 'real' / 'a.pt'}: the last one wins")
-    assert "(and 1 more files)" in (shared_paths({0: ["a", "b"], 1: ["b", "a"]}) or "")
 
 
 def test_digest_of_any_batch() -> None:

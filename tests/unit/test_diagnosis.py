@@ -21,9 +21,8 @@ from rank_sights import (
     world,
 )
 
-from lockstep.observe.diagnosis import Finding, Limits, message_text
-from lockstep.observe.scene import FROM_CPP, read_message
-from lockstep.observe.wording import names
+from lockstep.observe.scene import FROM_CPP, Limits, message_text, read_message
+from lockstep.observe.wording import Finding, names
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "diagnosis.txt"
 EXTRA = "train.py:50 log_loss"

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, found_in, running, waiting_for_rank_1, world
 
-from lockstep.observe.profile.step_clock import BACKWARD, DATA
+from lockstep.observe.profile.phases import BACKWARD, DATA
 from lockstep.observe.scene import FROM_CPP, channel, message_text, read_message
 from lockstep.observe.wording import BEFORE
 

@@ -390,7 +390,7 @@ def test_exit_after_a_loss_that_was_caught_is_that_loss(ranks: Ranks, words: Las
     if words.of is not None:
         ranks.guards[0].lost(PeerLost("closed", 2))
     ranks.guards[0].end(SystemExit(1))
-    status = ranks.guards[1]._board.sights(is_urgent=True)[0].status
+    status = ranks.guards[1].board.sights(is_urgent=True)[0].status
     assert (status.state, status.words) == ("raised", words)
 
 
@@ -441,7 +441,7 @@ def test_a_rank_that_ends_for_itself_is_named_after_a_while(ranks: Ranks) -> Non
 def test_last_words(ranks: Ranks, tmp_path: Path, error: BaseException, state: str, words: LastWords) -> None:
     """The other ranks have them, and a launcher afterwards."""
     ranks.guards[0].end(error)
-    status = ranks.guards[1]._board.sights(is_urgent=True)[0].status
+    status = ranks.guards[1].board.sights(is_urgent=True)[0].status
     assert (status.state, status.words) == (state, words)
     assert {rank: one.words for rank, one in told_in(tmp_path / "a").items()} == {0: words, 1: None}
 
@@ -455,7 +455,7 @@ def test_a_launcher_says_how_a_process_ended(ranks: Ranks, tmp_path: Path) -> No
     launched = Board(tmp_path / "b", recorder, [2, 3], has_launcher=True)
     ranks.store.values.update(store.values)
     with contextlib.closing(launched):
-        for sights in (launched.sights(), ranks.guards[0]._board.sights(is_urgent=True)):
+        for sights in (launched.sights(), ranks.guards[0].board.sights(is_urgent=True)):
             assert (sights[2].is_gone, sights[2].how) == (True, "was killed by SIGSEGV")
         assert 5 not in launched.sights()
     recorder.close()

@@ -16,10 +16,11 @@ from lockstep.errors import CollectiveTimeout
 from lockstep.launch.workers import Workers
 from lockstep.observe import lookout
 from lockstep.observe.board import Board
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Mark, Record, pack_words
+from lockstep.observe.flight import FlightRecorder, Mark, Record, pack_words
 from lockstep.observe.guard import Guard
 from lockstep.observe.hang import FAILING
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import FlightRecord
 from lockstep.observe.status import Sight
 
 LOST = RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:4711")
@@ -140,6 +141,26 @@ def test_who_was_aborted_is_not_blamed_before_the_others_have_spoken(guard: Guar
     other.group("world", range(3))
     story.happens = lambda: other.call("barrier", SECOND)
     assert "MISMATCH in step 1, group world.  Culprit: rank 2" in str(guard.cause_of(LOST))
+
+
+@pytest.mark.parametrize("comes", [False, True])
+def test_two_that_differ_are_named_where_the_third_never_comes(guard: Guard, story: Story, comes: bool) -> None:
+    """It had met one of them, and was about to meet the one that was aborted."""
+    victim, other = story.ranks
+    guard.enter("world", 0, REDUCE, FIRST)
+    victim.waits(victim.call("all_reduce float32 [2] sum"))
+    victim.is_gone, victim.how = True, "was killed by SIGABRT"
+    other.group("world", range(3))
+
+    def goes_on() -> None:
+        victim.age_s = 1.0
+        if comes:
+            other.call()
+
+    story.happens = goes_on
+    said = str(guard.cause_of(LOST))
+    assert f"MISMATCH in step 1, group world.  {'Culprit: rank 1' if comes else 'Culprits: ranks 0,1'}" in said
+    assert "rank 1: all_reduce float32 [2] sum at train.py:40 train_step (step 1)" in said
 
 
 def test_news_that_come_late_make_a_finding_too(

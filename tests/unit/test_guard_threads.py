@@ -21,14 +21,16 @@ from lockstep.observe import account as account_module
 from lockstep.observe import flight
 from lockstep.observe.account import Account
 from lockstep.observe.facts import Facts
-from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
 from lockstep.observe.in_flight import Flight, InFlight
 from lockstep.observe.motion import Stand
 from lockstep.observe.patches import SharedPatches
-from lockstep.observe.profile.step_clock import OTHER, Step, StepClock
+from lockstep.observe.profile.phases import OTHER, Step
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import FlightRecord
 from lockstep.observe.status import FINISHED, RUNNING, LastWords
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, is_the_job
 from lockstep.observe.torch_training import TrainingWatch

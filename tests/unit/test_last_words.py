@@ -30,6 +30,7 @@ class Told:
 
     rank = 3
     words: Any = None
+    finding = None
 
     def __init__(self) -> None:
         self.facts = Facts()
@@ -45,7 +46,7 @@ class Told:
     def cause_of(self, error: BaseException) -> BaseException:
         return error
 
-    def as_shown(self, error: BaseException) -> BaseException:
+    def as_shown(self, error: BaseException, found: None) -> BaseException:
         return error
 
 

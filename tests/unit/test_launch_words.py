@@ -20,12 +20,13 @@ from lockstep.launch import torchrun_flags
 from lockstep.launch.fork_server import Start
 from lockstep.launch.guess import guess_program, guess_threads
 from lockstep.launch.job import Launch
-from lockstep.launch.launcher import LOOPBACK, stop_numbers
+from lockstep.launch.launcher import LOOPBACK
 from lockstep.launch.loopback import LoopbackRendezvous
 from lockstep.launch.preload import is_installed, modules_to_preload
 from lockstep.launch.processes import WorkerProcess
 from lockstep.launch.program import Program, read_program
 from lockstep.launch.torchrun_flags import read_flags
+from lockstep.launch.worker import stop_signals
 from lockstep.observe.last_words import sees_another
 from lockstep.observe.profile.window import RUN
 from lockstep.observe.torch_flight_recorder import TIMING
@@ -279,7 +280,7 @@ def test_signals_that_are_ignored_stay_so(monkeypatch: pytest.MonkeyPatch) -> No
 
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        assert stop_numbers("SIGTERM, SIGHUP") == [signal.SIGTERM]
+        assert stop_signals([signal.SIGTERM, signal.SIGHUP]) == [signal.SIGTERM]
     finally:
         signal.signal(signal.SIGHUP, before)
 

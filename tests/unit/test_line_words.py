@@ -24,7 +24,7 @@ def _run(file: str, known: LineWords) -> CodeType:
 def _learn(known: LineWords, seen_as: str = "") -> Words:
     """What a call from the line that calls this one says. seen_as: another line, where a layer stands between."""
     frame, site = sys._getframe(1), seen_as or call_site(2)
-    words = known.keep((site, "barrier"), "barrier")
+    words = known.of((site, "barrier"), lambda: "barrier")
     known.learn((id(frame.f_code), frame.f_lasti, "barrier"), frame, site, words)
     return words
 
@@ -63,5 +63,5 @@ def test_words_are_kept_but_not_without_end(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(module, "_KEPT", 2)
     known = LineWords("world")
     for number in range(5):
-        known.keep(("train.py:1 step", number), "barrier")
+        known.of(("train.py:1 step", number), lambda: "barrier")
         assert 0 < len(known.of_sites) <= 2

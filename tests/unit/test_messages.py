@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 from rank_sights import LIMITS, PaperRank, diagnosed, found_in, rank_1, running, waiting_for_rank_1
 
-from lockstep.observe.diagnosis import Finding, diagnose
+from lockstep.observe.diagnosis import diagnose
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.message_findings import find_left_over, find_too_large
 from lockstep.observe.scene import Scene
+from lockstep.observe.wording import Finding
 
 ABORT = "was killed by SIGABRT"
 

@@ -15,9 +15,10 @@ from profiled_worlds import read_rank
 import lockstep
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.notes import Later, log_values, note, take_notes, takes_notes
+from lockstep.observe.profile.phases import OTHER, Step
 from lockstep.observe.profile.run_facts import ORIGINS, commit_of, run_facts, variables_of, without_secrets
 from lockstep.observe.profile.run_record import file_of, steps_per_line
-from lockstep.observe.profile.step_clock import OTHER, Step, StepClock
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.writer import RunWriter
 from whole_records import read_run
 

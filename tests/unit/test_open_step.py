@@ -14,16 +14,17 @@ import pytest
 from profiled_worlds import World
 from reported_runs import add_launch, add_notes, began_ns
 
-from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.profile.phases import BACKWARD, DATA, EXPOSED, FORWARD, OPTIMIZER, OTHER
 from lockstep.observe.profile.run_record import Run
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, EXPOSED, FORWARD, OPTIMIZER, OTHER, StepClock
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.report import open_step
 from lockstep.observe.report.document import document_of
 from lockstep.observe.report.lanes import lanes_of
 from lockstep.observe.report.open_step import Moment, OpenOp, moment_of, moments_in
 from lockstep.observe.report.source import RunReader
 from lockstep.observe.scene import FROM_CPP
-from lockstep.observe.sights import flight_path, from_record, status_of, waits_of
+from lockstep.observe.sights import FlightRecord, flight_path, from_record, status_of, waits_of
 from lockstep.observe.status import RAISED, LastWords, Progress, Sight, Status
 
 _TEXT = "all_reduce float32 [4] sum"

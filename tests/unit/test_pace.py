@@ -7,36 +7,30 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 
-from lockstep.observe.pace import EVERY, FIRST, FIRST_ON_GPU, SHORT_NS, Pace, one_of_each
+from lockstep.observe.pace import EVERY, FIRST, SHORT_NS, Pace, one_of_each
 
 
-def looked_at(pace: Pace, steps: int, step_ns: int, since: int = 0, *, on_gpu: bool = False) -> Iterator[int]:
+def looked_at(pace: Pace, steps: int, step_ns: int, since: int = 0) -> Iterator[int]:
     """The steps that are."""
     for step in range(since + 1, since + steps + 1):
         if not pace.is_brief:
             yield step
-            pace.plan(step, step * step_ns, on_gpu=on_gpu)
+            pace.plan(step, step * step_ns)
         elif step + 1 >= pace.until:
             pace.is_brief = False
 
 
 def test_the_first_steps_and_then_one_of_every_sixteen() -> None:
-    found = [*looked_at(Pace(), 40 * FIRST, SHORT_NS // 2)]
+    found = [*looked_at(Pace(), 320 * FIRST, SHORT_NS // 2)]
     assert found[:FIRST] == [*range(1, FIRST + 1)]
     later = [step for step in found if step >= FIRST + EVERY]
-    assert Counter(step // EVERY for step in later) == dict.fromkeys(range(FIRST // EVERY + 1, 40 * FIRST // EVERY), 1)
+    assert Counter(step // EVERY for step in later) == dict.fromkeys(range(FIRST // EVERY + 1, 320 * FIRST // EVERY), 1)
     apart = {after - before for before, after in itertools.pairwise(later)}
     assert apart >= {1, 15, 16, 17, 31}
     assert max(apart) < 2 * EVERY
     for period in range(2, 9):  # what comes back every few steps is met as often as it is there
         met = Counter(step % period for step in later)
         assert all(abs(met[at] * period / len(later) - 1) < 0.2 for at in range(period)), (period, met)
-
-
-def test_on_a_gpu_fewer_are_the_first() -> None:
-    found = [*looked_at(Pace(), 4 * FIRST_ON_GPU, 1, on_gpu=True)]
-    assert found[:FIRST_ON_GPU] == [*range(1, FIRST_ON_GPU + 1)]
-    assert len(found) < FIRST_ON_GPU + 4 * FIRST_ON_GPU // EVERY + 2
 
 
 def test_long_steps_are_all_looked_at_and_short_ones_no_more_once_they_are_long() -> None:

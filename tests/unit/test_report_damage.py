@@ -203,9 +203,9 @@ def test_what_is_none_of_a_launcher_is_named_and_half_a_line_of_one_that_was_kil
     begun = json.dumps({"launch": "x", "time_ns": began_ns(folder), "host": "h", "pid": 1}) + "\n"
     (folder / LAUNCH).write_text(f'{begun}{begun[:20]}{begun}{{"over":')
     assert said(folder)[1] == ""
-    for other in ("\ufffd\x07", '{"attempt": 3}'):
+    for other in ("\ufffd\x07", '{"attempt": 3}', "null"):
         (folder / LAUNCH).write_text(f"{begun}{other}\n")
-        assert said(folder)[1].startswith("launch.jsonl: line 2 is none of a launcher: ")
+        assert said(folder)[1] == f"launch.jsonl: line 2 is none of a launcher: {other!r}"
 
 
 def test_file_that_cannot_be_opened_and_one_that_is_not_there(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from profiled_worlds import World, read_rank, reader
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import covered_ns
+from lockstep.observe.profile.phases import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step
 from lockstep.observe.profile.run_record import (
     OPERATIONS_MAX,
     bytes_of,
@@ -26,7 +27,7 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     without_wholes,
 )
-from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step, StepClock
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.report.heat import heat_of
 from lockstep.observe.scene import FROM_CPP

@@ -25,7 +25,7 @@ from lockstep.observe import account, motion, stacks, waiting_loop
 from lockstep.observe.account import LEAVING, Account
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.motion import Motion, is_traced, transferred_bytes
-from lockstep.observe.profile.step_clock import DATA
+from lockstep.observe.profile.phases import DATA
 from lockstep.observe.stacks import activity_of, stack_of
 from lockstep.observe.waiting_loop import Loop
 

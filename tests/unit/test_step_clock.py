@@ -10,22 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.observe.profile import step_clock
-from lockstep.observe.profile.step_clock import (
+from lockstep.observe.profile.phases import (
     BACKWARD,
     DATA,
     EXPOSED,
     FORWARD,
-    MARKS,
     OTHER,
     PHASES,
-    WAITS,
     Step,
-    StepClock,
     Values,
     outermost,
     spans_in,
     worked_out,
 )
+from lockstep.observe.profile.step_clock import MARKS, WAITS, StepClock
 
 
 class Time:
@@ -240,7 +238,7 @@ def test_of_a_step_without_end_only_the_sums_and_the_last_waits_are_kept(read: S
     assert [phase for phase, _ in spans_in(short, 100)] == [OTHER, DATA]
 
 
-def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_the_last_that_was(read: StepClock) -> None:
+def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_one_that_was(read: StepClock) -> None:
     read.values = lambda step: lambda: ({"step": step}, None)
     for phase in (DATA, FORWARD, BACKWARD, OTHER):
         read.switch(phase)
@@ -248,11 +246,12 @@ def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_the_last_that_w
     read.step_done(1, 4)
     for step in (2, 3):
         read.is_brief = True
+        assert read.switch(FORWARD) < 0
         read.switch(DATA)
         read.samples += 5
         read.switch(OTHER)
         read.waited(3 + step, read.marks[-1][1], read.marks[-1][1] + 2)
-        assert [phase for phase, _ in read.so_far(9)] == [OTHER, DATA, EXPOSED, OTHER]
+        assert [phase for phase, _ in read.so_far(9)] == [OTHER, DATA, OTHER]
         read.step_done(step, 4 + step)
     read.switch(FORWARD)
     read.step_done(4, 9)
@@ -277,7 +276,7 @@ def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_the_last_that_w
     assert last.marks[0][1] == brief[-1].ended_ns
 
 
-def test_what_a_brief_step_takes_beyond_twice_the_last_that_was_timed_is_nobodys_part(read: StepClock) -> None:
+def test_what_a_brief_step_takes_beyond_twice_the_one_that_was_timed_is_nobodys_part(read: StepClock) -> None:
     read.keep((1, 0, 1000, 0, (), [], (0, 300, 400, 100, 150, 50), None, False), 0)
     read.keep((2, 1000, 2500, 0, (), [(OTHER, 1000)], (), None, True), 0)
     read.keep((3, 2500, 12500, 0, (), [(OTHER, 2500)], (), None, True), 0)
@@ -286,9 +285,43 @@ def test_what_a_brief_step_takes_beyond_twice_the_last_that_was_timed_is_nobodys
     assert list(stalled.summed_ns) == [0, 600, 800, 200, 300, 8100]
 
 
+def test_one_step_that_stood_still_while_it_was_timed_is_no_model_for_others(read: StepClock) -> None:
+    """Of the last five the one of middle length is."""
+    now_ns = 0
+    for step, exposed_ns in enumerate((100, 110, 90, 1_000_000, 105, 95, 2_000_000, 120), 1):
+        began_ns, now_ns = now_ns, now_ns + 100 + exposed_ns
+        read.keep((step, began_ns, now_ns, 0, (), [], (0, 60, 40, exposed_ns, 0, 0), None, False), 0)
+        read.keep((step, now_ns, now_ns + 200, 0, (), [(OTHER, now_ns)], (), None, True), 0)
+        now_ns += 200
+    shares = [one.summed_ns[EXPOSED] / 200 for one in read.steps if one.is_brief]
+    exposed = (100, 100, 100, 100, 105, 105, 105, 120)  # of which the middle one is, the shorter of two
+    assert shares == [int(200 * ns / (100 + ns)) / 200 for ns in exposed]
+
+
 def test_a_first_step_that_is_brief_has_what_was_timed(read: StepClock) -> None:
     read.is_brief = True
     read.switch(DATA)
     read.step_done(1, 0)
     (step,) = read.steps
     assert sum(worked_out(step).summed_ns) == step.ended_ns - step.began_ns
+
+
+def test_who_ends_a_step_says_whether_the_next_is_brief(read: StepClock) -> None:
+    """Such a step ends like any other: with its operations, tokens and samples, and where the next one begins."""
+    read.switch(FORWARD)
+    read.step_done(1, 3, 10, is_brief=True)
+    for step in (2, 3):
+        read.switch(DATA)
+        read.samples += step
+        read.switch(FORWARD)
+        read.waited(3, read.marks[-1][1], read.marks[-1][1] + 1)
+        read.step_done(step, 3 * step, 10 * step, is_brief=step == 2)
+    read.switch(BACKWARD)
+    assert read.marks[-1][0] == BACKWARD
+    read.step_done(4, 20)
+    steps = [*read.steps]
+    assert [step.is_brief for step in steps] == [False, True, True, False]
+    assert [step.operations for step in steps] == [(0, 3), (3, 6), (6, 9), (9, 20)]
+    assert [step.tokens for step in steps] == [10, 20, 30, 0]
+    assert [step.samples for step in steps] == [0, 2, 3, 0]
+    assert all(one.ended_ns == other.began_ns for one, other in itertools.pairwise(steps))

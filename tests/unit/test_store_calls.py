@@ -50,3 +50,10 @@ def test_all_are_made_in_one_thread_that_ends_with_it() -> None:
     assert threading.current_thread() not in threads
     del calls
     assert wait_until(lambda: not any(thread.is_alive() for thread in threads if thread), 10.0)
+
+
+def test_after_close_none_is_made() -> None:
+    calls, made = StoreCalls(RuntimeError), list[str]()
+    calls.close()
+    assert calls.ask(lambda: made.append("later"), "default", 60.0) == "default"
+    assert made == []

@@ -17,7 +17,7 @@ from watched_guard import Watched, failed
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
 from lockstep.observe.motion import Stand
-from lockstep.observe.profile.step_clock import UNKNOWN
+from lockstep.observe.profile.phases import UNKNOWN
 from lockstep.observe.torch_groups import WatchedGroup
 from lockstep.observe.torch_watch import TorchWatch
 

@@ -13,22 +13,21 @@ from scripted_gpu import NEVER, ScriptedGpu, Stream, clock, gpu
 from lockstep.cli.profile import describe
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.device_values import read_later
-from lockstep.observe.profile.run_record import Run, Steps
-from lockstep.observe.profile.step_clock import (
+from lockstep.observe.profile.phases import (
     BACKWARD,
     DATA,
     EXPOSED,
     FORWARD,
-    MARKS,
     OPTIMIZER,
     OTHER,
     PHASES,
     TAIL,
     UNKNOWN,
     Step,
-    StepClock,
     spent_in,
 )
+from lockstep.observe.profile.run_record import Run, Steps
+from lockstep.observe.profile.step_clock import MARKS, StepClock
 from lockstep.observe.profile.stream_times import as_seen
 from lockstep.observe.profile.verdict import judge
 from lockstep.observe.profile.waits import unseen
@@ -38,7 +37,9 @@ from whole_records import read_run
 __all__ = ["clock", "gpu"]  # fixtures
 
 
-def train(clock: StepClock, gpu: ScriptedGpu, *, data_us: float = 0, extra_us: float = 0) -> None:
+def train(
+    clock: StepClock, gpu: ScriptedGpu, *, data_us: float = 0, extra_us: float = 0, is_brief: bool = False
+) -> None:
     """One step: forward 10 ms, backward 20 ms, optimizer 1 ms, which the thread queues in a moment."""
     clock.switch(DATA)
     gpu.now_us += data_us
@@ -48,7 +49,7 @@ def train(clock: StepClock, gpu: ScriptedGpu, *, data_us: float = 0, extra_us: f
     gpu.queue(20_000 + extra_us)
     clock.switch(OPTIMIZER)
     gpu.queue(1_000)
-    clock.step_done(clock.step + 1, 0)
+    clock.step_done(clock.step + 1, 0, is_brief=is_brief)
 
 
 def taken(clock: StepClock, gpu: ScriptedGpu) -> list[Step]:
@@ -402,6 +403,20 @@ def test_a_step_that_is_only_counted_shares_its_time_as_the_last_one_on_the_gpu(
     assert counted.times is not None
     train(clock, gpu)
     assert [step.times is not None for step in taken(clock, gpu)] == [True]
+
+
+def test_steps_of_a_loop_that_marks_its_phases_are_only_counted_in_a_row(clock: StepClock, gpu: ScriptedGpu) -> None:
+    for is_next_brief in (False, True, True, True, False, False):
+        train(clock, gpu, is_brief=is_next_brief)
+    steps = taken(clock, gpu)
+    assert [step.is_brief for step in steps] == [False, False, True, True, True, False]
+    assert all(step.times is not None for step in steps)
+    like = {"forward": 10, "backward": 20, "optimizer": 1}
+    assert spent_ms(steps[1]) == spent_ms(steps[5]) == like
+    for step in steps[2:5]:
+        whole = (step.ended_ns - step.began_ns) / 1e6
+        assert sum(spent_ms(step).values()) == pytest.approx(whole, abs=0.3)
+        assert spent_ms(step).keys() <= like.keys() | {"other"}
 
 
 def test_a_step_with_too_many_marks_has_its_thread_s_times(clock: StepClock, gpu: ScriptedGpu) -> None:

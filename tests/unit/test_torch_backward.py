@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -53,15 +54,38 @@ def test_since_when_a_backward_waits_is_not_noted_of_steps_that_are_only_counted
         return len(BACKWARDS._tails_ns), len(BACKWARDS.own), len(users)
 
     assert noted() == (1, 1, 1)
-    BACKWARDS.turned(is_brief=True)
-    BACKWARDS.turned(is_brief=True)
+    BACKWARDS.turned(is_brief=True, is_marked=False)
+    BACKWARDS.turned(is_brief=True, is_marked=False)
     assert noted() == (0, 2, 2)  # gradients are: the next step that is looked at asks for them
-    BACKWARDS.turned(is_brief=False)
+    BACKWARDS.turned(is_brief=False, is_marked=False)
     assert noted() == (1, 3, 3)
-    BACKWARDS.turned(is_brief=True)
+    BACKWARDS.turned(is_brief=True, is_marked=False)
     detach()
-    BACKWARDS.turned(is_brief=False)
+    BACKWARDS.turned(is_brief=False, is_marked=False)
     assert len(cast(Any, one._backward_hooks)) == 1  # the user's
+
+
+def test_steps_that_our_own_loop_only_counts_call_torchs_backward_unless_something_is_to_be_done_first(
+    detach: Callable[[], None],
+) -> None:
+    ours = torch.autograd.backward
+    stock = inspect.unwrap(ours)
+    BACKWARDS.once.append(lambda: None)
+    BACKWARDS.turned(is_brief=True, is_marked=True)
+    assert torch.autograd.backward is ours
+    param().sum().backward()
+    assert BACKWARDS.once == []
+    for _ in range(2):
+        BACKWARDS.turned(is_brief=True, is_marked=True)
+        assert torch.autograd.backward is stock
+    for _ in range(2):
+        BACKWARDS.turned(is_brief=False, is_marked=True)
+        assert torch.autograd.backward is ours
+    BACKWARDS.turned(is_brief=True, is_marked=True)
+    detach()
+    assert torch.autograd.backward is stock
+    BACKWARDS.turned(is_brief=False, is_marked=True)
+    assert torch.autograd.backward is stock
 
 
 def test_the_last_who_leaves_puts_torch_back() -> None:

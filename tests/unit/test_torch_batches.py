@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.observe.profile.step_clock import DATA, OTHER, StepClock
+from lockstep.observe.profile.phases import DATA, OTHER
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.torch_batches import BATCHES, PASS, samples_in
 
 ROWS, BATCH = 10, 3

@@ -13,7 +13,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from lockstep.observe.flight import FlightRecord, FlightRecorder, pack_words
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.sights import FlightRecord
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup
 

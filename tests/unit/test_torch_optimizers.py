@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_gradients import GradientFacts
 from lockstep.observe.torch_optimizers import OPTIMIZERS, Seen
@@ -39,6 +40,8 @@ class Steps:
 
     def __init__(self) -> None:
         self.guard: Any = None
+        self.clock = StepClock()
+        self.planned = 0
         self.groups: Any = SimpleNamespace(listed={}, followed={}, all=list)
         self.counter = StepCounter(lambda optimizer: False)
         self.asked: list[Any] = []
@@ -46,6 +49,9 @@ class Steps:
     def stepped(self, optimizer: Any, started: Sequence[Any]) -> bool:
         self.asked.append(optimizer)
         return bool(started)
+
+    def plan(self) -> None:
+        self.planned += 1
 
 
 @pytest.fixture
@@ -84,6 +90,21 @@ def test_an_optimizer_whose_step_calls_its_parents_step_steps_once(looks: Looks)
     for _ in range(3):
         train(optimizer, param)
     assert steps.asked == told == [optimizer] * 3
+
+
+def test_a_loop_that_ends_its_steps_itself_is_not_asked_whether_one_has_ended(looks: Looks) -> None:
+    param, steps, told = weight(), Steps(), list[Any]()
+    optimizer = torch.optim.SGD([param], lr=0.1)
+    OPTIMIZERS.steps, OPTIMIZERS.counted = cast("Any", steps), lambda *how: told.append(how)
+    steps.clock.is_marked = True
+    for step in range(1, 4):
+        train(optimizer, param)
+        train(optimizer, param)
+        assert (len(told), steps.planned) == (step - 1, step - 1)
+        OPTIMIZERS.step_done()
+    assert told == [(optimizer, True)] * 3
+    OPTIMIZERS.step_done()  # in which none has stepped
+    assert (len(told), steps.planned, steps.asked) == (3, 4, [])
 
 
 def test_a_step_that_raises_is_not_counted_and_the_next_one_is(looks: Looks) -> None:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, StepClock, worked_out
+from lockstep.observe.profile.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, PHASES, worked_out
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_phases import attach_phases, forwards_found
 
 _STEPS = 3

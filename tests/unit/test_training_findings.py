@@ -457,6 +457,7 @@ def test_one_file_that_two_ranks_write_in_one_step() -> None:
 
     [note] = noted(tell)
     assert "SAVE: ranks 0,1 wrote one file after step 7, at save.py:0, save.py:1." in note.text
+    assert "ranks 0, 1 write the same file model.pt: the last one wins" in note.text
     assert is_quiet(lambda facts, rank: facts.tell("save", "model.pt", [7 + rank, SITE]))  # one after the other
 
 

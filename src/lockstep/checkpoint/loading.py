@@ -21,7 +21,7 @@ from lockstep.checkpoint.flatten import flatten
 from lockstep.checkpoint.generation import Name, names_in, of_step
 from lockstep.checkpoint.manifest import Manifest
 from lockstep.checkpoint.reader import CheckpointReader, open_checkpoint, overlaps_itself, some
-from lockstep.checkpoint.state import SHARDS, FlatState, State, join, keys_of, unflatten
+from lockstep.checkpoint.state import SHARDS, FlatState, State, is_at, is_under, join, keys_of, unflatten
 from lockstep.checkpoint.tensor_file import DTYPES
 from lockstep.checkpoint.together import together
 from lockstep.comm.communicator import Communicator
@@ -141,15 +141,15 @@ class _Plan:
         self.shards = {number: join(SHARDS, str(number)) for number in dict.fromkeys(shards)}
         problems = []
         if into is None:
-            self._take_whole(lambda path: not path.startswith(f"{SHARDS}/"))
+            self._take_whole(lambda path: not is_under(path, SHARDS))
         else:
             if not isinstance(into, dict):
                 raise ConfigError(f"into={type(into).__name__}: load into a dict, as {{'model': model}}")
-            there = [path for path in (*manifest.tensors, *manifest.aliases) if not path.startswith(f"{SHARDS}/")]
+            there = [path for path in (*manifest.tensors, *manifest.aliases) if not is_under(path, SHARDS)]
             problems += self._fit(into, there, allowed)
         for prefix in self.shards.values():
-            self._take_whole(lambda path, top=prefix: path == top or path.startswith(f"{top}/"))
-            if not self._has(prefix) and not allowed("missing", prefix):
+            self._take_whole(lambda path, top=prefix: is_at(path, top))
+            if not manifest.has(prefix) and not allowed("missing", prefix):
                 problems.append(f"{prefix} is not in the checkpoint")
         if problems:
             raise CheckpointMismatch(some(problems, "; "))
@@ -201,7 +201,7 @@ class _Plan:
             else:
                 self.kept[path] = tensor
         for path, value in flat.values.items():
-            if path not in self.manifest.values and not self._has(path):
+            if path not in self.manifest.values and not self.manifest.has(path):
                 differences.append(("missing", path, "is not in the checkpoint"))
                 self.kept[path] = value
         for path in there:
@@ -230,7 +230,7 @@ class _Plan:
             here = (*keys, key)
             path = functools.reduce(join, here, "")
             if callable(getattr(value, "load_state_dict", None)):
-                if self._has(path):
+                if self.manifest.has(path):
                     self.objects[path] = (here, value)
                     rooms[key] = self._room_of(path, value)
                 else:
@@ -244,14 +244,14 @@ class _Plan:
     def _room_of(self, path: str, owner: Any) -> Any:
         """Tensors for what the checkpoint has of `owner`: its own, those it makes, or whole ones on the CPU."""
         if hasattr(owner, "room_for"):
-            return owner.room_for(self._subtree(path, lambda tensor: self._room(tensor, "meta")))
+            return owner.room_for(self.manifest.subtree(path, lambda tensor: self._room(tensor, "meta")))
         if isinstance(owner, Module):
             return owner.state_dict()
         if isinstance(owner, Optimizer):
             params = [param for group in owner.param_groups for param in group["params"]]
             above = keys_of(join(path, "state"))
-            return self._subtree(path, lambda tensor: self._state_room(tensor, above, params, owner))
-        return self._subtree(path, self._room)
+            return self.manifest.subtree(path, lambda tensor: self._state_room(tensor, above, params, owner))
+        return self.manifest.subtree(path, self._room)
 
     def _state_room(self, path: str, above: Sequence[str], params: Sequence[Any], owner: Any) -> AnyTensor:
         """Of a DTensor the state is DTensors: cut as it is, and where it has another shape whole on every rank.
@@ -270,27 +270,6 @@ class _Plan:
         with torch.no_grad():
             return param.new_empty(room.shape, dtype=room.dtype)
 
-    def _subtree(self, prefix: str, make: Callable[[str], AnyTensor]) -> Any:
-        """What lies under `prefix`, its tensors made by `make`."""
-        below = f"{prefix}/"
-        if prefix in self.manifest.values:
-            return self.manifest.values[prefix]
-        tensors = {p: make(p) for p in self.manifest.tensors if p.startswith(below)}
-        ties = {p: target for p, target in self.manifest.aliases.items() if p.startswith(below)}
-        tensors |= {p: make(p) for p, target in ties.items() if target not in tensors}
-        aliases = {p: target for p, target in ties.items() if p not in tensors}
-        values = {p: value for p, value in self.manifest.values.items() if p.startswith(below)}
-        kinds = {p: kind for p, kind in self.manifest.kinds.items() if p == prefix or p.startswith(below)}
-        found: Any = unflatten(FlatState(tensors, values, kinds, aliases))
-        for key in keys_of(prefix):
-            found = found[key]
-        return found
-
     def _room(self, path: str, device: str = "cpu") -> Tensor:
         dtype, shape = self.manifest.tensors[self.manifest.target(path)]
         return torch.empty(tuple(shape), dtype=DTYPES[dtype], device=device)
-
-    def _has(self, prefix: str) -> bool:
-        below = f"{prefix}/"
-        tables = (self.manifest.tensors, self.manifest.aliases, self.manifest.values)
-        return any(path == prefix or path.startswith(below) for table in tables for path in table)

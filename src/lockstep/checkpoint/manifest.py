@@ -10,13 +10,13 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from reprlib import repr as short
 from typing import Any
 
-from lockstep.checkpoint.state import check_paths
+from lockstep.checkpoint.state import FlatState, check_paths, is_at, keys_of, unflatten
 from lockstep.checkpoint.tensor_file import (
     DTYPES,
     TOKENS_MAX,
@@ -65,6 +65,25 @@ class Manifest:
     def target(self, path: str) -> str:
         """Where the elements of tensor `path` are found."""
         return self.aliases.get(path, path)
+
+    def has(self, prefix: str) -> bool:
+        """Whether a tensor or a value is at `prefix`, or under it."""
+        return any(is_at(path, prefix) for table in (self.tensors, self.aliases, self.values) for path in table)
+
+    def subtree(self, prefix: str, make: Callable[[str], Any]) -> Any:
+        """What the state has at `prefix`, its tensors made by `make`: tied ones once, for the first of their paths."""
+        firsts: dict[str, str] = {}
+        aliases: dict[str, str] = {}
+        for path in (*self.tensors, *self.aliases):
+            if is_at(path, prefix) and firsts.setdefault(self.target(path), path) != path:
+                aliases[path] = firsts[self.target(path)]
+        tensors = {path: make(path) for path in firsts.values()}
+        values = {path: value for path, value in self.values.items() if is_at(path, prefix)}
+        kinds = {path: kind for path, kind in self.kinds.items() if is_at(path, prefix)}
+        found: Any = unflatten(FlatState(tensors, values, kinds, aliases))
+        for key in keys_of(prefix):
+            found = found[key]
+        return found
 
 
 def file_name(rank: int) -> str:

@@ -60,8 +60,7 @@ class OpenFiles:
             size = os.fstat(fd).st_size
             if size > bytes_max:
                 raise CheckpointDamaged(f"{source} is damaged: {size} bytes, it has at most {bytes_max}")
-            data = bytearray(size)
-            fill(fd, memoryview(data), 0)
+            data = read_at(fd, 0, size)
         try:
             return data.decode("ascii")
         except UnicodeDecodeError as error:
@@ -90,6 +89,13 @@ def fill(fd: int, into: memoryview, offset: int) -> None:
         if count == 0:
             raise EOFError(f"it ends at byte {offset + done}")
         done += count
+
+
+def read_at(fd: int, offset: int, size: int) -> bytes:
+    """The `size` bytes from `offset`. Raises: EOFError; OSError."""
+    data = bytearray(size)
+    fill(fd, memoryview(data), offset)
+    return bytes(data)
 
 
 def sha256_of(fd: int, size: int) -> str:

@@ -11,6 +11,7 @@ import math
 import os
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, final
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from lockstep.checkpoint.manifest import BYTES_MAX, NAME, Manifest, digest_of, from_text
-from lockstep.checkpoint.open_files import OpenFiles, crc32_of, faults, fill, sha256_of
+from lockstep.checkpoint.open_files import OpenFiles, crc32_of, faults, fill, read_at, sha256_of
 from lockstep.checkpoint.shares import is_tiled
 from lockstep.checkpoint.tensor_file import DTYPES, Stored, read_header
 from lockstep.comm.tensor_parts import Part
@@ -157,12 +158,7 @@ class CheckpointReader:
         return f"tensors {some(wrong)}"
 
     def _header(self, fd: int, name: str) -> list[Stored]:
-        def read_at(offset: int, count: int) -> bytes:
-            data = bytearray(count)
-            fill(fd, memoryview(data), offset)
-            return bytes(data)
-
-        return read_header(read_at, self.manifest.files[name].bytes, str(self.folder / name))
+        return read_header(partial(read_at, fd), self.manifest.files[name].bytes, str(self.folder / name))
 
     def _pieces(self) -> dict[str, list[_Held]]:
         """Where the elements of every tensor are; by path.

@@ -90,6 +90,16 @@ def keys_of(path: str) -> list[str]:
     return [_key(name) for name in path.split("/")] if path else []
 
 
+def is_under(path: str, prefix: str) -> bool:
+    """Whether `path` lies in the container at `prefix`, "" for the state itself."""
+    return not prefix or path.startswith(f"{prefix}/")
+
+
+def is_at(path: str, prefix: str) -> bool:
+    """Whether `path` is `prefix`, or lies in the container there."""
+    return path == prefix or is_under(path, prefix)
+
+
 # ------------------------------------------------------------------ unflattening
 
 

@@ -13,7 +13,7 @@ from importlib import import_module
 import lockstep
 from lockstep.errors import ConfigError, LaunchError
 from lockstep.launch.early_stop import leave_at_once
-from lockstep.launch.words import current_folder, lead_nowhere, nearest, say
+from lockstep.launch.words import current_folder, lead_nowhere, refuse_name, say
 
 _PARENT_PID = "LOCKSTEP_PARENT_PID"  # of who has started this command for itself, and takes it along when it ends
 _COMMANDS = ("train", "run", "checkpoint", "samples", "profile", "report", "watch", "doctor", "demo", "learn", "puzzle")
@@ -108,8 +108,8 @@ def _command(name: str, words: Sequence[str]) -> int:
         print(f"lockstep {lockstep.__version__}" if name == "--version" else HELP)
         return 0
     if name not in _COMMANDS:
-        near = nearest(name, ("--help", "--version", *(() if name.startswith("-") else _COMMANDS)))
-        raise ConfigError(f"unknown command {name!r}: did you mean `lockstep {near}`? `lockstep --help` lists all")
+        known = ("--help", "--version", *(() if name.startswith("-") else _COMMANDS))
+        refuse_name("unknown command", name, known, "lockstep", "lockstep --help")
     current_folder()
     command = getattr(import_module(f"lockstep.cli.{name}"), name)
     if signal.getsignal(signal.SIGINT) is leave_at_once:  # as __main__ has set it until here

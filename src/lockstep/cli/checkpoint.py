@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from lockstep.errors import CheckpointMissing, ConfigError, LockstepError
-from lockstep.launch.words import Words, nearest
+from lockstep.launch.words import Words, refuse_name
 
 _USER_ERROR = 2
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -40,11 +40,7 @@ def checkpoint(words: Sequence[str]) -> int:
         print(HELP)
         return 0
     if words[0] not in _COMMANDS:
-        near = nearest(words[0], _COMMANDS)
-        raise ConfigError(
-            f"unknown command {words[0]!r}: did you mean `lockstep checkpoint {near}`? "
-            "`lockstep checkpoint --help` lists all"
-        )
+        refuse_name("unknown command", words[0], _COMMANDS, "lockstep checkpoint", "lockstep checkpoint --help")
     parser = Words(prog=f"lockstep checkpoint {words[0]}", allow_abbrev=False)
     try:
         return _COMMANDS[words[0]](parser, words[1:])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from lockstep.cli.demo_side import Line, Side, Who
 from lockstep.demos.catalog import DEMOS, HANG_S, Demo
 from lockstep.errors import ConfigError
-from lockstep.launch.words import Words, nearest
+from lockstep.launch.words import Words, refuse_name
 from lockstep.observe.report.terminal import ending_by_exception
 
 _SHOWN = 30  # lines of stock torch
@@ -49,8 +49,7 @@ def demo(words: Sequence[str]) -> int:
         _list()
         return 0
     if args.name not in DEMOS:
-        hint = f"did you mean `lockstep demo {nearest(args.name, DEMOS)}`? `lockstep demo` lists all"
-        raise ConfigError(f"there is no demo {args.name!r}: {hint}")
+        refuse_name("there is no demo", args.name, DEMOS, "lockstep demo", "lockstep demo")
     if not 0 < args.seconds < 1e6:
         raise ConfigError(f"--seconds {args.seconds:g}: it is a number above 0")
     one = DEMOS[args.name]

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple, final
 
+from lockstep.comm.preflight import keep_port
 from lockstep.demos.catalog import Demo
 from lockstep.launch.processes import adopting_orphans, children
 from lockstep.launch.worker import hear_of_end
@@ -112,10 +113,10 @@ class Side:
         return bool(self.demo.places) or any(children(process.pid) for process in self._processes)
 
     def _ports(self) -> dict[str, str]:
-        foreign = self._stack.enter_context(socket.create_server(("127.0.0.1", 0)))
-        with socket.create_server(("127.0.0.1", 0)) as own, socket.create_server(("127.0.0.1", 0)) as other:
-            servers = {"own": own, "other": other, "foreign": foreign}
-            return {name: str(server.getsockname()[1]) for name, server in servers.items()}
+        """Nobody else gets them before the demo is over."""
+        foreign, own, other = socket.create_server(("127.0.0.1", 0)), keep_port(), keep_port()
+        ports = {"own": own, "other": other, "foreign": foreign}
+        return {name: str(self._stack.enter_context(port).getsockname()[1]) for name, port in ports.items()}
 
     # ------------------------------------------------------------------ the end
 

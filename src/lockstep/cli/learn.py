@@ -9,7 +9,7 @@ import lockstep.lessons
 from lockstep.cli import ends_with_me
 from lockstep.cli.pager import show_screens
 from lockstep.errors import ConfigError
-from lockstep.launch.words import Words, nearest
+from lockstep.launch.words import Words, refuse_name
 from lockstep.learn.events import screens
 from lockstep.learn.program import play, title_of
 from lockstep.learn.replay import replay
@@ -66,9 +66,8 @@ def _shipped(name: str) -> Path:
 def _path_of(name: str) -> Path:
     if name in LESSONS:
         return _shipped(name)
-    if name.endswith(".py"):
-        if not Path(name).is_file():
-            raise ConfigError(f"there is no file {name!r}; `lockstep learn` lists the lessons")
-        return Path(name)
-    near = nearest(name, LESSONS)
-    raise ConfigError(f"no lesson is called {name!r}: did you mean `lockstep learn {near}`? `lockstep learn` lists all")
+    if not name.endswith(".py"):
+        refuse_name("no lesson is called", name, LESSONS, "lockstep learn", "lockstep learn")
+    if not Path(name).is_file():
+        raise ConfigError(f"there is no file {name!r}; `lockstep learn` lists the lessons")
+    return Path(name)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from lockstep.errors import ConfigError
 from lockstep.launch.words import RUN_FOLDER, Words
+from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.profile.run_record import Run
-from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.verdict import Verdict, judge
 from lockstep.observe.report.run_rows import look
 from lockstep.observe.report.source import RunReader, find_run
@@ -56,7 +56,7 @@ def describe(folder: Path | None, flops_per_token: float = 0.0, peak_tflops: flo
     yield ""
     yield from _table(verdict)
     if counted := max(sum(line.counted for line in record.lines) for record in run.ranks.values()):
-        yield f"of {counted} steps only time and data were taken: the rest is as in the last step that was timed before"
+        yield f"of {counted} steps only time and data were taken: the rest is as in steps that were timed before"
         yield "(what is beyond twice that is in `other`)"
     yield from _waiting(verdict)
     yield from _what_if(verdict)

@@ -32,7 +32,7 @@ from lockstep.launch.program import Program
 from lockstep.launch.recovery import USER_ERROR, RestartPolicy
 from lockstep.launch.starter import default_processes, loading_ahead, may_have_accelerator
 from lockstep.launch.stop_signals import leaving_at_once
-from lockstep.launch.words import nearest, printing, read_range, refuse, say
+from lockstep.launch.words import meant, printing, read_range, refuse, say
 from lockstep.launch.worker import (
     AGENT_PID,
     INTERRUPTED,
@@ -268,8 +268,8 @@ def parse_train(words: Sequence[str]) -> TrainCommand:
     name, options = (words[0], list(words[1:])) if is_named else ("gpt2-tiny", list(words))
     recipe = RECIPES.get(name.replace("_", "-"))
     if recipe is None:
-        near, listed = nearest(name, RECIPES), ", ".join(RECIPES)
-        raise ConfigError(f"unknown recipe {name!r}: did you mean {near}? There are {listed}")
+        near = meant(name, RECIPES) or "."
+        raise ConfigError(f"unknown recipe {name!r}{near} There are {', '.join(RECIPES)}")
     command, unknown = tyro.cli(
         TrainCommand,
         default=TrainCommand(recipe()),

@@ -124,6 +124,20 @@ def listen(place: Place, addresses: Sequence[str], everywhere: bool) -> Listenin
     return Listening(None, problem=f"{here} that fails: {reason.strerror}")
 
 
+def keep_port() -> socket.socket:
+    """A free port of all addresses, held but not listened at: who binds it by number with SO_REUSEADDR may do that.
+
+    As all do that listen for others: torch's stores, Python's servers, `lockstep.init`.
+    """
+    family, anywhere = (socket.AF_INET6, "::") if socket.has_dualstack_ipv6() else (socket.AF_INET, "")
+    kept = socket.socket(family, socket.SOCK_STREAM)
+    kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if family == socket.AF_INET6:
+        kept.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+    kept.bind((anywhere, 0))
+    return kept
+
+
 class Knock(NamedTuple):
     """What one attempt to connect found."""
 

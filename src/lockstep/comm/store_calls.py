@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, wait
-from queue import SimpleQueue
 from typing import Any, TypeVar, final
+
+from lockstep.comm.background import Background
 
 _LOOK_S = 0.05
 
 T = TypeVar("T")
-_Calls = SimpleQueue["tuple[Callable[[], Any], Future[Any]] | None"]
 
 
 @final
@@ -29,9 +28,8 @@ class StoreCalls:
         self._lost_by = lost_by
         self.is_lost = False  # the store
         self._late: Future[Any] | None = None
-        self._calls: _Calls = SimpleQueue()
-        self._is_begun = False  # the thread: most have nothing to ask
-        self.close = weakref.finalize(self, self._calls.put, None)  # the last call comes before
+        self._thread = Background(self, StoreCalls._make, "lockstep-store")
+        self.close = weakref.finalize(self, self._thread.close, 0.0)  # the last call comes before
 
     @property
     def is_mute(self) -> bool:
@@ -45,13 +43,9 @@ class StoreCalls:
 
         is_called_off: asked several times a second. The call is made all the same.
         """
-        if self.is_mute:
-            return default
-        if not self._is_begun:
-            self._is_begun = True
-            threading.Thread(target=_make, args=(self._calls,), daemon=True, name="lockstep-store").start()
         answer: Future[T] = Future()
-        self._calls.put((call, answer))
+        if self.is_mute or not self._thread.call((call, answer)):
+            return default
         deadline = time.monotonic() + limit_s
         while not wait([answer], min(_LOOK_S, limit_s)).done:
             if time.monotonic() > deadline:
@@ -65,11 +59,9 @@ class StoreCalls:
             self.is_lost = True
             return default
 
-
-def _make(calls: _Calls) -> None:
-    for call, answer in iter(calls.get, None):
+    def _make(self, asked: tuple[Callable[[], Any], Future[Any]]) -> None:
+        call, answer = asked
         try:
             answer.set_result(call())
         except BaseException as error:  # noqa: BLE001 - raised where the answer is awaited
             answer.set_exception(error)
-        del call, answer  # not to be kept until the next one comes

@@ -17,6 +17,7 @@ from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as may
 
 from lockstep.comm.pulse import PULSE, Beat, create_pulses, read_pulses
 from lockstep.launch.course import Course, Seen
+from lockstep.launch.crash import place_in, stacks_of
 from lockstep.launch.ended import Ended, apart, describe, first_failure, with_aborts
 from lockstep.launch.fork_server import Start
 from lockstep.launch.job import Launch
@@ -34,7 +35,7 @@ from lockstep.observe.hang import FAILING
 from lockstep.observe.onlooker import noticed, post_mortem, told_in
 from lockstep.observe.process_guard import FLIGHT, STORE
 from lockstep.observe.profile.run_facts import ORIGINS
-from lockstep.observe.profile.writer import attempt_of
+from lockstep.observe.profile.run_record import attempt_of
 from lockstep.observe.wording import Finding
 
 _NEWS_S = 2.0  # for what has happened here to be seen from other machines
@@ -234,6 +235,9 @@ class Attempt:
         beats = read_pulses(self._pulses)
         self._pulses.unlink()
         ended = self._ended()
+        for one in ended:
+            if stacks := stacks_of(self._flights, one.rank):
+                tell(f"lockstep: rank {one.rank} has left its stacks:\n{stacks}")
         found_here = post_mortem(self._flights)
         found = found_here or self._found_elsewhere(ended)
         if found:
@@ -276,4 +280,5 @@ class Attempt:
     def _ended(self) -> list[Ended]:
         words = {rank: status.words for rank, status in told_in(self._flights).items()}
         ended = self.workers.ended(self.ranks, out_of_memory_kills() > self._oom_kills)
-        return [replace(one, words=words.get(one.rank)) for one in ended]
+        where = map(place_in, (stacks_of(self._flights, one.rank) for one in ended))
+        return [replace(one, words=words.get(one.rank), where=at) for one, at in zip(ended, where, strict=True)]

@@ -107,6 +107,10 @@ class Channel:
         """Count; how many there are now."""
         return self._ask(lambda: self._store.add(key, amount))
 
+    def append(self, kind: str, value: Any) -> None:
+        """Write one more of a `kind`, to be read by `read_all`; `add` counts them under `<kind>s`."""
+        self.put(f"{kind}/{self.add(f'{kind}s') - 1}", value)
+
     def missing(self, keys: Sequence[str], limit_s: float) -> list[str]:
         """Those of `keys` without a value; [] as soon as all have one."""
         deadline = time.monotonic() + limit_s

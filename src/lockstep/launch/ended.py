@@ -30,6 +30,7 @@ class Ended:
     at_s: float = 0.0  # when its launcher saw that it had ended, on any clock that all have in common
     told: int = 0  # number of the signal that its launcher has passed on to it
     words: LastWords | None = None  # how it left, as its guard has written down
+    where: str = ""  # the user's line, where a signal of C++'s has ended it
 
     @property
     def is_consequence(self) -> bool:
@@ -57,7 +58,12 @@ class Ended:
         if self.was_ended or self.exit_code == 0:
             return "was ended by the launcher" if self.was_ended else "ended with exit code 0"
         how = "was aborted for it" if self.words is _ABORTED else "left because of it" if self.is_consequence else ""
-        return how or ("failed too" if self.failed else "stopped")
+        return how or (self.death if self.where else "failed too" if self.failed else "stopped")
+
+    @property
+    def death(self) -> str:
+        """Of one that a signal has ended."""
+        return f"was killed by {signal_name(-self.exit_code)}" + f" at {self.where}" * bool(self.where)
 
     @property
     def _ended_as_asked(self) -> bool:
@@ -130,7 +136,7 @@ def describe(ended: Ended, above: str = " (all of it is above)") -> str:
     if ended.out_of_memory:
         return "was killed by the kernel: out of memory"
     code = ended.exit_code
-    text = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+    text = ended.death if code < 0 else f"ended with exit code {code}"
     if ended.words is not None and ended.words.kind:
         return f"{'was ended by its launcher' if ended.was_ended else text}, {_left(ended.words)}"
     return f"{text}; its last words: {_beginning(ended.last_line)}" if ended.last_line else text

@@ -7,8 +7,8 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from torch.distributed import DistError
@@ -29,15 +29,15 @@ from lockstep.launch.agent import Agent
 from lockstep.launch.job import Launch
 from lockstep.launch.loopback import LoopbackRendezvous
 from lockstep.launch.meeting import Machine, Meeting, find_channel
-from lockstep.launch.processes import adopting_orphans, refuse_few_files
+from lockstep.launch.processes import adopting_orphans, environment, refuse_few_files
+from lockstep.launch.start_port import PortForEachStart
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import STARTING, StoppedEarly, StopSignals
 from lockstep.launch.words import say
-from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE
+from lockstep.launch.worker import AGENT_PID, INTERRUPTED, REQUEUE, stop_signals
 
 LOOPBACK = "loopback"  # our own rendezvous, among torch's backends
 SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT", "SIGUSR1")
-_OWN_STORES = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 _CLOSE_S = 10.0  # for the rendezvous to be closed: a store answers in milliseconds, or is cut off
 
 
@@ -64,13 +64,10 @@ def launch(job: Launch, settle: Callable[[], None] = lambda: None) -> int:
     silence_torch()
     job.supervision.log.begin()
     gc.freeze()  # or the interpreter walks all that torch has made once more when it ends, for a second
-    numbers = stop_numbers(job.config.signals_to_handle)
-    variables = {
-        AGENT_PID: str(os.getpid()),
-        _OWN_STORES: os.environ.get(_OWN_STORES, "1"),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": job.config.signals_to_handle,
-    }
-    with _environment(variables), adopting_orphans() as is_adopting, StopSignals(numbers) as signals:
+    asking = map(str.strip, job.config.signals_to_handle.split(","))
+    numbers = stop_signals(signal.Signals[name] for name in asking if name)
+    variables = {AGENT_PID: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": job.config.signals_to_handle}
+    with environment(variables), adopting_orphans() as is_adopting, StopSignals(numbers) as signals:
         starter = Starter(
             job.program,
             modules=job.modules,
@@ -178,11 +175,13 @@ def _rendezvous(job: Launch, parameters: RendezvousParameters, meeting: Meeting 
         return LoopbackRendezvous(job.config.run_id, job.port)
     if job.config.rdzv_backend == "c10d" and meeting is not None:
         store = meeting.channel.store
-        return create_handler(store, C10dRendezvousBackend(store, parameters.run_id), parameters)
+        backend = C10dRendezvousBackend(store, parameters.run_id)
+        return PortForEachStart(create_handler(store, backend, parameters))
     try:
-        return rendezvous.get_rendezvous_handler(parameters)
+        handler = rendezvous.get_rendezvous_handler(parameters)
     except (ImportError, ValueError) as error:
         raise LaunchError(f"--rdzv-backend {job.config.rdzv_backend}: {error}") from error
+    return handler if job.config.rdzv_backend == "static" else PortForEachStart(handler)  # static: that of the user
 
 
 def silence_torch() -> None:
@@ -191,22 +190,3 @@ def silence_torch() -> None:
         for name in list(logging.root.manager.loggerDict):
             if name.startswith("torch.distributed."):
                 logging.getLogger(name).setLevel(logging.CRITICAL)
-
-
-def stop_numbers(names: str) -> list[int]:
-    """The signals named in `names`, without those that `nohup` or a shell has set to be ignored."""
-    numbers = [getattr(signal, name.strip()) for name in names.split(",") if name.strip()]
-    return [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
-
-
-@contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Within, this process and all it starts have these."""
-    before = {name: os.environ[name] for name in variables if name in os.environ}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name in variables:
-            os.environ.pop(name, None)
-        os.environ.update(before)

@@ -57,7 +57,7 @@ class Meeting:
         self._limit_s, self._say = limit_s, say
         self.where, self._since_s = f"{channel.address}:{channel.port}", time.monotonic()
         self._has_said = self._has_begun = False
-        _enter(channel, mine)
+        channel.append("machine", mine)
         others = [one for one in self._here() if one != mine]
         problem = contradiction(mine, others, self.where, most)
         if problem:
@@ -147,10 +147,6 @@ class Meeting:
         return f"{name}/{self._mine['run']}"
 
 
-def _enter(channel: Channel, mine: Machine) -> None:
-    channel.put(f"machine/{channel.add('machines') - 1}", mine)
-
-
 def contradiction(mine: Machine, others: Sequence[Machine], where: str, most: int) -> str:
     """Why this machine and `others` cannot be one run; "" where they can."""
     for other in others:
@@ -220,7 +216,7 @@ def _known(channel: Channel, sign: Machine | None, mine: Machine, say: Callable[
             raise LaunchError(text)
         say(text)  # one that is there for many runs will do
     elif mine["node_rank"] is not None and sign["run"] != mine["run"]:
-        _enter(channel, mine)  # who waits there is told
+        channel.append("machine", mine)  # who waits there is told
         theirs = f"run {sign['run']!r} of {sign['host']} (pid {sign['pid']}); this is run {mine['run']!r}"
         same = "Give all machines of a run the same --rdzv-id, and each run its own port"
         raise LaunchError(f"{where} belongs to {theirs}. {same}")

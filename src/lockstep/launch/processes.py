@@ -50,6 +50,19 @@ def adopting_orphans() -> Iterator[bool]:
         libc.prctl(_PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
+@contextmanager
+def environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Within, this process and all it starts have these."""
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
+
+
 def refuse_few_files(processes: int) -> None:
     """Raises: ConfigError where this process may not open as many files as it needs for so many workers."""
     needed = _OPEN_FILES[0] + _OPEN_FILES[1] * processes

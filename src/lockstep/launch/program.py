@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 import errno
-import faulthandler
 import io
 import os
 import runpy
@@ -22,10 +21,11 @@ from typing import Literal
 
 import lockstep
 from lockstep.comm.pulse import open_pulse
+from lockstep.launch.crash import leave_stacks
 from lockstep.launch.worker import ERROR_FILE, describe_failure, die_with_launcher, report_failure
 from lockstep.observe.guard import Guard
 from lockstep.observe.last_words import end_in_users_code, sees_another
-from lockstep.observe.process_guard import STORE, begin, thread_error
+from lockstep.observe.process_guard import FLIGHT, STORE, begin, thread_error
 from lockstep.observe.profile.session import follow_program
 from lockstep.observe.torch_start import Worlds, meet_machines
 from lockstep.observe.torch_training import attach_training
@@ -93,8 +93,7 @@ def run_program(program: Program) -> None:
 
     Raises: SystemExit, KeyboardInterrupt: the interpreter ends by them as it would have without us.
     """
-    if not faulthandler.is_enabled() and sys.__stderr__ is not None:
-        faulthandler.enable(sys.__stderr__)
+    leave_stacks(os.environ.get(FLIGHT, ""), os.environ.get("RANK", ""))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.write_through:
             # `python -u` writes a line and its end apart, so that the lines of ranks mix; this way each is one write

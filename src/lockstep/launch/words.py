@@ -15,6 +15,7 @@ from lockstep.errors import ConfigError, LaunchError
 
 RUN_FOLDER = "the folder that `lockstep run` or `lockstep train` has named; by default the newest one in runs/"
 _FLAG = r"argument (?:-\w/)?(\S+?)(?:/\S+)?"
+_ALIKE = 0.6  # of 1, by difflib: from here on two words look alike
 _WRONG = {  # argparse's sentences, and ours
     rf"{_FLAG}: invalid int value: (.+)": r"\1 takes a whole number, not \2",
     rf"{_FLAG}: invalid float value: (.+)": r"\1 takes a number, not \2",
@@ -76,21 +77,36 @@ def current_folder() -> str:
         raise LaunchError("the current folder was deleted: change to one that is there, by cd") from error
 
 
-def nearest(word: str, names: Iterable[str]) -> str:
-    """The one of `names` that looks most like `word`; for a dotted option its last part counts as much as the whole."""
+def meant(word: str, names: Iterable[str], shown: str = "{}") -> str:
+    """How a sentence on `word` goes on: ": did you mean NAME?", the one of `names` that looks most like it, or "".
 
-    def likeness(name: str) -> float:
+    shown: how that is written. For a dotted option its last part counts as much as the whole; what begins a part of a
+    name looks like it.
+    """
+
+    def likeness(name: str) -> list[float]:
         pairs = (word, name), (word.rpartition(".")[2].lstrip("-"), name.rpartition(".")[2].lstrip("-"))
-        return sum(difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs)
+        return [difflib.SequenceMatcher(None, *pair).ratio() for pair in pairs]
 
-    return max(names, key=likeness)
+    def is_alike(name: str) -> bool:
+        begins = len(word) > 2 and any(part.startswith(word) for part in re.split("[_-]", name))
+        return begins or max(likeness(name)) >= _ALIKE
+
+    near = max(filter(is_alike, names), key=lambda name: sum(likeness(name)), default=None)
+    return "" if near is None else f": did you mean {shown.format(near)}?"
+
+
+def refuse_name(wrong: str, name: str, names: Iterable[str], command: str, lists: str) -> NoReturn:
+    """Raises: ConfigError for a `name` that `command` does not know, with the one of `names` that is meant."""
+    near = meant(name, names, f"`{command} {{}}`")
+    raise ConfigError(f"{wrong} {name!r}{near or ':'} `{lists}` lists all")
 
 
 def refuse(unknown: str, options: Iterable[str], command: str) -> NoReturn:
-    """Raises: ConfigError for a word that `command` does not know, with the one of its `options` that is nearest."""
+    """Raises: ConfigError for a word that `command` does not know, with the one of its `options` that is meant."""
     what = f"unexpected {unknown!r}."
     if unknown.startswith("-"):
-        what = f"unknown option {unknown}: did you mean {nearest(unknown.partition('=')[0], options)}?"
+        what = f"unknown option {unknown}{meant(unknown.partition('=')[0], options) or '.'}"
     raise ConfigError(f"{what} `{command} --help` explains")
 
 

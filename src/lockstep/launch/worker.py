@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
@@ -74,9 +74,9 @@ def _watch_parent(parent: int, number: int) -> None:
     os.kill(os.getpid(), number)
 
 
-def stop_signals() -> list[signal.Signals]:
+def stop_signals(asking: Iterable[signal.Signals] = ASKING) -> list[signal.Signals]:
     """The signals that ask a run to stop, without those that `nohup` or a shell has set to be ignored."""
-    return [number for number in ASKING if signal.getsignal(number) is not signal.SIG_IGN]
+    return [number for number in asking if signal.getsignal(number) is not signal.SIG_IGN]
 
 
 @final

@@ -44,11 +44,16 @@ def play(
 
     folder: gets the events of the ranks, and is theirs to write in; what was in it is gone. more: variables for
     the processes. Blocks until all have ended.
-    Raises: ConfigError where there is no room for that, or the program told nothing at all, with what it said instead.
+    Raises: OSError where `folder` cannot be made. ConfigError where there is no room for that, or the program told
+        nothing at all, with what it said instead.
     """
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True)
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    except OSError as error:
+        what = f"{error.strerror}; start it in a folder in which you can write"
+        raise OSError(error.errno, what, str(folder)) from error
     room = folder / "room"
     try:
         room.write_bytes(bytes(_ROOM_BYTES))

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any, final
 
 from lockstep.observe.facts import Facts
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Record, mark_of
+from lockstep.observe.flight import FlightRecorder, Record, mark_of
 from lockstep.observe.last_words import handled, last_words, users_line
 from lockstep.observe.motion import Motion, is_traced
 from lockstep.observe.scene import STILL_S, channel, read_message
-from lockstep.observe.sights import waits_of
+from lockstep.observe.sights import FlightRecord, waits_of
 from lockstep.observe.stacks import handled_by
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, State, Status
 
@@ -41,7 +42,6 @@ class Account:
         self.words: LastWords | None = None
         self.saw: LastWords | None = None  # of an error that this rank raised because of another
         self.is_blind = False  # its guard cannot look at the others
-        self.queued: Callable[[], dict[str, int]] = dict  # as in a status
         self._thread = threading.get_ident()
         self.motion = Motion(self._thread)
         self._recorder, self._record, self._host = recorder, FlightRecord(recorder.path), socket.gethostname()
@@ -101,6 +101,15 @@ class Account:
         """When the oldest of what is under way began; 0 where nothing is. Any thread may ask."""
         return min((record.entered_ns for record in tuple(self._under_way.values())), default=0)
 
+    @contextlib.contextmanager
+    def activity(self, name: str) -> Iterator[None]:
+        """What happens within may take long without anything wrong: "checkpoint", "evaluate", "join"."""
+        self.activities.append(name)
+        try:
+            yield
+        finally:
+            self.activities.remove(name)
+
     def end(self, error: BaseException | None) -> None:
         """The rank leaves: by `error`, or because its program is done."""
         if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
@@ -134,7 +143,7 @@ class Account:
             step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
             groups={name: fold.progress() for name, fold in self._folds.items()},
             messages=dict(self._channels or {}),
-            queued=self.queued(),
+            queued=self.motion.queued(),
             waiting=waits_of(list(self._under_way.values())),
             last=newest[-1] if newest else None,
             phases=phases,

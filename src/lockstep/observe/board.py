@@ -15,8 +15,8 @@ from lockstep.comm.kernel import state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.store_calls import StoreCalls
 from lockstep.errors import ConfigError
-from lockstep.observe.flight import FlightRecord, FlightRecorder, Record
-from lockstep.observe.sights import SILENT_S, flight_path, sight_of, status_of
+from lockstep.observe.flight import FlightRecorder, Record
+from lockstep.observe.sights import SILENT_S, FlightRecord, flight_path, sight_of, status_of
 from lockstep.observe.status import RUNNING, Sight, Status
 
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
@@ -80,7 +80,7 @@ class Board:
         self._used: dict[int, tuple[float, float, bool]] = {}  # by silent rank: when, time on cores until then, works
 
     def use(self, store: Store | None) -> None:
-        """See the ranks of other machines through `store` from now on."""
+        """See the ranks of other machines through `store`, which nobody else uses, from now on."""
         self._store = store if self._away else None
 
     def open_all(self) -> None:

@@ -6,6 +6,7 @@ import os
 import site
 import sys
 import sysconfig
+from functools import lru_cache
 from pathlib import Path
 from sys import _getframe
 from types import CodeType, FrameType
@@ -23,7 +24,6 @@ _OURS, _OTHER, _LOOP, _USER = range(4)
 _WAYS = 4  # that are remembered from one line, as from torch's in forward and in backward
 _DEEP = 3  # frames that tell one way from another
 
-_kinds: dict[str, int] = {}  # file -> whose it is
 # both by (id of code, instruction), and with the code, which keeps the id
 _ways: dict[tuple[int, int], tuple[CodeType, list[Way]]] = {}  # newest first
 SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}  # the line in words; whether no other would be better
@@ -93,12 +93,8 @@ def _up_from(frame: FrameType) -> tuple[str, int, FrameType]:
     """The best line from `frame` on, how many frames away it is, and that frame."""
     found, best = frame, -1
     at = steps = 0
-    kinds = _kinds
     while True:
-        file = frame.f_code.co_filename
-        kind = kinds.get(file)
-        if kind is None:
-            kind = _remember_kind(file)
+        kind = _kind_of(frame.f_code.co_filename)
         if kind > best:
             best, found, steps = kind, frame, at
             if kind >= _LOOP:
@@ -124,12 +120,7 @@ def users_stack(frame: FrameType | None) -> tuple[str, ...]:
 
 def is_users(file: str) -> bool:
     """Whether code of this file is the user's own."""
-    return _kind(file) == _USER
-
-
-def _kind(file: str) -> int:
-    kind = _kinds.get(file)
-    return _remember_kind(file) if kind is None else kind
+    return _kind_of(file) == _USER
 
 
 def _site_of(frame: FrameType) -> str:
@@ -137,22 +128,16 @@ def _site_of(frame: FrameType) -> str:
     return _remember_site(frame) if known is None else known[1]
 
 
-def _remember_kind(file: str) -> int:
-    if len(_kinds) >= _REMEMBERED:
-        _kinds.clear()
-    kind = _kinds[file] = _kind_of(file)
-    return kind
-
-
 def _remember_site(frame: FrameType) -> str:
     if len(SITES) >= _REMEMBERED:
         SITES.clear()
     words = f"{frame.f_lineno or 0} {frame.f_code.co_name}"
     words = f"{short_path(frame.f_code.co_filename, _SITE_MAX - len(words) - 1)}:{words}"
-    SITES[id(frame.f_code), frame.f_lasti] = frame.f_code, words, _kind(frame.f_code.co_filename) >= _LOOP
+    SITES[id(frame.f_code), frame.f_lasti] = frame.f_code, words, _kind_of(frame.f_code.co_filename) >= _LOOP
     return words
 
 
+@lru_cache(_REMEMBERED)
 def _kind_of(file: str) -> int:
     if file.startswith("<"):
         is_launchers = file == "<string>" and any("from lockstep.launch." in word for word in sys.orig_argv)

@@ -192,11 +192,9 @@ def _difference(voices: Sequence[Said], rank: int, global_ranks: Sequence[int]) 
     lines = [f"  rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {said}" for said, ranks in together.items()]
     if len(lines) > _SHOWN_MAX:
         lines[_SHOWN_MAX:] = [f"  and {len(lines) - _SHOWN_MAX} more"]
-    return "\n".join(
-        [
-            f"rank {global_ranks[rank]}: the ranks are about to call different operations at the same point:",
-            *lines,
-            "Nothing was sent. Next: find the branch or loop that runs differently on these ranks; every rank must "
-            "call the same operations, on tensors of the same shape and dtype, in the same order",
-        ]
+    head = f"rank {global_ranks[rank]}: the ranks are about to call different operations at the same point:"
+    fix = (
+        "Nothing was sent. Next: find the branch or loop that runs differently on these ranks; every rank must "
+        "call the same operations, on tensors of the same shape and dtype, in the same order"
     )
+    return "\n".join([head, *lines, fix])

@@ -5,9 +5,8 @@ Pure, and without torch: guards compare what other processes say.
 
 from __future__ import annotations
 
-import os
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from lockstep.observe.facts import told_by_kind, topics_of
@@ -129,21 +128,4 @@ def same_order(before: PassFacts | None, now: PassFacts) -> str | None:
     return (
         "this epoch has the samples in the order of the last one: call sampler.set_epoch(epoch) before each epoch, or "
         "use lockstep.DistributedSampler, which counts epochs by itself"
-    )
-
-
-def shared_paths(by_rank: Mapping[int, Iterable[str | os.PathLike[str]]]) -> str | None:
-    """Files that more than one rank writes, in words. `by_rank`: of one checkpoint, ranks that see one file system."""
-    writers: dict[str, list[int]] = {}
-    for rank, paths in by_rank.items():
-        for path in {os.path.realpath(path) for path in paths}:
-            writers.setdefault(path, []).append(rank)
-    shared = [(path, ranks) for path, ranks in writers.items() if len(ranks) > 1]
-    if not shared:
-        return None
-    path, ranks = shared[0]
-    more = f" (and {len(shared) - 1} more files)" if len(shared) > 1 else ""
-    return (
-        f"{ranks_in_words(ranks)} write the same file {path}{more}: the last one wins, or their bytes mix. Save on "
-        "rank 0 only, put the rank into the name, or use lockstep.Checkpointer, which does both"
     )

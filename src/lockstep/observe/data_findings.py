@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, left_out, shared_paths, unshared
+from lockstep.observe.data_facts import different_lengths, different_rules, equal_data, left_out, unshared
 from lockstep.observe.facts import Topic, told_by_kind, topics_of
-from lockstep.observe.replica_diff import agree
+from lockstep.observe.replica_diff import agree, ranks_in_words
 from lockstep.observe.replica_findings import have_all_told
 from lockstep.observe.scene import Scene
 from lockstep.observe.wording import Finding, compose, names
 
 _TWICE = "two workers began with one batch: let __iter__ of the dataset give each a part, as get_worker_info() has it"
+_ONE_FILE = (
+    "the last one wins, or their bytes mix. Save on rank 0 only, put the rank into the name, or use "
+    "lockstep.Checkpointer, which does both."
+)
 _PASSES = 8  # the newest, of which ranks tell all: those before were looked at when they were new
 
 
@@ -65,9 +69,9 @@ def find_shared_files(scene: Scene, topic: Topic) -> Iterator[Finding]:
         for rank, (step, site) in told.items():
             host = scene.status(rank).host
             same = [r for r, (s, _) in told.items() if s == step and scene.status(r).host == host]
-            text = shared_paths({r: [path] for r in same}) if rank == same[0] else None
-            if text is not None:
+            if len(same) > 1 and rank == same[0]:
                 sites = sorted({told[r][1] for r in same})
                 when = f"after step {step}" if step else "before the first step"
                 head = f"SAVE: {names(same)} wrote one file {when}, at {', '.join(sites) or site}."
-                yield compose(scene, "data", f"{topic.name} {path}", head, (), [text + "."])
+                text = f"{ranks_in_words(same)} write the same file {path}: {_ONE_FILE}"
+                yield compose(scene, "data", f"{topic.name} {path}", head, (), [text])

@@ -12,13 +12,11 @@ from lockstep.observe.deadlock import find_cycle
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.endings import find_finished, find_gone, find_raised
 from lockstep.observe.hang import find_hang, find_stopped, find_waiting
-from lockstep.observe.scene import Limits, Records, Scene, message_text
+from lockstep.observe.scene import Limits, Records, Scene
 from lockstep.observe.status import Sight
 from lockstep.observe.training_findings import Training
 from lockstep.observe.unreachable import find_unreachable
 from lockstep.observe.wording import Finding
-
-__all__ = ["Finding", "Limits", "diagnose", "message_text"]
 
 _ENDS = (find_raised, find_gone, find_finished)
 _CASES = (find_mismatch, *_ENDS, find_cycle, find_unreachable, find_stopped, find_hang, find_waiting)

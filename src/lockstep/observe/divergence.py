@@ -7,24 +7,24 @@ it is. With three ranks the majority is right; with two, whoever does other than
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from lockstep.observe import histories, wording
 from lockstep.observe.data_facts import uneven
-from lockstep.observe.endings import CAUGHT, saw_another
+from lockstep.observe.endings import CAUGHT, END, saw_another
 from lockstep.observe.flight import Record
 from lockstep.observe.histories import Fault, Parting, Side, calls_in
 from lockstep.observe.message_findings import find_too_large
+from lockstep.observe.model_findings import SYNC_ALIKE, suspects
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import GRACE_S, Scene
 from lockstep.observe.status import FINISHED, Progress, Status
 from lockstep.observe.wording import Finding, call, names, step_after, times
 
-END = "end"  # topic of what a rank tells once its program is done
 _PATIENCE = 64  # collectives that a rank may go on while the majority is waited for
+_LAST_S = 0.4  # after one of them has ended: who would not have come by now may never do
 _SHOWN = 3  # of the calls that one rank makes and another does not
 _ASKED = 3  # ranks of the same digest whose records are tried: one on another machine may take a second
 _JOIN = "join"
@@ -50,7 +50,6 @@ _FIX = {
     "many": "that line makes many calls: look for one that a rank leaves out, as by a callback, or changes.",
     "batches": "give all ranks as many batches: DistributedSampler pads or drops to that; or `model.join()`.",
 }
-SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
 
 
 def find_mismatch(scene: Scene) -> Finding | None:
@@ -112,7 +111,7 @@ def _compare(scene: Scene, group: str, whole: tuple[int, ...], members: dict[int
     everybody = {rank for ranks in classes for rank in ranks}
     counts, changed, are_first = uneven(scene.sights, everybody)
     knows = parting.is_origin and not are_first  # else nobody can say how long an epoch is
-    unsynced, twice = _suspects(scene, everybody, parting.step)
+    unsynced, twice = suspects(scene, everybody, parting.step)
     handling = {rank: said for rank in sorted(everybody) if (said := scene.status(rank).handling)}
     blamed = None
     if len(classes[0]) > len(classes[1]):
@@ -142,6 +141,9 @@ def _may_yet_be_decided(
     if len(classes[0]) > len(classes[1]):
         return False
     compared = {rank for ranks in classes for rank in ranks}
+    gone = [sight for rank in compared if (sight := scene.sights[rank]).is_gone]  # Gloo aborts who is sent too much
+    if any(sight.age_s > _LAST_S for sight in gone):
+        return False
     if not any(scene.is_running(rank) and not scene.is_silent(rank) for rank in set(whole) - compared):
         return False
     counts = [members[rank].count for rank in compared]
@@ -191,29 +193,6 @@ def _is_used_often(progress: Progress, status: Status) -> bool:
     newest = [mark for back, mark in enumerate(reversed(progress.marks), 1) if mark.seq == progress.count - back]
     since = newest[-1].step if newest[-1].seq else status.step_before
     return len({mark.step for mark in newest}) * _SELDOM >= status.step - since + 1
-
-
-def _suspects(scene: Scene, ranks: Iterable[int], step: int) -> tuple[dict[int, str], dict[int, str]]:
-    """Who ran fewer synchronised backwards in that step, and others in no_sync(); who ran more forwards in one."""
-    told: dict[str, dict[int, list[tuple[int, Any]]]] = defaultdict(dict)
-    for rank in sorted(ranks):
-        facts = scene.status(rank).facts
-        for topic in [topic for topic in facts if topic.startswith("sync ")]:
-            past = [(int(key), value) for key, value in facts[topic].items() if int(key) <= step]
-            if past:
-                told[topic][rank] = past
-    unsynced, twice = dict[int, str](), dict[int, str]()
-    for by_rank in told.values():
-        last = {rank: past[-1][1] for rank, past in by_rank.items()}  # which holds
-        most = {rank: max((value[0], -key) for key, value in past) for rank, past in by_rank.items()}
-        for rank, (synced, apart, site) in last.items():
-            if apart and synced < max(value[0] for value in last.values()) and scene.status(rank).step > step:
-                unsynced[rank] = f"{names([rank])} ran {apart} backward in no_sync(), at {site}"
-            count, key = most[rank]
-            if count > min(most.values())[0]:
-                done = f"called its model {count} times in {step_after(-key)}"
-                twice[rank] = f"{names([rank])} {done}: was a backward left out?"
-    return unsynced, {} if unsynced else twice
 
 
 # ------------------------------------------------------------------ in words
@@ -298,11 +277,8 @@ def _deed(parting: Parting, fault: Fault) -> list[str]:
 def _report_drift(scene: Scene, group: str, parting: Parting) -> Finding:
     usual, odd, a, b, *_ = parting
     late, other = (usual, odd) if a.step < b.step else (odd, usual)
-    lines = [
-        f"collective #{a.seq} is the same on all, {call(a)}",
-        f"but for {names(usual.ranks)} it belongs to {step_after(a.step)}, "
-        f"for {names(odd.ranks)} to {step_after(b.step)}",
-    ]
+    steps = f"{names(usual.ranks)} it belongs to {step_after(a.step)}, for {names(odd.ranks)} to {step_after(b.step)}"
+    lines = [f"collective #{a.seq} is the same on all, {call(a)}", f"but for {steps}"]
     return _report_steps(scene, group, late.ranks, other.ranks, parting.step, lines)
 
 

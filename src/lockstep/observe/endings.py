@@ -14,6 +14,7 @@ from lockstep.observe.scene import SILENT_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, LastWords, Sight, Stalled, Status, in_words
 from lockstep.observe.wording import Finding, Kind, names, ordinal, seconds, step_after, times
 
+END = "end"  # topic of what a rank tells once its program is done
 CLOSED = "closed"  # topic of the groups that a rank has destroyed: where, by the group's name
 CAUGHT = "caught"  # topic and key of what a rank tells of an error of the ranks that its program was given
 BECAUSE_OF_ANOTHER = "was ended by its launcher because of another"
@@ -23,7 +24,7 @@ _FIXES = (  # by what a launcher says
     ("exit code", "look for os._exit, or for native code that ends the process, on that rank."),
     ("SIGKILL", "find who sent it: out of memory (dmesg, memory.events of its cgroup), a job limit, `kill -9`."),
     ("SIGABRT", "did the ranks make other calls? Gloo aborts who gets too much, at fault or not. Or a crash."),
-    ("SIG", "a crash in native code, or a signal: where Python printed a stack for it, that is in this output."),
+    ("SIG", "a crash in native code, or a signal: the stacks that Python leaves of a crash are in this output."),
     ("", "killed: look for out of memory (dmesg, memory.events of its cgroup), a job limit, os._exit."),
 )
 
@@ -246,10 +247,8 @@ def _finding(
     if kind == "gone":
         shown.update(ranks)
     key, body = ",".join(map(str, ranks)), [*body, *wording.waiters(waits)]
-    stacks = wording.stacks(scene, shown)
-    return wording.compose(
-        scene, kind, key, f"{head} {step_after(done)}.", ranks, body, fix=fix, least=stacks, done=done
-    )
+    stacks, head = wording.stacks(scene, shown), f"{head} {step_after(done)}."
+    return wording.compose(scene, kind, key, head, ranks, body, fix=fix, least=stacks, done=done)
 
 
 def _without(scene: Scene, wait: Wait) -> list[int]:

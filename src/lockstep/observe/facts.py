@@ -138,8 +138,14 @@ class Facts:
                 self._forget_oldest()
 
     def show(self, topic: str, key: str | int) -> None:
-        """Show the details of a fact without being asked, for who may end before that."""
-        self._show(topic, str(key))
+        """Show the details of a fact, also without being asked, for who may end before that."""
+        details = self._details.get((topic, str(key)))
+        if details is not None:
+            room = _ROOM - sum(map(len, self._shown.values()))
+            packed = pack(details(), max(room, 100))
+            with self._lock:
+                self._said = None
+                self._shown[topic, str(key)] = packed
 
     def hide(self, topic: str) -> None:
         """The opposite of `show`."""
@@ -177,16 +183,7 @@ class Facts:
                 theirs = [facts[topic][key] for facts in told[1:] if key in facts.get(topic, {})]
                 if any(differ(topic, value, other) for other in theirs):
                     explained.add(topic)
-                    self._show(topic, key)
-
-    def _show(self, topic: str, key: str) -> None:
-        details = self._details.get((topic, key))
-        if details is not None:
-            room = _ROOM - sum(map(len, self._shown.values()))
-            packed = pack(details(), max(room, 100))
-            with self._lock:
-                self._said = None
-                self._shown[topic, key] = packed
+                    self.show(topic, key)
 
     def said(self) -> dict[str, dict[str, Any]]:
         """As a status has it: as other ranks read it, and the same object until something else is told."""

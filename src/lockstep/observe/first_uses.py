@@ -10,20 +10,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol, TypeVar, final
+from typing import TYPE_CHECKING, TypeVar, final
+
+if TYPE_CHECKING:
+    from lockstep.observe.torch_groups import WatchedGroup  # it imports this module
 
 _ASKED = 4  # times, while a thread was in there: what it had to write is written, it waits for other ranks
 
 Answer = TypeVar("Answer")
-
-
-class Use(Protocol):
-    """What a thread may be within."""
-
-    @property
-    def inside(self) -> int:
-        """Calls that have not returned yet."""
-        ...
 
 
 @final
@@ -36,10 +30,10 @@ class FirstUses:
     """Of one process. The threads of its program begin them; the guard's thread asks in between."""
 
     def __init__(self) -> None:
-        self._begun: dict[Use, int] = {}  # how often somebody has wanted to ask since
+        self._begun: dict[WatchedGroup | _Held, int] = {}  # how often somebody has wanted to ask since
         self._lock = threading.RLock()  # a handler of a signal may begin one within
 
-    def begin(self, use: Use) -> None:
+    def begin(self, use: WatchedGroup | _Held) -> None:
         """The thread that calls is inside of `use`, and about to write. Waits while somebody asks: a millisecond."""
         with self._lock:
             self._begun[use] = 0

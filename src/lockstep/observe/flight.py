@@ -13,7 +13,6 @@ waits. No torch here: a launcher reads it too.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import mmap
 import os
@@ -27,30 +26,28 @@ from itertools import islice
 from pathlib import Path
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, NamedTuple, final
+from typing import NamedTuple, final
 
-from lockstep.errors import ConfigError
 from lockstep.observe.profile.step_clock import WAITS, StepClock
 
 RECORDS = 1024
 _CHANNELS = 4 * RECORDS  # whose messages are numbered
-_WRITERS = 64  # threads that may be about to store a record
-_MAGIC = int.from_bytes(b"lkstpfl1", "little")
-_WORDS = 64
-_STATUS_AT, _RING_AT = 8 * _WORDS, 64 << 10
-_NOTICE_AT = 56 << 10
-_STATUS_BYTES, _NOTICE_BYTES = _NOTICE_AT - _STATUS_AT, _RING_AT - _NOTICE_AT
-_RECORD = struct.Struct("<qqqqqqBB206s")  # number, seq, step, entered, left, digest, is_message, spare, words
-_WORD = struct.Struct("<q")
-_write_record, _write_word = _RECORD.pack_into, _WORD.pack_into  # of all ways to write, those that touch least memory
-_LEFT_AT, _DIGEST_AT, _MESSAGE_AT = 32, 40, 48
-_RECORD_BYTES = _RECORD.size
-_FILE_BYTES = _RING_AT + RECORDS * _RECORD_BYTES
 _TEXT_BYTES = (24, 96, 56, 27)  # of group, text, site, label; what is longer is cut
 
+MAGIC = int.from_bytes(b"lkstpfl1", "little")
+HEADER_BYTES = 8 * 64
+STATUS_AT, NOTICE_AT, RING_AT = HEADER_BYTES, 56 << 10, 64 << 10
+_STATUS_BYTES, NOTICE_BYTES = NOTICE_AT - STATUS_AT, RING_AT - NOTICE_AT
+RECORD = struct.Struct("<qqqqqqBB206s")  # number, seq, step, entered, left, digest, is_message, spare, words
+RECORD_BYTES = RECORD.size
+FILE_BYTES = RING_AT + RECORDS * RECORD_BYTES
+WORD = struct.Struct("<q")
+_write_record, _write_word = RECORD.pack_into, WORD.pack_into  # of all ways to write, those that touch least memory
+_LEFT_AT, _DIGEST_AT, _MESSAGE_AT = 32, 40, 48
+
 # words of the header
-_IS, _RANK, _WORLD, _PID, _STEP, _ALIVE_NS, _COUNT, _VERSION, _LENGTH, _NOTICE = range(10)
-_COUNT_AT = 8 * _COUNT
+IS, RANK, WORLD, PID, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE = range(10)
+_COUNT_AT = 8 * COUNT
 
 
 class Record(NamedTuple):
@@ -67,9 +64,6 @@ class Record(NamedTuple):
     text: str  # "all_reduce float32 [262144] sum": equal on all ranks, or the collective makes no sense
     site: str  # "train.py:88 train_step": where in the user's code
     label: str  # what it is for, in the caller's words
-
-
-_record_of = partial(tuple.__new__, Record)  # as Record._make, without a call of Python
 
 
 class Mark(NamedTuple):
@@ -89,17 +83,6 @@ class Words(NamedTuple):
     stored: bytes
     group: str
     code: int  # of the text
-
-
-class Header(NamedTuple):
-    """How far a rank has come."""
-
-    rank: int
-    world_size: int
-    pid: int
-    step: int
-    alive_ns: int  # when its guard last said so, by time.monotonic_ns
-    started: int  # operations so far
 
 
 def pack_words(group: str, text: str, site: str, label: str = "") -> Words:
@@ -141,8 +124,8 @@ class FlightRecorder:
         """Make the file `path`, which must not exist."""
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, _FILE_BYTES) if hasattr(os, "posix_fallocate") else os.truncate(fd, _FILE_BYTES)
-            self._memory = mmap.mmap(fd, _FILE_BYTES)
+            os.posix_fallocate(fd, 0, FILE_BYTES) if hasattr(os, "posix_fallocate") else os.truncate(fd, FILE_BYTES)
+            self._memory = mmap.mmap(fd, FILE_BYTES)
         finally:
             os.close(fd)
         self.path = Path(path)
@@ -154,14 +137,14 @@ class FlightRecorder:
         self.left: deque[Callable[[], object]] = deque()  # to be done by `take_up`
         self._taking, self._is_taking = threading.RLock(), False
         self.clock = StepClock()  # where the time of the thread that makes this goes
-        self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
+        self._words = memoryview(self._memory)[:HEADER_BYTES].cast("q")
         self._numbers = itertools.count()
         self._digests: dict[str, int] = {}  # group -> of its collectives so far
         self._owner = get_ident()
         self._thread = _Caller(self._owner)
-        self._words[_RANK], self._words[_WORLD], self._words[_PID] = rank, world_size, os.getpid()
-        self._words[_ALIVE_NS] = monotonic_ns()
-        self._words[_IS] = _MAGIC
+        self._words[RANK], self._words[WORLD], self._words[PID] = rank, world_size, os.getpid()
+        self._words[ALIVE_NS] = monotonic_ns()
+        self._words[IS] = MAGIC
 
     def enter(self, seq: int, words: Words, is_message: bool = False, now_ns: int = 0) -> int:
         """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible.
@@ -178,7 +161,7 @@ class FlightRecorder:
         else:
             # of integers, so it is the same in every process
             digest = self._digests[group] = hash((self._digests.get(group, 0), code, step))
-        at = _RING_AT + number % RECORDS * _RECORD_BYTES
+        at = RING_AT + number % RECORDS * RECORD_BYTES
         _write_record(memory, at, number, seq, step, now_ns or monotonic_ns(), 0, digest, is_message, 0, stored)
         if number >= self.started:  # another thread may be ahead
             self.started = number + 1
@@ -200,7 +183,7 @@ class FlightRecorder:
         digest = self._digests.get(group, 0)
         for number, seq in zip(numbers, seqs, strict=False):
             digest = hash((digest, code, step))
-            at = _RING_AT + number % RECORDS * _RECORD_BYTES
+            at = RING_AT + number % RECORDS * RECORD_BYTES
             _write_record(memory, at, number, seq, step, now_ns, 0, digest, False, 0, stored)
         self._digests[group] = digest
         if newest >= self.started:  # another thread may be ahead
@@ -211,13 +194,13 @@ class FlightRecorder:
     def leave(self, number: int) -> None:
         """Operation `number` has ended."""
         if number >= self.started - RECORDS:
-            at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
+            at = RING_AT + number % RECORDS * RECORD_BYTES + _LEFT_AT
             _write_word(self._memory, at, monotonic_ns())
 
     def let_go(self, number: int) -> None:
         """Nobody has waited for operation `number`, and nobody can any more: a message has the digest 1 then, not 0."""
         self.leave(number)
-        at = _RING_AT + number % RECORDS * _RECORD_BYTES
+        at = RING_AT + number % RECORDS * RECORD_BYTES
         if number >= self.started - RECORDS and self._memory[at + _MESSAGE_AT]:
             _write_word(self._memory, at + _DIGEST_AT, 1)
 
@@ -226,16 +209,16 @@ class FlightRecorder:
         now_ns, memory, oldest = monotonic_ns(), self._memory, self.started - RECORDS
         for number in numbers:
             if number >= oldest:
-                _write_word(memory, _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT, now_ns)
+                _write_word(memory, RING_AT + number % RECORDS * RECORD_BYTES + _LEFT_AT, now_ns)
 
     def stood(self, number: int, since_ns: int, ended_ns: int = 0) -> None:
         """Operation `number` has ended; the thread that calls has stood still for it. ended_ns: if that is known."""
         now_ns = monotonic_ns()
         if number >= self.started - RECORDS:
-            at = _RING_AT + number % RECORDS * _RECORD_BYTES + _LEFT_AT
+            at = RING_AT + number % RECORDS * RECORD_BYTES + _LEFT_AT
             _write_word(self._memory, at, ended_ns or now_ns)
         clock = self.clock  # as `leave` and `StepClock.waited`, of which each would cost more than it does
-        if clock.close_reader is not None and get_ident() == self._owner:
+        if not clock.is_brief and clock.close_reader is not None and get_ident() == self._owner:
             clock.waits.append((number, since_ns, now_ns))
             if len(clock.waits) >= WAITS:
                 clock.sum_up(now_ns)
@@ -246,7 +229,7 @@ class FlightRecorder:
 
     def set_step(self, step: int) -> None:
         """Operations from now on belong to `step`."""
-        self.step = self._words[_STEP] = step
+        self.step = self._words[STEP] = step
 
     def take_up(self) -> None:
         """Do what was appended to `left`: what belongs into the record before all that is entered from now on.
@@ -254,7 +237,7 @@ class FlightRecorder:
         So the rank's own thread, in whose way each microsecond counts, leaves what can wait to whoever comes first: the
         guard's thread, or the next that enters. What is done there enters by `enter_all` alone.
         """
-        if os.getpid() != self._words[_PID]:  # of a process that was forked off
+        if os.getpid() != self._words[PID]:  # of a process that was forked off
             self.left.clear()
             return
         with self._taking:
@@ -270,101 +253,13 @@ class FlightRecorder:
         """Replace the status, and say that this rank is alive. One thread only."""
         status = status[:_STATUS_BYTES]
         words = self._words
-        words[_VERSION] += 1
-        self._memory[_STATUS_AT : _STATUS_AT + len(status)] = status
-        words[_LENGTH] = len(status)
-        words[_VERSION] += 1
-        words[_ALIVE_NS] = monotonic_ns()
+        words[VERSION] += 1
+        self._memory[STATUS_AT : STATUS_AT + len(status)] = status
+        words[LENGTH] = len(status)
+        words[VERSION] += 1
+        words[ALIVE_NS] = monotonic_ns()
 
     def close(self) -> None:
         """Give back the memory; the file stays for whoever has it open. What is recorded from now on goes nowhere."""
-        self._memory = mmap.mmap(-1, _FILE_BYTES)  # the old one goes with whoever writes to it at this moment
-        self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
-
-
-@final
-class FlightRecord:
-    """Reads a rank's record, while it is written or afterwards. Its file needs no name once it is open."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Raises: ConfigError where the file is no flight record, OSError where it cannot be opened."""
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            size = os.fstat(self._fd).st_size
-            if size != _FILE_BYTES:
-                raise ConfigError(f"{os.fspath(path)!r} is no flight record: it has {size} bytes, not {_FILE_BYTES}")
-            self._memory = mmap.mmap(self._fd, size)
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._words = memoryview(self._memory)[: 8 * _WORDS].cast("q")
-        self._said: dict[bytes, tuple[str, ...]] = {}  # group, text, site, label of what is stored: operations repeat
-        if self._words[_IS] != _MAGIC:
-            self.close()
-            raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
-
-    def header(self) -> Header:
-        """Who this is and how far it has come."""
-        words = self._words
-        return Header(words[_RANK], words[_WORLD], words[_PID], words[_STEP], words[_ALIVE_NS], words[_COUNT])
-
-    def status(self) -> bytes:
-        """What the guard of the rank last said; empty where it has said nothing, or died in the middle."""
-        for _ in range(100):
-            before = self._words[_VERSION]
-            status = bytes(self._memory[_STATUS_AT : _STATUS_AT + self._words[_LENGTH]])
-            if before % 2 == 0 and self._words[_VERSION] == before:
-                return status
-        return b""
-
-    def records(self, since: int = 0, until: int | None = None) -> list[Record]:
-        """Those with number `since` and later, below `until`, that are still there, oldest first."""
-        count = self._words[_COUNT]
-        found: list[Record] = []
-        first, end = max(since, count - RECORDS, 0), min(count, until or count)
-        while first < end:
-            last = min(end, first - first % RECORDS + RECORDS)  # up to where the ring begins anew
-            at = _RING_AT + first % RECORDS * _RECORD_BYTES
-            stored = self._memory[at : at + (last - first) * _RECORD_BYTES]
-            oldest = self._words[_COUNT] - RECORDS + _WRITERS  # before it, some may have been overwritten meanwhile
-            for number, fields in enumerate(_RECORD.iter_unpack(stored), first):
-                if fields[0] == number and (number >= oldest or self._is_there(number)):
-                    found.append(self._record_of(fields))
-            first = last
-        return found
-
-    def notice(self) -> bytes:
-        """What was put up in this record; empty where nothing was."""
-        return bytes(self._memory[_NOTICE_AT : _NOTICE_AT + self._words[_NOTICE]])
-
-    def put_up(self, notice: bytes) -> bytes:
-        """Make `notice` the one of this record, unless it has one; the one it has."""
-        fcntl.flock(self._fd, fcntl.LOCK_EX)
-        try:
-            if not self._words[_NOTICE]:
-                notice = notice[:_NOTICE_BYTES]
-                self._memory[_NOTICE_AT : _NOTICE_AT + len(notice)] = notice
-                self._words[_NOTICE] = len(notice)
-        finally:
-            fcntl.flock(self._fd, fcntl.LOCK_UN)
-        return self.notice()
-
-    def _is_there(self, number: int) -> bool:
-        """Whether it has not been overwritten, also not in part: a writer begins with the number."""
-        return _WORD.unpack_from(self._memory, _RING_AT + number % RECORDS * _RECORD_BYTES)[0] == number
-
-    def _record_of(self, fields: tuple[Any, ...]) -> Record:
-        number, seq, step, entered_ns, left_ns, digest, is_message, _, words = fields
-        said = self._said.get(words)
-        if said is None:
-            if len(self._said) >= RECORDS:
-                self._said.clear()
-            said = (*words.rstrip(b"\0").decode(errors="replace").split("\0"), "", "", "", "")[:4]
-            self._said[words] = said
-        return _record_of((number, seq, step, entered_ns, left_ns, digest, bool(is_message), *said))
-
-    def close(self) -> None:
-        """Give back the memory."""
-        self._words.release()
-        self._memory.close()
-        os.close(self._fd)
+        self._memory = mmap.mmap(-1, FILE_BYTES)  # the old one goes with whoever writes to it at this moment
+        self._words = memoryview(self._memory)[:HEADER_BYTES].cast("q")

@@ -1,39 +1,37 @@
 """The guard of one rank, as its program and what watches torch see it: they tell it what is done, and it raises.
 
-It has four parts: the `FlightRecorder` keeps what is done, the `Account` says how this rank is, the `Lookout` looks at
-all ranks a few times a second, in a thread of its own, and the `Voice` says what is found. What is certain is raised:
-at the end of the step, or at once where this rank waits for what cannot come.
+It has five parts: the `FlightRecorder` keeps what is done, the `Account` says how this rank is, the `Lookout` looks at
+all ranks a few times a second, in a thread of its own, the `Voice` says what is found, and the `Causes` what an error
+comes from. What is certain is raised: at the end of the step, or at once where this rank waits for what cannot come.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import re
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, NoReturn, TypeVar, final
+from typing import TYPE_CHECKING, NoReturn, final
 
-from lockstep.errors import CommError, PeerFailed, PeerLost, TransportClosed
-from lockstep.observe.account import LEAVING, Account
-from lockstep.observe.board import Board, Store
+from lockstep.errors import CommError
+from lockstep.observe.account import Account
+from lockstep.observe.board import Board
 from lockstep.observe.call_site import call_site
-from lockstep.observe.diagnosis import Finding, Limits
-from lockstep.observe.endings import CAUGHT
+from lockstep.observe.causes import Causes
 from lockstep.observe.flight import FlightRecorder, pack_words
-from lockstep.observe.hang import FAILING
-from lockstep.observe.last_words import last_words, peer_failed, sees_another, users_line
 from lockstep.observe.lookout import Lookout
 from lockstep.observe.profile.step_clock import Ended
+from lockstep.observe.scene import Limits
 from lockstep.observe.settings import GuardSettings
-from lockstep.observe.status import RUNNING, in_words
+from lockstep.observe.status import RUNNING
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.voice import Voice
+from lockstep.observe.wording import Finding
 
 if TYPE_CHECKING:
     from lockstep.observe.torch_groups import WatchedGroup  # it imports this module
@@ -44,8 +42,6 @@ _CALM = 1.6  # times as long from one look to the next
 _DRAIN_S = 0.02
 _UNREACHED_S = 10.0  # after which a thread that stands in C++ will not come back to hear of an error
 _BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
-_TORCHS_SOURCE = re.compile(r"^\[\S+\] ")  # at the beginning of what Gloo says
-_E = TypeVar("_E", bound=BaseException)
 
 Started = tuple["WatchedGroup", int, str]  # a group, torch's number of its last operation, the line
 
@@ -64,7 +60,7 @@ class Guard:
         folder = time.strftime("%Y%m%d-%H%M%S") + f"-rank-{self.rank}-{os.getpid()}"
         limits = Limits(hang_s=settings.hang_s, evidence=settings.evidence and f"{settings.evidence}/{folder}")
         self._period_s = settings.look_s * max(1.0, self.world_size / _RANKS)
-        self._board = board
+        self.board = board
         self._account = Account(recorder)
         self._voice = Voice(self.rank, limits.evidence, board.records_of)
         self._lookout = Lookout(self.rank, self._account, board, self._voice, limits, self._period_s)
@@ -79,21 +75,18 @@ class Guard:
         self.before_close: list[Callable[[], None]] = []
         self.on_finding = self._voice.on_finding  # called with what this rank says
         self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end
-        self.failed_at = ""  # line of the user's, once an error has come from there
-        self.has_failed = False  # an operation or a step of this rank has, and its program knows why
         self.step_before = 0  # of which checkpoint the program goes on
         self.operations = 0  # started by the end of the last step that was taken up
         self._worlds = 0
-        self._raised = ""  # key of the finding that the program has been given
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lockstep-guard", daemon=True)
         self._pid = os.getpid()
+        self.activity = self._account.activity
+        self.causes = causes = Causes(recorder, self._account, self._lookout, self._voice, self._stop)
+        self.raise_if_found, self.lost, self.saw = causes.raise_if_found, causes.lost, causes.saw
+        self.cause_of, self.as_shown = causes.cause_of, self._voice.as_shown
 
     # ------------------------------------------------------------------ what the rank tells it
-
-    def meet(self, store: Store) -> None:
-        """See the ranks of other machines through `store`, which is for this guard alone."""
-        self._board.use(store)
 
     def name_of_world(self) -> str:
         """A name for the group of all ranks: each one that a process makes begins to count anew."""
@@ -103,10 +96,6 @@ class Guard:
     def enter(self, group: str, seq: int, text: str, site: str, label: str = "", *, is_message: bool = False) -> int:
         """An operation begins; its number. See `Record`."""
         return self.recorder.enter(seq, pack_words(group, text, site, label), is_message)
-
-    def queued(self, look: Callable[[], dict[str, int]]) -> None:
-        """From now on `look` says which collectives a GPU has not come to: see `Status.queued`."""
-        self._account.queued = look
 
     def begin_after(self, step: int) -> None:
         """The program goes on from a checkpoint of `step`, alike on all ranks."""
@@ -164,9 +153,12 @@ class Guard:
                     if number != watched.seen:
                         started.append((watched, number, site or call_site()))
             ended: Ended = step, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
-            left.append(partial(keep, step, now_ns, ended, started))
-            set_step(step)
             clock.step, clock.began_ns, clock.samples, clock.marks = step, now_ns, 0, [(rest, now_ns)]
+            if started or left:
+                left.append(partial(keep, step, now_ns, ended, started))
+            else:  # whoever enters next would do it: that costs five times as much
+                keep(step, now_ns, ended, started)
+            set_step(step)
             return step
 
         return passed
@@ -181,17 +173,7 @@ class Guard:
         if ended is not None:
             recorder.clock.keep(ended, recorder.started)
 
-    @contextlib.contextmanager
-    def activity(self, name: str) -> Iterator[None]:
-        """What happens within may take long without anything wrong: "checkpoint", "evaluate", "join"."""
-        activities = self._account.activities
-        activities.append(name)
-        try:
-            yield
-        finally:
-            activities.remove(name)
-
-    # ------------------------------------------------------------------ what it raises
+    # ------------------------------------------------------------------ what it has found
 
     @property
     def finding(self) -> Finding | None:
@@ -202,68 +184,6 @@ class Guard:
     def stuck_s(self) -> float:
         """For how long this rank has stood still, if a hang has been said that is its doing; else 0."""
         return self._lookout.stuck_s
-
-    def raise_if_found(self) -> None:
-        """Raise what was found: what is certain, once, before its end.  Raises: CommError or ReplicaError."""
-        if self.finding is not None and self.finding.is_certain and self._account.state == RUNNING:
-            raise self._given(self.finding.error(), self.finding)
-
-    def as_shown(self, error: BaseException) -> BaseException:
-        """See `Voice.as_shown`."""
-        return self._voice.as_shown(error, self.finding)
-
-    def lost(self, error: CommError) -> CommError:
-        """The error to raise in place of `error`, which ended an operation: with what is known of its cause."""
-        cause = error
-        if not isinstance(error, TransportClosed):
-            with self._voice.spared("looking for the cause of an error"):
-                cause = self._why(error)
-        self.saw(cause)
-        self.has_failed = True
-        return cause
-
-    def saw(self, error: BaseException) -> None:
-        """This rank raises `error`. Where that is another one's doing, its own end will be too, if it is caught."""
-        if sees_another(error) and not isinstance(error, TransportClosed):
-            self._account.saw = last_words(error)
-            self._given(error)
-
-    def cause_of(self, error: BaseException) -> BaseException:
-        """What stock torch's `error` comes from, to be raised from it; one of its own, after what went wrong before."""
-        if not (sees_another(error) or self._stop.is_set()):
-            with self.activity(LEAVING):
-                self._lookout.look_back()
-        if isinstance(error, CommError) or not sees_another(error):
-            return error
-        cause: CommError = (seen := PeerLost(f"{type(error).__name__}: {error}"))
-        found, self.failed_at = None, users_line(error)
-        with self.activity(FAILING), self._voice.spared("looking for the cause of an error"):
-            found = self._lookout.of_failure(error)
-            if found is None and (cause := self.lost(seen)) is not seen:
-                found = self._lookout.of_failure(error)  # the word of that end came late: its launcher was held up
-        if found is not None:
-            cause = self._given(found.comm_error(), found)
-        if cause is seen:
-            return error
-        cause.__cause__ = error
-        return cause.with_traceback(error.__traceback__)
-
-    def _given(self, error: _E, found: Finding | None = None) -> _E:
-        """`error`, which the program gets to see: if it does not end by it, that is said."""
-        if found is not None:
-            self.has_failed, self._raised = True, found.key
-        text = _TORCHS_SOURCE.sub("", last_words(error).message)
-        self.facts.tell(CAUGHT, CAUGHT, [self.recorder.step, call_site(), in_words(type(error).__name__, text)])
-        return error
-
-    def _why(self, error: CommError) -> CommError:
-        found = self._lookout.certain() or self._lookout.now()
-        if found is not None:
-            return self._given(found.comm_error(), found)
-        if not isinstance(error, PeerLost) or isinstance(error, PeerFailed):
-            return error
-        said = self._lookout.who_left(error.rank)
-        return error if said is None else peer_failed(*said, self.rank, error)
 
     # ------------------------------------------------------------------ its thread, and the end
 
@@ -296,13 +216,13 @@ class Guard:
                 return
             if is_blocked or self.settings.mode == "strict":
                 self._voice.call(self.aborts, found.comm_error())
-            is_told = self._raised == found.key
+            is_told = self.causes.raised == found.key
             if self.stream_ends.were_aborted and not is_told and self.motion.stand.unmoved_s >= _UNREACHED_S:
                 self._leave_for_it(found)
 
     def _leave_for_it(self, found: Finding) -> NoReturn:
         """The rank's own thread stands in C++, in the queue of a device, where no error reaches it: end the process."""
-        self.end(self._given(found.comm_error(), found))
+        self.end(self.causes.given(found.comm_error(), found))
         where = "".join(self.motion.stand.stack[-1:])
         with contextlib.suppress(OSError, ValueError, AttributeError):  # whoever reads it may be gone
             why = f"for {_UNREACHED_S:g} s it has stood at {where}, and NCCL does not let it go"
@@ -336,9 +256,9 @@ class Guard:
         self._voice.call(self.at_end)
         if self._account.state == RUNNING:
             self.look_now()
-        found = self.finding
+        found, raised = self.finding, self.causes.raised
         is_seen = found is not None and found.kind in ("raised", "gone", "finished") and self._account.saw is not None
-        if found is not None and found.key != self._raised and not is_seen:  # by torch's own error of that end, say
+        if found is not None and found.key != raised and not is_seen:  # by torch's own error of that end, say
             self.raise_if_found()
         self._lookout.say_at_end()
 
@@ -360,7 +280,7 @@ class Guard:
         self._voice.call(self.before_close)
         self.rest()
         self._account.close()
-        self._board.close()
+        self.board.close()
         self.recorder.close()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from lockstep.observe import histories, wording
 from lockstep.observe.flight import Record
 from lockstep.observe.messages import PAIR_UP, let_go, unpaired, waiters
-from lockstep.observe.profile.step_clock import DATA
+from lockstep.observe.profile.phases import DATA
 from lockstep.observe.scene import SILENT_S, STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED
 from lockstep.observe.wait_chains import START_TIMES, activity, point_of_life, roots, state, waits_for

@@ -14,7 +14,6 @@ from lockstep.observe.status import Progress
 Fault = Literal["skipped", "extra", "changed", "batches", "handling", ""]
 INVERSE: dict[Fault, Fault] = {"skipped": "extra", "extra": "skipped", "changed": "changed", "": ""}
 _LOOK_AHEAD = 8
-_LONGEST_RUN = 128  # calls that are compared with earlier ones
 _SETTLED = 3  # steps: of more, the first of them is no example
 _NAMES = ("kind", "dtype", "shape", "reduction", "root", "algorithm")
 
@@ -212,48 +211,6 @@ def _shapes(sides: Iterable[Side], but: int) -> set[Shape]:
 def adds_calls(history: Sequence[Record], step: int) -> bool:
     """Whether any call was made more often in `step` than in the one before."""
     return bool(Counter(_shape(history, step)) - Counter(_shape(history, step - 1)))
-
-
-def out_of_turn(history: Sequence[Record], since: int) -> tuple[Record, Record | None] | None:
-    """The first call from number `since` on that never came after those before it, and what did; None where all have.
-
-    What comes next is what came after the longest run of calls that ends alike and is there twice; None: nobody knows.
-    """
-    calls = [record for record in history if record.text != FROM_CPP]
-    deeds = [_deed(record) for record in calls]
-    for at in [at for at, call in enumerate(calls) if call.number >= since][:_LOOK_AHEAD]:
-        alike = sorted(((_alike(deeds, at, before), before) for before in range(1, at)), reverse=True)
-        length = alike[1][0] if len(alike) > 1 else 0
-        usual = [before for its, before in alike if length and its >= length]
-        if all(deeds[before] != deeds[at] for before in usual):
-            is_new = all(before.site != calls[at].site for before in calls[:at])
-            is_known = any(_tells_the_next(calls, at, length, before) for before in usual) and not is_new
-            return calls[at], calls[usual[0]] if is_known else None
-    return None
-
-
-def _tells_the_next(calls: Sequence[Record], at: int, length: int, usual: int) -> bool:
-    """Whether so many calls before the one `at` are all of its step; or a whole round of lines that make one call each.
-
-    A line that makes many, as a pipeline's step(), may do something else after any number of rounds of its own.
-    """
-    its_step = calls[at].step
-    if its_step and length >= sum(before.step == its_step for before in calls[:at]):
-        return True
-    deeds = [_deed(call) for call in calls[: at + 1]]
-    run, sites = deeds[at - length :], Counter(site for *_, site in set(deeds))
-    return deeds[usual] in run and all(sites[site] == 1 for *_, site in run)
-
-
-def _alike(deeds: Sequence[object], one: int, other: int) -> int:
-    """How many of them before `one` are those before `other`, which is earlier."""
-    most = min(other, _LONGEST_RUN)
-    return next((back for back in range(most) if deeds[one - 1 - back] != deeds[other - 1 - back]), most)
-
-
-def _deed(record: Record) -> tuple[str, str, str]:
-    """Its text without the tensor, whose shape may vary, and the site."""
-    return record.text.partition(" ")[0], record.text.rpartition("] ")[2], record.site
 
 
 # ------------------------------------------------------------------ by their calls

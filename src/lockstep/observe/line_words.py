@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import FrameType
 from typing import Any, final
 
@@ -15,7 +16,7 @@ Line = tuple[Any, ...]  # id of code, instruction; and all that tells two calls 
 
 @final
 class LineWords:
-    """The words of calls, of a bounded number. The two dicts are for whoever counts each call of Python's."""
+    """The words of calls, of a bounded number. `of_lines` is for whoever counts each call of Python's."""
 
     def __init__(self, group: str) -> None:
         self.of_lines: dict[Line, Words] = {}  # of calls from a line of the user's
@@ -23,11 +24,13 @@ class LineWords:
         self._group = group
         self._codes: list[object] = []  # of these lines, which keep the ids that they go by
 
-    def keep(self, key: tuple[Any, ...], text: str, label: str = "") -> Words:
-        """The words of a call, in `of_sites` from now on. key: the site comes first."""
-        if len(self.of_sites) >= _KEPT:
-            self.of_sites.clear()
-        words = self.of_sites[key] = pack_words(self._group, text, key[0], label)
+    def of(self, key: tuple[Any, ...], text: Callable[[], str], label: str = "") -> Words:
+        """The words of a call. key: what tells it from others, the site first. text: called where it is not kept."""
+        words = self.of_sites.get(key)
+        if words is None:
+            if len(self.of_sites) >= _KEPT:
+                self.of_sites.clear()
+            words = self.of_sites[key] = pack_words(self._group, text(), key[0], label)
         return words
 
     def learn(self, line: Line, frame: FrameType, site: str, words: Words) -> None:

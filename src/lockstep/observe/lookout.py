@@ -15,17 +15,17 @@ from typing import final
 
 from lockstep.observe.account import Account
 from lockstep.observe.board import Board
-from lockstep.observe.diagnosis import Finding, Limits, diagnose
+from lockstep.observe.diagnosis import diagnose
 from lockstep.observe.divergence import find_left_out
 from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_by
 from lockstep.observe.hang import find_timed_out
 from lockstep.observe.last_words import users_line
 from lockstep.observe.message_findings import find_left_over, find_too_large
-from lockstep.observe.scene import Scene
+from lockstep.observe.scene import Limits, Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
 from lockstep.observe.voice import Voice
-from lockstep.observe.wording import STANDSTILLS, names, step_after
+from lockstep.observe.wording import STANDSTILLS, Finding, names, step_after
 
 WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a look, and what it takes

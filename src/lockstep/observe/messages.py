@@ -1,15 +1,18 @@
-"""Messages between two ranks: those that one sends pair, by their order, with those that the other asks for. Pure."""
+"""Messages between two ranks: those that one sends pair, by their order, with those that the other asks for.
+
+And who has called out of turn, where they do not. Pure.
+"""
 
 from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from lockstep.observe import histories, wording
+from lockstep.observe import wording
 from lockstep.observe.flight import Record
-from lockstep.observe.scene import Scene, Wait, read_message
+from lockstep.observe.scene import FROM_CPP, Scene, Wait, read_message
 from lockstep.observe.wording import call, names, step_after
 
 PAIR_UP = "let one side send first, or post both with batch_isend_irecv; tags must match."  # a fix for `unpaired`
@@ -17,6 +20,8 @@ PAIR_UP = "let one side send first, or post both with batch_isend_irecv; tags mu
 _TENSOR = re.compile(r"\w+ ([a-z]+(\d*)\w*) \[([\d, ]*)\] ")  # the dtype, bits of an element, and the shape
 _BYTES = {"uint8", "int8"}  # which anything may be sent and received as
 _AS_REAL = ({"complex64", "float32"}, {"complex128", "float64"}, {"complex32", "float16"})  # as torch views them
+_LOOKED_AT = 8  # calls that a rank has made since
+_LONGEST_RUN = 128  # calls that are compared with earlier ones
 
 Both = tuple[dict[int, Record], dict[int, Record]]  # what was sent, and what was asked for, by number
 
@@ -110,12 +115,54 @@ def strays(scene: Scene, waits: Sequence[Wait]) -> dict[int, str]:
     odd: dict[int, str] = {}
     for rank, numbers in sorted(since.items()):
         records = scene.records_of(rank)
-        turn = histories.out_of_turn(records, min(numbers, default=records[-1].number)) if records else None
+        turn = _out_of_turn(records, min(numbers, default=records[-1].number)) if records else None
         if turn is not None and turn[1] is not None:
             odd[rank] = f"{names([rank])} made {_of_group(turn[0])}, where it made {_of_group(turn[1])} before"
         elif turn is not None or not records:
             return {}
     return odd if len(odd) < len(since) else {}
+
+
+def _out_of_turn(history: Sequence[Record], since: int) -> tuple[Record, Record | None] | None:
+    """The first call from number `since` on that never came after those before it, and what did; None where all have.
+
+    What comes next is what came after the longest run of calls that ends alike and is there twice; None: nobody knows.
+    """
+    calls = [record for record in history if record.text != FROM_CPP]
+    deeds = [_deed(record) for record in calls]
+    for at in [at for at, one in enumerate(calls) if one.number >= since][:_LOOKED_AT]:
+        alike = sorted(((_alike(deeds, at, before), before) for before in range(1, at)), reverse=True)
+        length = alike[1][0] if len(alike) > 1 else 0
+        usual = [before for its, before in alike if length and its >= length]
+        if all(deeds[before] != deeds[at] for before in usual):
+            is_new = all(before.site != calls[at].site for before in calls[:at])
+            is_known = any(_tells_the_next(calls, at, length, before) for before in usual) and not is_new
+            return calls[at], calls[usual[0]] if is_known else None
+    return None
+
+
+def _tells_the_next(calls: Sequence[Record], at: int, length: int, usual: int) -> bool:
+    """Whether so many calls before the one `at` are all of its step; or a whole round of lines that make one call each.
+
+    A line that makes many, as a pipeline's step(), may do something else after any number of rounds of its own.
+    """
+    its_step = calls[at].step
+    if its_step and length >= sum(before.step == its_step for before in calls[:at]):
+        return True
+    deeds = [_deed(record) for record in calls[: at + 1]]
+    run, sites = deeds[at - length :], Counter(site for *_, site in set(deeds))
+    return deeds[usual] in run and all(sites[site] == 1 for *_, site in run)
+
+
+def _alike(deeds: Sequence[object], one: int, other: int) -> int:
+    """How many of them before `one` are those before `other`, which is earlier."""
+    most = min(other, _LONGEST_RUN)
+    return next((back for back in range(most) if deeds[one - 1 - back] != deeds[other - 1 - back]), most)
+
+
+def _deed(record: Record) -> tuple[str, str, str]:
+    """Its text without the tensor, whose shape may vary, and the site."""
+    return record.text.partition(" ")[0], record.text.rpartition("] ")[2], record.site
 
 
 def _of_group(record: Record) -> str:

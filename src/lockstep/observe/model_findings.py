@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from lockstep.observe.divergence import END, SYNC_ALIKE
+from lockstep.observe.endings import END
 from lockstep.observe.facts import FINITE, NEVER_FINITE, UNTIL, Topic, shown
 from lockstep.observe.model_match import first_difference
 from lockstep.observe.replica_diff import alike, odd_ranks
@@ -14,6 +15,7 @@ from lockstep.observe.replica_findings import STEP_ALIKE, have_all_told
 from lockstep.observe.scene import FROM_CPP, GRACE_S, Scene
 from lockstep.observe.wording import Finding, compose, listed, names, step_after, waiters
 
+SYNC_ALIKE = "decide by the number of the micro-batch alone, alike on all ranks, whether to use no_sync()."
 _AHEAD = 3  # steps: whoever is so far ahead of a rank that goes on computing has not waited for it
 
 
@@ -135,6 +137,29 @@ def find_unsynced(scene: Scene, topic: Topic) -> Iterator[Finding]:
         key, done = f"{topic.name} sync", int(step)
         yield compose(scene, "model", key, head, fewest, [text], why=why, fix=SYNC_ALIKE, done=done)
         return
+
+
+def suspects(scene: Scene, ranks: Iterable[int], step: int) -> tuple[dict[int, str], dict[int, str]]:
+    """Who ran fewer synchronised backwards in that step, and others in no_sync(); who ran more forwards in one."""
+    told: dict[str, dict[int, list[tuple[int, Any]]]] = defaultdict(dict)
+    for rank in sorted(ranks):
+        facts = scene.status(rank).facts
+        for topic in [topic for topic in facts if topic.startswith("sync ")]:
+            past = [(int(key), value) for key, value in facts[topic].items() if int(key) <= step]
+            if past:
+                told[topic][rank] = past
+    unsynced, twice = dict[int, str](), dict[int, str]()
+    for by_rank in told.values():
+        last = {rank: past[-1][1] for rank, past in by_rank.items()}  # which holds
+        most = {rank: max((value[0], -key) for key, value in past) for rank, past in by_rank.items()}
+        for rank, (synced, apart, site) in last.items():
+            if apart and synced < max(value[0] for value in last.values()) and scene.status(rank).step > step:
+                unsynced[rank] = f"{names([rank])} ran {apart} backward in no_sync(), at {site}"
+            count, key = most[rank]
+            if count > min(most.values())[0]:
+                done = f"called its model {count} times in {step_after(-key)}"
+                twice[rank] = f"{names([rank])} {done}: was a backward left out?"
+    return unsynced, {} if unsynced else twice
 
 
 def _past(scene: Scene, topic: Topic) -> Iterator[Finding]:

@@ -16,11 +16,10 @@ def describe_model(module: Module, ignore: Iterable[str] = ()) -> list[list[Any]
     skipped = set(ignore)
     rows: list[list[Any]] = []
     for kind, named in (("parameter", module.named_parameters()), ("buffer", module.named_buffers())):
-        rows += [
-            [kind, name, list(tensor.shape), str(tensor.dtype).removeprefix("torch."), tensor.requires_grad]
-            for name, tensor in named
-            if name not in skipped
-        ]
+        for name, tensor in named:
+            if name not in skipped:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                rows.append([kind, name, list(tensor.shape), dtype, tensor.requires_grad])
     return rows
 
 

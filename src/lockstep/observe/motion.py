@@ -52,6 +52,7 @@ class Motion:
         self._children = (0.0, 0.0, -_CHILDREN_S)  # since when they are looked at, what they had used, when they worked
         self._loop = Loop()
         self.queues: list[Callable[[], bool]] = []  # whether a device still has to do what was begun for it
+        self.queued: Callable[[], dict[str, int]] = dict  # which collectives it has not come to: as in a status
         self._spot: tuple[object, ...] = ()  # where the thread was, on a core, when it was asked last
         self._spot_s = 0.0  # since when it has been there
         self._spins = False

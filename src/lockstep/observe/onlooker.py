@@ -10,9 +10,9 @@ from typing import final
 from lockstep.comm.shm.peers import Peers
 from lockstep.errors import CollectiveMismatch, ConfigError
 from lockstep.observe.divergence import find_mismatch
-from lockstep.observe.flight import FlightRecord, Record
+from lockstep.observe.flight import Record
 from lockstep.observe.scene import Limits, Scene
-from lockstep.observe.sights import FLIGHTS, from_record, sight_of, status_of
+from lockstep.observe.sights import FLIGHTS, FlightRecord, from_record, sight_of, status_of
 from lockstep.observe.status import Sight, Status
 from lockstep.observe.wording import Finding
 

@@ -1,9 +1,10 @@
-"""Which steps of a program that is not ours are looked at closely, and which are only counted.
+"""Which steps of a program are looked at closely, and which are only counted.
 
 What a step does in C++ is counted in every step, and so are its batches, its operations and a loss that is not finite.
-All else costs a tenth of a millisecond a step, among caches that the step has left cold. So once a run has had its
-first thousand, of short steps one in sixteen is looked at closely, at no regular distance from the last: something that
-comes back every few steps, as a stall of a loader does, is neither always met nor never.
+All else costs a tenth of a millisecond a step, among caches that the step has left cold, and half a one on a GPU, where
+each phase has an event and each loss a kernel. So once a run has had its first hundred, of short steps one in sixteen
+is looked at closely, at no regular distance from the last: something that comes back every few steps, as a stall of a
+loader does, is neither always met nor never.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
-FIRST = 1024  # steps of this process, all looked at
-FIRST_ON_GPU = 128  # where each phase has an event and each loss a kernel, half a millisecond in a step
+FIRST = 128  # steps of this process, all looked at
 EVERY = 16  # of later ones, on average
 SHORT_NS = 50_000_000  # longer steps are all looked at
 
@@ -52,11 +52,11 @@ class Pace:
         """As many as at first are looked at before any is only counted."""
         self._seen = 0
 
-    def plan(self, step: int, now_ns: int, *, on_gpu: bool = False) -> None:
+    def plan(self, step: int, now_ns: int) -> None:
         """`step`, which was looked at, has ended now: which one is the next?"""
         (before, ended_ns), self._planned = self._planned, (step, now_ns)
         self._seen += 1
-        if self._seen < (FIRST_ON_GPU if on_gpu else FIRST) or now_ns - ended_ns > SHORT_NS * (step - before):
+        if self._seen < FIRST or now_ns - ended_ns > SHORT_NS * (step - before):
             return
         self.until = int(min([one_of_each(step), *(due(step) for due in self.dues)]))
         self.turn(is_brief=self.until > step + 1)

@@ -100,7 +100,7 @@ def _last_error(kind: type[BaseException], error: BaseException, trace: Tracebac
     for guard in tuple(_listening):
         error = guard.cause_of(error)  # type: ignore[assignment]
         guard.end(error)
-        error = guard.as_shown(error)
+        error = guard.as_shown(error, guard.finding)
         if isinstance(error, KeyboardInterrupt) and DEBUG not in os.environ:
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would only disturb the end
             at = f" at {where}" if (where := users_line(error)) else ""
@@ -120,7 +120,7 @@ def _thread_ended(args: threading.ExceptHookArgs) -> None:
             said = f"one of its threads had ended: {in_words(kind, message)}{where and ', at '}{where}"
             guard.facts.tell(BEFORE, "thread", said)
             _died[:] = [(error, guard.recorder.step or guard.recorder.started)]
-            error = guard.as_shown(error)
+            error = guard.as_shown(error, guard.finding)
         end_in_users_code(error)
         args = threading.ExceptHookArgs((type(error), error, error.__traceback__, args.thread))
     _before[_thread_ended](args)

@@ -115,19 +115,17 @@ class GuardLayer(TransportLayer):
     def _learn(self, op: CommOp, frame: FrameType, line: Line) -> Words:
         """What `op` says, to be found by its line the next time; with the user's line, where that is another one."""
         site = call_site(3)
-        key = (site, *line[2:])
-        words = self._words.of_sites.get(key) or self._said(op, key)
+        words = self._said(op, (site, *line[2:]))
         self._words.learn(line, frame, site, words)
         return words
 
     def _words_of(self, op: CommOp, site: str) -> Words:
         shapes = tuple([(tensor.shape, tensor.dtype) for tensor in (*op.inputs, *op.outputs)])
         way = op.algorithm and op.algorithm.name
-        key = (site, op.kind, len(op.inputs), shapes, op.reduce, op.peer, op.tag, op.label, way)
-        return self._words.of_sites.get(key) or self._said(op, key)
+        return self._said(op, (site, op.kind, len(op.inputs), shapes, op.reduce, op.peer, op.tag, op.label, way))
 
     def _said(self, op: CommOp, key: tuple[Any, ...]) -> Words:
-        return self._words.keep(key, text_of(op, self.global_ranks), op.label)
+        return self._words.of(key, lambda: text_of(op, self.global_ranks), op.label)
 
     def over(self, inner: Transport) -> GuardLayer:
         """Named by its ranks, and by how many groups of just these have been made: equal on all of them."""
@@ -144,7 +142,7 @@ class GuardLayer(TransportLayer):
         seen = sys.exc_info()[1]
         error = self.guard.cause_of(seen) if seen is not None and self._owns_guard else seen
         try:
-            if self._is_world and seen is None and not self.guard.has_failed:
+            if self._is_world and seen is None and not self.guard.causes.has_failed:
                 self.guard.finish()  # a model that lives within `with` is gone when the program ends
         finally:
             if self._owns_guard:

@@ -140,14 +140,10 @@ def _drift(scene: Scene, topic: Topic, step: str, good: str | None, rows: Mappin
         since = _SINCE[is_wrapped] if good is None else f"equal after step {good}"
         head = f"REPLICAS differ after step {step}, {since}."
         why = "each rank trains another model, and averaging gradients does not bring them together again."
-    fix = (
-        ""
-        if good is None
-        else f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank."
-    )
+    then = f"see to that, then go on from the newest checkpoint of step {good} or before, on every rank."
     key, done = f"{topic.name} later" if later else topic.name, int(step) - 1
     sure = (len(options) < len(found) or bool(later)) and not is_cut
-    body = [*lines, cause]
+    body, fix = [*lines, cause], "" if good is None else then
     yield compose(scene, "replica", key, head, odd, body, why=why, fix=fix, is_certain=sure, done=done)
 
 

@@ -126,7 +126,7 @@ class Scene:
     def waits(self) -> tuple[Wait, ...]:
         """What the ranks that can be heard have open, oldest first."""
         heard = [rank for rank in sorted(self.sights) if self.is_running(rank) and not self.is_silent(rank)]
-        found = [self._wait(rank, waiting) for rank in heard for waiting in self.status(rank).waiting]
+        found = [self.wait_of(rank, waiting) for rank in heard for waiting in self.status(rank).waiting]
         return tuple(sorted(found, key=lambda wait: (-wait.age_s, wait.rank)))
 
     @cached_property
@@ -167,13 +167,14 @@ class Scene:
         mine = [wait for wait in mine if here is None or wait.record.site == here.record.site]  # one line may send many
         return next((wait for wait in mine if wait.absent), here or mine[0])
 
-    def _wait(self, rank: int, waiting: Waiting) -> Wait:
+    def wait_of(self, rank: int, waiting: Waiting) -> Wait:
+        """Whom `rank` needs for an operation, and who of them has not begun it."""
         record, age_s = waiting
         progress = self.status(rank).groups.get(record.group)
         ranks = () if progress is None else tuple(r for r in progress.ranks if r != rank)
         if not record.is_message:
-            counts = {} if progress is None else self.counts(record.group, progress.ranks)
-            absent = tuple(r for r in ranks if counts.get(r, 0) <= record.seq)
+            told = {} if progress is None else self.groups[record.group, progress.ranks]
+            absent = tuple(r for r in ranks if r not in told or told[r].count <= record.seq)
             return Wait(rank, record, age_s, ranks, absent, is_any=False)
         message = read_message(record.text)
         if message is None:
@@ -191,10 +192,6 @@ class Scene:
             for name, progress in sight.status.groups.items():
                 found[name, progress.ranks][rank] = progress
         return found
-
-    def counts(self, group: str, ranks: tuple[int, ...]) -> dict[int, int]:
-        """How many collectives each has begun in the group of that name and those ranks."""
-        return {rank: progress.count for rank, progress in self.groups.get((group, ranks), {}).items()}
 
     def _answers(self, rank: int, to: int, message: Message, record: Record) -> bool:
         """True where `rank` has begun the other half of `message` of rank `to`, which may be long over on its side."""

@@ -1,21 +1,130 @@
-"""What the flight record of a rank shows of it, also to whoever is no rank, and after its death."""
+"""What the flight record of a rank shows of it, also to whoever is no rank, and after its death: see `flight`."""
 
 from __future__ import annotations
 
+import fcntl
+import mmap
 import os
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple, final
 
 from lockstep.comm.kernel import process_state
-from lockstep.observe.flight import FlightRecord, Mark, Record
+from lockstep.errors import ConfigError
+from lockstep.observe import flight
+from lockstep.observe.flight import RECORDS, Mark, Record
 from lockstep.observe.status import Folding, Sight, Status, Waiting
 
 FLIGHTS = "flight-*"  # names of the records' files
 SILENT_S = 1.0  # what a rank said longer ago is completed from its record
 _OPEN = 8  # operations under way that are shown
+_WRITERS = 64  # threads that may be about to store a record
+
+_record_of = partial(tuple.__new__, Record)  # as Record._make, without a call of Python
+
+
+class Header(NamedTuple):
+    """How far a rank has come; in the order in which the record has these words."""
+
+    rank: int
+    world_size: int
+    pid: int
+    step: int
+    alive_ns: int  # when its guard last said so, by time.monotonic_ns
+    started: int  # operations so far
+
+
+@final
+class FlightRecord:
+    """Reads a rank's record, while it is written or afterwards. Its file needs no name once it is open."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Raises: ConfigError where the file is no flight record, OSError where it cannot be opened."""
+        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            size = os.fstat(self._fd).st_size
+            if size != flight.FILE_BYTES:
+                how = f"it has {size} bytes, not {flight.FILE_BYTES}"
+                raise ConfigError(f"{os.fspath(path)!r} is no flight record: {how}")
+            self._memory = mmap.mmap(self._fd, size)
+        except BaseException:
+            os.close(self._fd)
+            raise
+        self._words = memoryview(self._memory)[: flight.HEADER_BYTES].cast("q")
+        self._said: dict[bytes, tuple[str, ...]] = {}  # group, text, site, label of what is stored: operations repeat
+        if self._words[flight.IS] != flight.MAGIC:
+            self.close()
+            raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
+
+    def header(self) -> Header:
+        """Who this is and how far it has come."""
+        return Header(*self._words[flight.RANK : flight.COUNT + 1])
+
+    def status(self) -> bytes:
+        """What the guard of the rank last said; empty where it has said nothing, or died in the middle."""
+        for _ in range(100):
+            before = self._words[flight.VERSION]
+            status = bytes(self._memory[flight.STATUS_AT : flight.STATUS_AT + self._words[flight.LENGTH]])
+            if before % 2 == 0 and self._words[flight.VERSION] == before:
+                return status
+        return b""
+
+    def records(self, since: int = 0, until: int | None = None) -> list[Record]:
+        """Those with number `since` and later, below `until`, that are still there, oldest first."""
+        count = self._words[flight.COUNT]
+        found: list[Record] = []
+        first, end = max(since, count - RECORDS, 0), min(count, until or count)
+        while first < end:
+            last = min(end, first - first % RECORDS + RECORDS)  # up to where the ring begins anew
+            at = flight.RING_AT + first % RECORDS * flight.RECORD_BYTES
+            stored = self._memory[at : at + (last - first) * flight.RECORD_BYTES]
+            oldest = self._words[flight.COUNT] - RECORDS + _WRITERS  # before it, some may have been overwritten since
+            for number, fields in enumerate(flight.RECORD.iter_unpack(stored), first):
+                if fields[0] == number and (number >= oldest or self._is_there(number)):
+                    found.append(self._record_of(fields))
+            first = last
+        return found
+
+    def notice(self) -> bytes:
+        """What was put up in this record; empty where nothing was."""
+        return bytes(self._memory[flight.NOTICE_AT : flight.NOTICE_AT + self._words[flight.NOTICE]])
+
+    def put_up(self, notice: bytes) -> bytes:
+        """Make `notice` the one of this record, unless it has one; the one it has."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        try:
+            if not self._words[flight.NOTICE]:
+                notice = notice[: flight.NOTICE_BYTES]
+                self._memory[flight.NOTICE_AT : flight.NOTICE_AT + len(notice)] = notice
+                self._words[flight.NOTICE] = len(notice)
+        finally:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+        return self.notice()
+
+    def _is_there(self, number: int) -> bool:
+        """Whether it has not been overwritten, also not in part: a writer begins with the number."""
+        at = flight.RING_AT + number % RECORDS * flight.RECORD_BYTES
+        return flight.WORD.unpack_from(self._memory, at)[0] == number
+
+    def _record_of(self, fields: tuple[Any, ...]) -> Record:
+        number, seq, step, entered_ns, left_ns, digest, is_message, _, words = fields
+        said = self._said.get(words)
+        if said is None:
+            if len(self._said) >= RECORDS:
+                self._said.clear()
+            said = (*words.rstrip(b"\0").decode(errors="replace").split("\0"), "", "", "", "")[:4]
+            self._said[words] = said
+        return _record_of((number, seq, step, entered_ns, left_ns, digest, bool(is_message), *said))
+
+    def close(self) -> None:
+        """Give back the memory."""
+        self._words.release()
+        self._memory.close()
+        os.close(self._fd)
 
 
 def flight_path(folder: str | os.PathLike[str], rank: int) -> Path:
@@ -72,9 +181,7 @@ def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:
 
 def status_of(text: bytes) -> Status | None:
     """What a rank has said; None where that is not a whole status."""
-    if not text:
-        return None
     try:
         return Status.from_json(text)
-    except (ValueError, KeyError, TypeError):  # cut short, or of another version of lockstep
+    except (ValueError, KeyError, TypeError):  # nothing yet, cut short, or of another version of lockstep
         return None

@@ -23,7 +23,7 @@ _COUNT_BYTES = 8
 _WORD, _SUM = 1 << 64, 1 << 128
 _LENGTH_MAX = 1 << 24  # that are hashed, in a second, for a note only
 CHUNK = 1 << 14  # ids hashed at a time: their words stay in the processor's cache
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _KEYS = np.uint64(0x6C6F636B73746570), np.uint64(0xD1B54A32D192ED03)  # of the low and of the high word
 _SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 _FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
@@ -72,7 +72,7 @@ def tally_from(digest: bytes) -> Tally:
 
 
 def _sum_of_hashes(words: npt.NDArray[np.uint64]) -> int:
-    low, high = (scramble(scramble(words * _GOLDEN + key)) for key in _KEYS)
+    low, high = (scramble(scramble(words * GOLDEN + key)) for key in _KEYS)
     # The low words' sum carries into the high ones: halves of 32 bits add up without loss.
     halves = int((low & np.uint64(0xFFFFFFFF)).sum()) + (int((low >> np.uint64(32)).sum()) << 32)
     return halves + (int(high.sum()) << 64)

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor
 
 from lockstep.comm.tensor_parts import boxes_of_range
+from lockstep.observe.tally import GOLDEN, scramble
 
 _COLUMNS = 512
 _ROW_BYTES = 8 * _COLUMNS
 _PIECE_BYTES = 512 * _ROW_BYTES  # 2 MiB: read from memory once, for the columns from the cache
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
 _NOTHING = torch.zeros(1, dtype=torch.int64)
 
 Words = npt.NDArray[np.uint64]
@@ -50,13 +49,9 @@ def digests(tensors: Sequence[Tensor]) -> list[int]:
 
 def _scrambled(words: Words, places: Words) -> Words:
     places += np.uint64(1)
-    places *= _GOLDEN
+    places *= GOLDEN
     places += words  # a sum in one row is not the same sum in another
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
-        places ^= places >> np.uint64(shift)
-        places *= np.uint64(factor)
-    places ^= places >> np.uint64(31)
-    return places
+    return scramble(places)
 
 
 def _sums(tensor: Tensor) -> Tensor:

@@ -21,7 +21,8 @@ from typing import Any, final
 from lockstep.observe.call_site import SITES, site_from
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
-from lockstep.observe.profile.step_clock import BACKWARD, MARKS, OPTIMIZER, OTHER, TAIL, WAITS
+from lockstep.observe.profile.phases import BACKWARD, OPTIMIZER, OTHER, TAIL
+from lockstep.observe.profile.step_clock import MARKS, WAITS
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
 
@@ -52,7 +53,8 @@ class Backwards(SharedPatches):
         self._tails_ns: deque[int] = deque(maxlen=1)  # since when the backward that runs waits
         self._tails: list[tuple[Any, Callable[[Any], Any]]] = []  # torch's handles, and what is called to note that
         self.failed: Callable[[BaseException], object] = lambda error: None  # called with what a backward raises
-        self._ours: Any = None  # what stands in the place of torch.autograd.backward
+        # torch.autograd, what stands in the place of its backward, and that one
+        self._places: tuple[Any, Any, Any] = (None, None, None)
 
     def _begin(self) -> None:
         self._patches.add(when_imported("torch.autograd", self._watch))
@@ -86,8 +88,15 @@ class Backwards(SharedPatches):
         if self.phases is not None and self.phases.clock.gpu is not None:
             self.phases.clock.gpu.stamp(now_ns)
 
-    def turned(self, is_brief: bool) -> None:
-        """Of steps that are only counted it is not noted since when backward waits, from here on; or it is again."""
+    def turned(self, is_brief: bool, *, is_marked: bool) -> None:
+        """Of steps that are only counted it is not noted since when backward waits, from here on; or it is again.
+
+        is_marked: by our own loop, which looks at its losses itself: then such steps call torch as it comes.
+        """
+        autograd, ours, stock = self._places
+        there, other = (ours, stock) if is_brief and is_marked and not self.once else (stock, ours)
+        if autograd is not None and autograd.backward is there:
+            autograd.backward = other
         for handle, queue in self._tails:
             hooks = handle.hooks_dict_ref()
             if hooks is not None and is_brief:
@@ -100,15 +109,15 @@ class Backwards(SharedPatches):
 
         self._plain = Tensor  # asking a subclass for its value may be a collective
         self._queue = autograd.Variable._execution_engine.queue_callback
-        self._patches.replace(autograd, "backward", self._seeing)
+        self._patches.replace(autograd, "backward", partial(self._seeing, autograd))
 
-    def _seeing(self, old: Callable[..., None]) -> Callable[..., None]:
+    def _seeing(self, autograd: Any, old: Callable[..., None]) -> Callable[..., None]:
         method = self._plain.backward.__code__  # as a rule between the user's line and this
 
         @functools.wraps(old)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             try:
-                if self._ours is not backward:  # put back by somebody who had wrapped it meanwhile
+                if self._places[1] is not backward:  # put back by somebody who had wrapped it meanwhile
                     return old(tensors, *args, **kwargs)
                 is_brief = PACE.is_brief
                 if is_brief and not self.once and self.scaled is None and type(tensors) is self._plain:
@@ -166,7 +175,7 @@ class Backwards(SharedPatches):
                 self.failed(error)
                 raise
 
-        self._ours = backward
+        self._places = autograd, backward, old
         return backward
 
 

@@ -12,7 +12,8 @@ from time import monotonic_ns
 from typing import Any, Protocol, final
 
 from lockstep.observe.patches import SharedPatches
-from lockstep.observe.profile.step_clock import DATA, MARKS, OTHER, StepClock
+from lockstep.observe.profile.phases import DATA, OTHER
+from lockstep.observe.profile.step_clock import MARKS, StepClock
 
 PASS = "_lockstep_pass"  # of an iterator: what the one pass over its loader is kept as, see `torch_data`
 

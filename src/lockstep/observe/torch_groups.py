@@ -69,8 +69,7 @@ class WatchedGroup:
         return words
 
     def _said(self, operation: tuple[Any, ...], site: str) -> Words:
-        key = site, operation
-        return self._words.of_sites.get(key) or self._words.keep(key, text_of(Operation(*operation), self.ranks))
+        return self._words.of((site, operation), lambda: text_of(Operation(*operation), self.ranks))
 
     def catch_up(
         self,
@@ -100,8 +99,7 @@ class WatchedGroup:
                 entered = self._recorder.enter_all(self.collectives, words, len(numbers), step, now_ns)
                 self._late = entered[-1]
             elif known is None:
-                key = site, "by this line"
-                words = self._words.of_sites.get(key) or self._words.keep(key, FROM_CPP, key[1])
+                words = self._from_cpp(site, "by this line")
                 entered = self._recorder.enter_all(self.collectives, words, len(numbers), step, now_ns)
             else:
                 entries = [known.get(number) for number in numbers]
@@ -109,9 +107,11 @@ class WatchedGroup:
             self.pending.extend(zip(numbers, entered, strict=True))
             self.seen = torch_number
 
+    def _from_cpp(self, site: str, label: str) -> Words:
+        return self._words.of((site, label), lambda: FROM_CPP, label)
+
     def _enter_known(self, site: str, entry: Entry | None, step: int) -> int:
-        key = site, entry.text if entry else ""
-        words = self._words.of_sites.get(key) or self._words.keep(key, FROM_CPP, key[1])
+        words = self._from_cpp(site, entry.text if entry else "")
         return self._recorder.enter_all(self.collectives, words, 1, step, entry.began_ns if entry else 0)[0]
 
     def starts(self, operation: tuple[Any, ...], site: str) -> None:

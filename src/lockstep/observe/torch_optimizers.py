@@ -7,6 +7,7 @@ Whoever wants to know of them attaches `OPTIMIZERS`. One hook before and one aft
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Callable
 from threading import get_ident
 from time import monotonic_ns
@@ -15,7 +16,8 @@ from typing import TYPE_CHECKING, Any, final
 from lockstep.observe.call_site import call_site
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
-from lockstep.observe.profile.step_clock import FORWARD, MARKS, OPTIMIZER, OTHER
+from lockstep.observe.profile.phases import FORWARD, OPTIMIZER, OTHER
+from lockstep.observe.profile.step_clock import MARKS
 from lockstep.observe.torch_backward import BACKWARDS, Loss
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
@@ -46,6 +48,7 @@ class Optimizers(SharedPatches):
         self.steps: TorchSteps | None = None
         self.counted: Callable[[Any, bool], object] | None = None  # called when `steps` has counted: has a step ended?
         self._begun: dict[int, int] = {}  # by id of an optimizer that steps: the phase before
+        self._marked: Callable[[], Any] = lambda: None  # the one that stepped last in a loop that ends its steps itself
         self._is_unseen = False  # no beginning of a step has been seen since steps were only counted
         PACE.reset()
         PACE.turned = lambda is_brief: None
@@ -61,7 +64,7 @@ class Optimizers(SharedPatches):
 
         def turned(is_brief: bool) -> None:
             self._is_unseen |= is_brief
-            BACKWARDS.turned(is_brief)
+            BACKWARDS.turned(is_brief, is_marked=self._is_marked())
             for handle, seeing in (before, _nothing if is_brief else self._begins), (after, self._passing(is_brief)):
                 hooks = handle.hooks_dict_ref()
                 if hooks is not None and handle.id in hooks:
@@ -74,6 +77,8 @@ class Optimizers(SharedPatches):
         steps = self.steps
         if steps is None or not is_brief:
             return self._ends
+        if self._is_marked():
+            return _nothing
         leader, owner, until = steps.counter.leader, steps.guard.recorder.clock.owner, PACE.until
         listed = steps.groups.listed
         passed, count = steps.guard.passing([watched for _, watched in steps.groups.all()]), len(listed)
@@ -93,6 +98,17 @@ class Optimizers(SharedPatches):
                 steps.look_closely()
 
         return passes
+
+    def _is_marked(self) -> bool:
+        return self.steps is not None and self.steps.clock.is_marked
+
+    def step_done(self) -> None:
+        """A step has ended, which was looked at closely: our own loop says so."""
+        optimizer, self._marked = self._marked(), lambda: None
+        if self.counted is not None and optimizer is not None:
+            self.counted(optimizer, True)
+        if self.steps is not None:
+            self.steps.plan()
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_unseen = False
@@ -118,6 +134,9 @@ class Optimizers(SharedPatches):
                 PACE.look_at_many()
                 return
             before = OTHER
+        if self._is_marked():
+            self._marked = weakref.ref(optimizer)
+            return
         steps, has_ended = self.steps, False
         if steps is not None:
             counter, groups, guard = steps.counter, steps.groups, steps.guard

@@ -62,7 +62,7 @@ def meet_machines(guard: Guard, place: str) -> None:
 
         guard.before_look.remove(meet)
         try:
-            guard.meet(PrefixStore(prefix, TCPStore(host, int(port), is_master=False, timeout=_MEET)))
+            guard.board.use(PrefixStore(prefix, TCPStore(host, int(port), is_master=False, timeout=_MEET)))
         except RuntimeError as error:
             sys.stderr.write(f"lockstep: ranks of other machines are not seen: {error}\n")
 

@@ -105,6 +105,7 @@ class TorchSteps:
 
     def __init__(self, guard: Guard, groups: TorchGroups) -> None:
         self.guard, self._recorder, self.groups = guard, guard.recorder, groups
+        self.clock = guard.recorder.clock
         self.counter = StepCounter(self._is_shared, is_alone=guard.world_size == 1)
         self._reduced: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()  # parameters, by id
         self._begun: int | None = None  # operations, when the last backward began before any step was counted
@@ -139,20 +140,19 @@ class TorchSteps:
 
     def plan(self) -> None:
         """A step has ended that was looked at closely: whether the next one is."""
-        clock = self._recorder.clock
-        if self.counter.leads_alone and self.guard.settings.mode == "on" and not clock.is_marked:
-            PACE.plan(self._recorder.step, monotonic_ns(), on_gpu=clock.gpu is not None)
-            clock.is_brief = PACE.is_brief
-            if clock.is_brief:
-                clock.leave_gpu()
+        is_marked = self.clock.is_marked
+        self._has_counted |= is_marked
+        if (is_marked or self.counter.leads_alone) and self.guard.settings.mode == "on":
+            PACE.plan(self._recorder.step, monotonic_ns())
+            if PACE.is_brief and not is_marked:  # else who ends its steps says it
+                self.clock.time_batches_only()
 
     def look_closely(self) -> None:
         """From the step on that begins."""
         PACE.turn(is_brief=False)
-        clock = self._recorder.clock
-        clock.is_brief, clock.waits = False, []  # those are of steps that were only counted
-        if clock.gpu is not None:
-            clock.follow_gpu()
+        self.clock.is_brief = False
+        if self.clock.gpu is not None:
+            self.clock.follow_gpu()
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""

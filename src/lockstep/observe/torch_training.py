@@ -17,8 +17,7 @@ from functools import partial
 from typing import Any, final
 
 from lockstep.observe.call_site import call_site
-from lockstep.observe.divergence import END
-from lockstep.observe.endings import CLOSED
+from lockstep.observe.endings import CLOSED, END
 from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
@@ -44,13 +43,12 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     Raises: ConfigError where LOCKSTEP_REPLICA_EVERY is no number.
     """
     watch = TrainingWatch(guard, os.environ)
-    watches = [
-        ("torch.distributed.distributed_c10d", watch.watch_end),
-        ("torch.serialization", watch.data.watch_saves),
-        ("safetensors.torch", watch.data.watch_safetensors),
-        ("torch._dynamo.trace_rules", _stay_out_of_graphs),
-    ]
-    watch.patches.add(*[when_imported(module, begin) for module, begin in watches])
+    watch.patches.add(
+        when_imported("torch.distributed.distributed_c10d", watch.watch_end),
+        when_imported("torch.serialization", watch.data.watch_saves),
+        when_imported("safetensors.torch", watch.data.watch_safetensors),
+        when_imported("torch._dynamo.trace_rules", _stay_out_of_graphs),
+    )
     watch.models.watch()
     watch.replicas.watch()
     watch.data.watch_loaders()

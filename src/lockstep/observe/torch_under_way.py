@@ -117,7 +117,7 @@ class UnderWay:
         is_own = self._main == threading.get_ident()  # who looks once more at its end
         in_backward = backward_frame()  # of whichever thread, where the main one may only wait for it
         stack = [BACKWARDS.site or call_site()] if is_own else stack_of(in_backward or frame_of(self._main or 0))
-        site = self._guard.failed_at or (stack[-1] if stack else "")
+        site = self._guard.causes.failed_at or (stack[-1] if stack else "")
         watched.catch_up(number, site, known or {}, if_idle=True)
 
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:

@@ -19,7 +19,7 @@ from lockstep.observe.call_site import call_site, site_from
 from lockstep.observe.group_layers import watch_groups
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches, around
-from lockstep.observe.profile.step_clock import UNKNOWN
+from lockstep.observe.profile.phases import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.torch_flight_recorder import TIMING, TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
@@ -51,7 +51,7 @@ def attach(guard: Guard) -> Callable[[], None]:
     watch.patches.insert(guard.before_look, watch.under_way.look)
     watch.patches.insert(guard.aborts, watch.under_way.abort)
     watch.patches.insert(guard.motion.queues, watch.under_way.has_queued)
-    guard.queued(watch.under_way.first_queued)
+    guard.motion.queued = watch.under_way.first_queued
     OPTIMIZERS.steps = watch.steps
     watch.patches.undo_in_children()
     return watch.patches.undo

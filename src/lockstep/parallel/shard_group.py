@@ -29,7 +29,6 @@ from lockstep.parallel.unsharded import Gathered, Resident, Unsharded
 #   wholes[i]         alias of the unsharded flat buffer: the module's parameter in forward and backward, and the leaf
 #                     of autograd's graph. Its .grad lives until it is copied into a reduction.
 
-
 TAKEN = "_lockstep_sharded_as"  # on a parameter that a group has replaced: its name there
 
 
@@ -150,8 +149,7 @@ class ShardGroup:
 
     def publish(self) -> None:
         """Bring the copy that all ranks see up to date. The caller sees to it that nobody reads meanwhile."""
-        if self.is_copied:
-            assert isinstance(self.unsharded, Resident)
+        if isinstance(self.unsharded, Resident) and self.unsharded.is_copy:
             with torch.no_grad():
                 self.unsharded.write(self.pieces.tensors)
 

@@ -148,6 +148,17 @@ class OptimizerState:
         params = [param for group in self._optimizer.param_groups for param in group["params"]]
         return named(params, {plain_name(name): param for name, param in module.named_parameters()})
 
+    def _entries(self, state: Mapping[str, Any]) -> tuple[dict[str, Tensor], Mapping[str, Mapping[str, Any]]]:
+        """The optimizer's parameters, and what `state` has for each. Raises: CheckpointMismatch for any other's."""
+        params, entries = self._params(), state.get("state", {})
+        unknown = sorted(set(entries) - set(params))
+        if unknown:
+            raise CheckpointMismatch(
+                f"the checkpoint has optimizer state for {unknown[0]!r}, which this optimizer does not have"
+                + (f" ({len(unknown)} such parameters)" if len(unknown) > 1 else "")
+            )
+        return params, entries
+
     def state_dict(self) -> State:
         """Everything by name. Collective where only the optimizer is cut: a few bytes travel. Memory: no copy."""
         optimizer = self._optimizer
@@ -165,9 +176,7 @@ class OptimizerState:
 
     def room_for(self, described: Mapping[str, Any]) -> State:
         """Tensors of a parameter's shape are cut as the parameter is, others are whole and on the CPU."""
-        params = self._params()
-        entries: Mapping[str, Mapping[str, Any]] = described.get("state", {})
-        _check_names(params, entries)
+        params, entries = self._entries(described)
         in_shape = keys_in_shape(entries, {name: param.shape for name, param in params.items()})
 
         def room(name: str, key: str, like: Any) -> Any:
@@ -191,9 +200,7 @@ class OptimizerState:
 
     def checked(self, state_dict: Mapping[str, Any]) -> Callable[[], None]:
         """What loads `state_dict`. Raises: CheckpointMismatch for other parameters, or other groups of them."""
-        params = self._params()
-        entries: Mapping[str, Mapping[str, Any]] = state_dict.get("state", {})
-        _check_names(params, entries)
+        params, entries = self._entries(state_dict)
         numbers = {name: number for number, name in enumerate(params)}
         state = {}
         for name, entry in entries.items():
@@ -237,16 +244,6 @@ def _common_group(names: list[str], home: Mapping[str, Mapping[str, Any]]) -> Ma
 
 def _options(group: Mapping[str, Any]) -> State:
     return {key: value for key, value in group.items() if key not in _NOT_KEPT}
-
-
-def _check_names(params: Mapping[str, Tensor], entries: Mapping[str, Any]) -> None:
-    """Raises: CheckpointMismatch for state of a parameter that the optimizer does not have."""
-    unknown = sorted(set(entries) - set(params))
-    if unknown:
-        raise CheckpointMismatch(
-            f"the checkpoint has optimizer state for {unknown[0]!r}, which this optimizer does not have"
-            + (f" ({len(unknown)} such parameters)" if len(unknown) > 1 else "")
-        )
 
 
 # ------------------------------------------------------------------ tensors

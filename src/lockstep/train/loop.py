@@ -16,7 +16,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.data.loader import validation_batches
 from lockstep.launch.worker import StopRequest
 from lockstep.observe.layout import layout_of
-from lockstep.observe.profile.step_clock import DATA, OPTIMIZER, OTHER
+from lockstep.observe.profile.phases import DATA, OPTIMIZER, OTHER
 from lockstep.train.checkpoints import state_of
 from lockstep.train.config import RunConfig, to_json
 from lockstep.train.console import Console
@@ -157,8 +157,9 @@ def save_checkpoint(job: Job, step: int, tokens_done: int, *, wait: bool) -> Non
     """Put everything that `step` has come to on disk, once all ranks are seen to have come to the same.
 
     Collective: every rank; blocks, without `wait` until this rank's share is copied.
-    Raises: ReplicaDrift before anything is written; CheckpointError.
+    Raises: ReplicaDrift, or what a guard has found, before anything is written; CheckpointError.
     """
+    job.profile.raise_if_found()
     job.equality.check(step)
     job.loader.coverage.combine(job.comm)
     state = {

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.objects import all_gather_rows
 from lockstep.errors import NonFiniteLoss, TrainingError
-from lockstep.observe.profile.step_clock import BACKWARD, FORWARD, OTHER, StepClock
+from lockstep.observe.profile.phases import BACKWARD, FORWARD, OTHER
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.parallel.clip import clip_grad_norm_
 from lockstep.parallel.strategy import microbatch
 from lockstep.train.evaluate import IGNORED, token_losses

@@ -10,13 +10,13 @@ import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
 from lockstep.checkpoint.foreign.huggingface import write_huggingface_folder, write_safetensors
 from lockstep.checkpoint.reader import CheckpointReader
-from lockstep.checkpoint.state import FlatState, keys_of, unflatten
+from lockstep.checkpoint.state import is_at, is_under, keys_of
 from lockstep.checkpoint.tensor_file import Piece
 from lockstep.durable import new_file, rename_durably, sync_folder
 from lockstep.errors import CheckpointError, ConfigError
@@ -65,7 +65,7 @@ def export_checkpoint(
         names = _weights(reader, prefix)
         manifest = reader.manifest
         tensors = [Piece.whole(name, *manifest.tensors[manifest.target(path)]) for name, path in names.items()]
-        left_out = sorted(path for path in manifest.values if _is_under(path, prefix))
+        left_out = sorted(path for path in manifest.values if is_under(path, prefix))
 
         def read(name: str) -> torch.Tensor:
             return reader.read(names[name])
@@ -90,7 +90,7 @@ def _weights(reader: CheckpointReader, prefix: str) -> dict[str, str]:
     seen: set[str] = set()
     for path in (*manifest.tensors, *manifest.aliases):
         target = manifest.target(path)
-        if not _is_under(path, prefix) or target in seen:
+        if not is_under(path, prefix) or target in seen:
             continue
         seen.add(target)
         name = ".".join(keys_of(path.removeprefix(f"{prefix}/") if prefix else path))
@@ -106,28 +106,12 @@ def _weights(reader: CheckpointReader, prefix: str) -> dict[str, str]:
 
 def _write_torch(reader: CheckpointReader, out: Path, prefix: str) -> int:
     manifest = reader.manifest
-    wanted = [path for path in (*manifest.tensors, *manifest.aliases) if _is_at(path, prefix)]
-    targets = {manifest.target(path): path for path in reversed(wanted)}
-    tensors = {path: reader.read(path) for path in targets.values()}
-    aliases = {path: targets[manifest.target(path)] for path in wanted if path not in tensors}
-    values = {path: value for path, value in manifest.values.items() if _is_at(path, prefix)}
-    kinds = {path: kind for path, kind in manifest.kinds.items() if _is_at(path, prefix)}
-    if not wanted and not values:
+    if not manifest.has(prefix):
         raise _nothing(reader, prefix)
-    state: Any = unflatten(FlatState(tensors, values, kinds, aliases))
-    for name in keys_of(prefix):
-        state = state[name]
+    state = manifest.subtree(prefix, reader.read)
     with new_file(out) as file:
         torch.save(state, file)  # noqa: TID251 (it is what is asked for; what others write is read without pickle)
-    return len(tensors)
-
-
-def _is_at(path: str, prefix: str) -> bool:
-    return path == prefix or _is_under(path, prefix)
-
-
-def _is_under(path: str, prefix: str) -> bool:
-    return not prefix or path.startswith(f"{prefix}/")
+    return len({manifest.target(path) for path in (*manifest.tensors, *manifest.aliases) if is_at(path, prefix)})
 
 
 def _nothing(reader: CheckpointReader, prefix: str) -> CheckpointError:

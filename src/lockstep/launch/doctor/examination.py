@@ -149,7 +149,7 @@ def _prefix(asked: Asked) -> str:
 def _roll_call(asked: Asked, channel: Channel, say: Say) -> None:
     """Wait for all machines, each with a number of its own. Raises: Stopped."""
     mine = group.Came(host=socket.gethostname(), pid=os.getpid(), node_rank=asked.node_rank)
-    channel.put(f"machine/{channel.add('machines') - 1}", mine)
+    channel.append("machine", mine)
     start = time.monotonic()
     if channel.add("machines", 0) < asked.machines:
         tell(f"waiting for {asked.machines} machines, up to {asked.wait_s:g} s")
@@ -191,9 +191,9 @@ def _examine_ranks(asked: Asked, channel: Channel, say: Say) -> int:
     same = [*group.check_same_versions(facts), *group.check_torch_gpus(facts)] if facts else []
     for check in [*same, *_together(channel, world_size, {fact["rank"]: fact for fact in facts})]:
         say(check)
-    channel.put(f"read/{channel.add('readers') - 1}", 1)
+    channel.append("reader", 1)
     if channel.is_holder:  # the store goes with this process: the others read first
-        channel.missing([f"read/{number}" for number in range(asked.machines)], _LINGER_S)
+        channel.missing([f"reader/{number}" for number in range(asked.machines)], _LINGER_S)
     return exit_code
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps, of_all
+from lockstep.observe.profile.run_record import TAIL_GROUP, Key, Op, Run, Steps, of_all
 from lockstep.observe.profile.waits import Wait, compare
 from lockstep.observe.profile.window import trace_of
 
@@ -52,7 +52,7 @@ Moments = list[dict[int, Moment]]  # of each collective, by rank
 
 def moments_of(run: Run, steps: Container[int]) -> Moments:
     """The collectives of these steps that are listed."""
-    found: dict[tuple[str, str, int], dict[int, Moment]] = {}
+    found: dict[Key, dict[int, Moment]] = {}
     for rank, line, zero_us in placed_lines(run, steps):
         for op in line.ops or ():
             found.setdefault(op.key, {})[rank] = Moment(op, zero_us)
@@ -184,10 +184,10 @@ def _arrows(wait: Wait, moments: Mapping[int, Moment], numbers: Iterator[int]) -
     begin_us = came.zero_us + came.op.began_us
     for rank, moment in moments.items():
         if rank != wait.last and moment.ended_us >= begin_us:  # else it had its data without that rank's
-            common = {"name": "last to arrive", "cat": "collective", "id": next(numbers)}
-            yield {**common, "ph": "s", "pid": wait.last, "tid": _WAITS_THREAD, "ts": begin_us}
-            ends_us = max(begin_us, _end(moment.zero_us + moment.op.began_us, moment.op.waited_us))
-            yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": _WAITS_THREAD, "ts": ends_us}
+            since_us, took_us = moment.zero_us + moment.op.began_us, moment.op.waited_us
+            to = {"pid": rank, "tid": _WAITS_THREAD, "ts": since_us, "dur": took_us}
+            last = {"pid": wait.last, "tid": _WAITS_THREAD, "ts": begin_us}
+            yield from _arrow("last to arrive", next(numbers), last, to)
 
 
 def _bucket_arrows(seen: Mapping[int, Sequence[Event]], numbers: Iterator[int]) -> Iterator[Event]:
@@ -202,18 +202,19 @@ def _bucket_arrows(seen: Mapping[int, Sequence[Event]], numbers: Iterator[int]) 
         for rank in sorted(seen.keys() - {last["pid"]}):
             to = done[rank][number] if len(done[rank]) == len(begun_by[rank]) else {"ts": 0, "dur": 0}
             if to["ts"] + to["dur"] > last["ts"]:
-                common = {"name": "last to start", "cat": "collective", "id": next(numbers)}
-                yield {**common, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]}
-                yield {**common, "ph": "f", "bp": "e", "pid": rank, "tid": to["tid"], "ts": _end(to["ts"], to["dur"])}
+                yield from _arrow("last to start", next(numbers), last, to)
 
 
 def _begin(event: Event) -> tuple[float, float]:
     return event.get("ts", -1), -event.get("dur", 0)  # what lies in a slice comes after it
 
 
-def _end(begin_us: float, took_us: float) -> float:
-    """Inside a slice still: an arrow to its very end is one to what comes next."""
-    return begin_us + took_us - min(1.0, took_us / 2)
+def _arrow(name: str, number: int, since: Event, to: Event) -> Iterator[Event]:
+    """From where one slice begins to where another ends, inside that still: at its very end it is one to the next."""
+    common = {"name": name, "cat": "collective", "id": number}
+    yield {**common, "ph": "s", "pid": since["pid"], "tid": since["tid"], "ts": since["ts"]}
+    ends_us = to["ts"] + to["dur"] - min(1.0, to["dur"] / 2)
+    yield {**common, "ph": "f", "bp": "e", "pid": to["pid"], "tid": to["tid"], "ts": max(since["ts"], ends_us)}
 
 
 def merge_files(run: Run, steps: Container[int]) -> tuple[Path, int, float] | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lockstep.observe.flight import Record
+from lockstep.observe.profile.phases import EXPOSED, TAIL, Step
 from lockstep.observe.profile.run_record import OPERATIONS_MAX, TAIL_GROUP, WHOLE_MAX
-from lockstep.observe.profile.step_clock import EXPOSED, TAIL, Step, StepClock
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.scene import FROM_CPP, read_message
 
 _TAILS_MAX, _BRIEF_NS = 64, 50_000  # backward passes of one step that are told apart; of one that waits for nobody

@@ -39,8 +39,7 @@ _OF_STEPS = ("values", "layout", "buckets", "replicas")  # done again by a later
 
 Later = Callable[[], Mapping[str, Any] | None]
 
-
-_encode = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every call
+_encoded = json.JSONEncoder(separators=(",", ":")).encode  # made once: json.dumps makes one for every call
 _takers: dict[int, Profile] = {}  # by thread: a rank is a process, and in tests also a thread
 
 
@@ -100,8 +99,18 @@ def note_line(kind: str, at_us: int, fields: Mapping[str, Any]) -> str:
     """As `read_note` reads it."""
     name = SUBJECTS[kind]
     rest = {key: value for key, value in fields.items() if key != name} if name else {}
-    values = {kind: fields[name] if name else fields, "at_us": at_us, **rest}
-    return _encode(values) + "\n"
+    return json_line({kind: fields[name] if name else fields, "at_us": at_us, **rest})
+
+
+def json_line(values: Mapping[str, Any]) -> str:
+    """Of a record, as short as JSON can be."""
+    return _encoded(values) + "\n"
+
+
+def filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, float]:
+    """Values of a step, with those that came later. Seven digits of each: as a curve shows, and a float32 has."""
+    known = {name: more.get(name) if value is None else value for name, value in fields.items()}
+    return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in known.items() if v is not None}
 
 
 def read_note(kind: str, values: dict[str, Any], attempt: str) -> Note:

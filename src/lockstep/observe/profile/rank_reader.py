@@ -11,8 +11,8 @@ from typing import Any, final
 
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.notes import Note, read_note
+from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.profile.run_record import VERSION, Op, RankRecord, Start, Steps, is_listed
-from lockstep.observe.profile.step_clock import PHASES
 
 _WORD = ("group", "text", "site", "label", "bytes")
 _Word = tuple[Any, ...]  # values of _WORD

@@ -18,13 +18,11 @@ from collections.abc import Container, Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise, zip_longest
 from typing import Any, NamedTuple, final
 
-from lockstep.observe.profile.run_record import TAIL_GROUP, Op, RankRecord, Run, Steps
+from lockstep.observe.profile.run_record import TAIL_GROUP, Key, Op, Run, Steps
 from lockstep.observe.profile.waits import Wait, compare, weighted
 
 _STEPS_MAX, _STOPS_MAX = 64, 40_000  # that are played
 
-
-Key = tuple[str, str, int]
 Place = tuple[str, int, str]  # of a collective in a step: its group, the how manieth it is, and what
 
 
@@ -131,10 +129,8 @@ def play_of(
     left = {key for key in found if _was_left(ops[key], began_us or dict.fromkeys(lines, 0.0))}
     collectives = sorted(key for key, wait in found.items() if not wait.op.is_message)
     before = {after: key for key, after in pairwise(collectives) if key[:2] == after[:2]}
-    moves = {
-        key: _moves_of(wait, found.get(before[key]) if key in before else None, buckets or {})
-        for key, wait in found.items()
-    }
+    ahead = {key: found[first] for key, first in before.items()}
+    moves = {key: _moves_of(wait, ahead.get(key), buckets or {}) for key, wait in found.items()}
     behind = {key for key in before if any(moves[key][r].exposed_us < us for r, us in found[key].moved_us.items())}
     shared = behind | {before[key] for key in behind}
     places = {key: (key[1], at, found[key].op.text) for at, key in enumerate(collectives)}
@@ -270,15 +266,9 @@ def plays_of(run: Run) -> list[Play]:
     stops = max((sum(len(line.ops or ()) for line in by_step[step].values()) for step in whole[-1:]), default=0)
     count, behind = max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))), list(accumulate(weights[n] for n in whole))
     places = {bisect_left(behind, (n + 0.5) * behind[-1] / count) for n in range(count)} if whole else set[int]()
-    buckets = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
+    buckets = {rank: said for rank, record in run.ranks.items() if (said := record.buckets) is not None}
     chosen = [whole[at] for at in sorted(places)]
     return _steadied([play_of(by_step[step], began_us[step], buckets, is_one_clock=is_one_clock) for step in chosen])
-
-
-def buckets_of(record: RankRecord) -> Mapping[str, Any] | None:
-    """What DistributedDataParallel said last of its buckets, and how much it hid on average; None if nothing."""
-    said = [note.fields for note in record.notes if note.kind == "buckets"]
-    return {**said[-1], "hidden_us": statistics.fmean(one["hidden_us"] for one in said)} if said else None
 
 
 def what_ifs(plays: Sequence[Play], *, are_least: bool = False) -> list[WhatIf]:

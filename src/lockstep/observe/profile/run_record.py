@@ -15,16 +15,16 @@ Steps that were only counted (see `pace`) have the phases of the one before that
 
 from __future__ import annotations
 
-import json
 import math
 import re
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lockstep.observe.profile.notes import Note
-from lockstep.observe.profile.step_clock import PHASES
+from lockstep.observe.profile.notes import Note, json_line
+from lockstep.observe.profile.phases import PHASES
 
 VERSION = 1
 OPERATIONS_MAX, SPANS_MAX = 64, 128  # of one step that are listed
@@ -32,6 +32,8 @@ WHOLE_MAX = 256  # of the operations of a program without steps
 TAIL_GROUP = "backward"  # of all that DistributedDataParallel waits for at its end; begins with that, of a few ranks
 _WARM_UP = 2  # first lines of a run
 _ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8
+
+Key = tuple[str, str, int]  # of an operation, equal on all ranks: its attempt, its group and its number
 
 
 @dataclass(frozen=True)
@@ -67,8 +69,8 @@ class Op(NamedTuple):
     waited_us: int
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Equal on all ranks."""
+    def key(self) -> Key:
+        """See there."""
         return self.attempt, self.group, self.seq
 
     @property
@@ -102,7 +104,7 @@ class Steps:
     rss_mib: int = 0
     cuda_mib: int = 0  # most so far
     operations: int = 0  # started
-    counted: int = 0  # of its steps that were only counted: phases but "data" are as in the last one that was timed
+    counted: int = 0  # of its steps that were only counted: phases but "data" are as in a `Typical` one
     on_gpu: int = 0  # of its steps that are told by the times of a GPU's stream, not of the rank's thread
     every: int = 0  # where there are more than OPERATIONS_MAX: one of how many is in `ops`
     unlisted: int = 0  # operations that are not in `ops`, where the others are
@@ -130,6 +132,12 @@ class RankRecord:
     def steady(self) -> tuple[Steps, ...]:
         """The lines without those of the first steps, which allocate, compile and start workers."""
         return self.lines[_WARM_UP:] if len(self.lines) > 2 * _WARM_UP else self.lines
+
+    @property
+    def buckets(self) -> Mapping[str, Any] | None:
+        """What DistributedDataParallel said last of its buckets, and how much it hid on average; None if nothing."""
+        said = [note.fields for note in self.notes if note.kind == "buckets"]
+        return {**said[-1], "hidden_us": statistics.fmean(one["hidden_us"] for one in said)} if said else None
 
 
 @dataclass(frozen=True)
@@ -217,6 +225,12 @@ def of_all(op: Op, ranks: int) -> Op:
     return op._replace(bytes=bytes_of(op.text, ranks, op.group) or op.bytes)
 
 
+def attempt_of(environ: Mapping[str, str]) -> str:
+    """A name for this start of this run, equal on all its ranks."""
+    name = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
+    return f"{name}/{environ.get('TORCHELASTIC_RESTART_COUNT') or environ.get('SLURM_RESTART_COUNT') or 0}"
+
+
 def file_of(folder: Path, rank: int) -> Path:
     """Of one rank's record."""
     return folder / f"rank-{rank}.jsonl"
@@ -227,21 +241,15 @@ def file_of(folder: Path, rank: int) -> Path:
 
 def start_line(start: Start) -> str:
     """As `RankReader` reads it."""
-    return _line({"start": VERSION, **asdict(start)})
+    return json_line({"start": VERSION, **asdict(start)})
 
 
 def word_line(number: int, group: str, text: str, site: str, label: str) -> str:
     """As `RankReader` reads it."""
-    return _line({"word": number, "group": group, "text": text, "site": site, "label": label, "bytes": bytes_of(text)})
+    about = {"group": group, "text": text, "site": site, "label": label}
+    return json_line({"word": number, **about, "bytes": bytes_of(text)})
 
 
 def steps_line(line: Steps, rows: Sequence[Sequence[int]] | None = None) -> str:
     """As `RankReader` reads it. rows: of each operation its word, then the numbers of `Op` in their order."""
-    return _line({name: value for name, value in {**vars(line), "ops": rows}.items() if value or name == "step"})
-
-
-_encoded = json.JSONEncoder(separators=(",", ":")).encode  # made once: many lines are written
-
-
-def _line(values: dict[str, Any]) -> str:
-    return _encoded(values) + "\n"
+    return json_line({name: value for name, value in {**vars(line), "ops": rows}.items() if value or name == "step"})

@@ -19,12 +19,13 @@ from lockstep.observe.pace import PACE
 from lockstep.observe.profile.device_values import read_later
 from lockstep.observe.profile.notes import Later, take_notes
 from lockstep.observe.profile.run_facts import run_facts
-from lockstep.observe.profile.run_record import WHOLE_MAX, listed_after
+from lockstep.observe.profile.run_record import WHOLE_MAX, attempt_of, listed_after
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
 from lockstep.observe.profile.window import LAUNCH, PROFILE, RUN, Window, read_window
-from lockstep.observe.profile.writer import RunWriter, attempt_of
+from lockstep.observe.profile.writer import RunWriter
+from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.wording import Finding
 
 
@@ -37,6 +38,7 @@ class Profile:
         if self.clock.close_reader is not None:  # of a launcher that did not know that the program records itself
             self.clock.close_reader()
         self.clock.close_reader = self._give_way
+        PACE.leave()  # what is there was made for who ended the steps before
         self.clock.is_marked = True
         self._writer = writer
         self._window = window
@@ -48,7 +50,8 @@ class Profile:
         self._notes: TorchNotes | None = None
         self.open_loggers: Callable[[], Loggers] | None = None  # for what `lockstep.log` is given
         self._loggers: Loggers | None = None
-        self._undo: list[Callable[[], None]] = [take_notes(self)]
+        self._undo: list[Callable[[], None]] = [take_notes(self), partial(PACE.dues.remove, self._due)]
+        PACE.dues.append(self._due)
 
     def note(self, kind: str, later: Later | None = None, /, **fields: Any) -> None:
         """Write down a note of `notes.py`; where that has a step, it is of the last one unless it says so."""
@@ -75,28 +78,35 @@ class Profile:
         self._writer.look()  # this process may be about to end
 
     def step_done(self, step: int, tokens: int = 0) -> None:
-        """A step has ended whose phases the program has marked."""
-        guard = self._guard
-        self.clock.step_done(step, 0 if guard is None else guard.recorder.started, tokens)
+        """A step has ended whose phases the program has marked.  Raises: as `Guard.step_done`."""
+        guard, operations = self._guard, 0
+        if guard is not None:
+            guard.step_done()
+            operations = guard.recorder.started
+            if not PACE.is_brief:
+                OPTIMIZERS.step_done()
+            elif guard.recorder.step + 1 >= PACE.until:
+                PACE.turn(is_brief=False)
+        self.clock.step_done(step, operations, tokens, is_brief=PACE.is_brief)
         if guard is None:  # whose thread would look
             self._writer.look_now_and_then()
-        if self._window.steps:
-            self._profile(step)
-
-    def _profile(self, step: int) -> None:
-        if self._window.step_done(step):  # starting torch's profiler takes longer than a step
+        if self._window.steps and self._window.step_done(step):  # to start torch's profiler takes longer than a step
             self.clock.restart()
+
+    def raise_if_found(self) -> None:
+        """See `Guard.raise_if_found`: for what is not to be done then, before the step ends."""
+        if self._guard is not None:
+            self._guard.raise_if_found()
 
     def follow_torch(self, guard: Guard) -> None:
         """Phases, steps and notes are those that torch does in this process."""
         self.clock.is_marked = False
         notes = self._notes = TorchNotes(self._writer, guard)
-        self._undo += [attach_phases(self.clock), notes.attach(), partial(PACE.dues.remove, self._due)]
-        PACE.dues.append(self._due)
+        self._undo += [attach_phases(self.clock), notes.attach()]
 
         def stepped(step: int) -> None:
-            if self._window.steps:
-                self._profile(step)
+            if self._window.steps and self._window.step_done(step):
+                self.clock.restart()
             following = notes.stepped(step)
             self.clock.after_from = 0 if self._window.steps else following
 
@@ -104,7 +114,10 @@ class Profile:
 
     def _due(self, step: int) -> int:
         """Which step after `step` the record needs to know more of than when it ended."""
-        return min(listed_after(step), max(step + 1, self.clock.after_from))
+        if self._window.steps:
+            return step + 1
+        listed = listed_after(step)
+        return listed if self.clock.after_step is None else min(listed, max(step + 1, self.clock.after_from))
 
     def _give_way(self) -> None:
         """The program has a record of its own."""
@@ -137,6 +150,9 @@ class Profile:
         if self._guard is not None:
             self._guard.recorder.take_up()  # the last steps
         self.clock.close_reader = self.clock.after_step = self.clock.values = None
+        if self.clock.is_marked:
+            PACE.leave()
+            self.clock.is_marked = False
         while self._undo:
             self._undo.pop()()
         self._window.close()

@@ -3,47 +3,36 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Sequence
 from operator import add
 from threading import get_ident
 from time import monotonic_ns
-from typing import Any, NamedTuple, final
+from typing import final
 
 from lockstep.observe.profile import stream_times
-from lockstep.observe.profile.stream_times import Stamped, StreamClock, Times, on_stream
+from lockstep.observe.profile.phases import (
+    BACKWARD,
+    DATA,
+    FORWARD,
+    OTHER,
+    UNKNOWN,
+    Mark,
+    Step,
+    Typical,
+    Values,
+    Wait,
+    outermost,
+    spans_in,
+    sums_of,
+    without_queued,
+)
+from lockstep.observe.profile.stream_times import Stamped, StreamClock, on_stream
 
-PHASES = ("data", "forward", "backward", "exposed", "optimizer", "other")
-DATA, FORWARD, BACKWARD, EXPOSED, OPTIMIZER, OTHER = range(len(PHASES))
 _RECENT = 256  # marks of a step that has not ended
 _NONE = -1  # asked for by another thread
 _STEPS = 4096  # that nobody has taken yet
 _AHEAD = 256  # steps that a GPU has not come to, as far as is known: of more no events are kept
 WAITS = MARKS = 4096  # of one step
-
-
-Wait = tuple[int, int, int]  # the thread stood still for (an operation's number in the flight record), from, to
-TAIL = -1  # all that backward had not finished
-UNKNOWN = -2  # an operation that is not in the record
-Mark = tuple[int, int]  # (a phase, when it began)
-Values = Callable[[], tuple[Mapping[str, Any], Any]]  # of a step: fields of a note, and a `notes.Later` or None
-
-
-class Step(NamedTuple):
-    """One step of one rank, as the rank's thread leaves it; times by time.monotonic_ns. Who takes it works it out."""
-
-    step: int
-    began_ns: int
-    ended_ns: int
-    tokens: int
-    samples: int
-    operations: tuple[int, int]  # numbers in the flight record: from, to
-    waits: Sequence[Wait]  # by their ends; also such as lie in others: see `worked_out`
-    marks: Sequence[Mark]  # by time, the first where the step began; none where there were too many to keep
-    summed_ns: Sequence[int] = ()  # of each of PHASES, together the step; else where there are no marks
-    values: Values | None = None
-    is_brief: bool = False  # only its batches were timed: `summed_ns` has the rest as in the last step that was
-    times: Times | None = None  # all times are those of a GPU's stream, by these
 
 
 # step, began_ns, ended_ns, samples, waits, marks, summed_ns, values, is_brief: as in Step
@@ -92,14 +81,14 @@ class StepClock:
         self.summed_ns: Sequence[int] = ()  # of the step's beginning, where it has too many marks
         self._last_waits = self.waits  # of that: as many as are kept
         self._next: Step | None = None  # the first that a GPU has not come to the end of
-        self._timed: Step | None = None  # the last that was not brief
+        self._typical = Typical()
 
     def switch(self, phase: int) -> int:
         """From now on the thread is in `phase`; the one before, to be given back by the next call."""
-        if phase < 0 or get_ident() != self.owner:
-            return _NONE
         marks = self.marks
         before = marks[-1][0]
+        if phase < 0 or (self.is_brief and phase != DATA and before != DATA) or get_ident() != self.owner:
+            return _NONE
         marks.append((phase, monotonic_ns()))
         if len(marks) >= MARKS:
             self.sum_up(marks[-1][1])
@@ -107,7 +96,7 @@ class StepClock:
 
     def waited(self, number: int, began_ns: int, ended_ns: int) -> None:
         """The thread stood still for other ranks, for operation `number` of the flight record. See `Wait`."""
-        if self.close_reader is not None and get_ident() == self.owner:
+        if not self.is_brief and self.close_reader is not None and get_ident() == self.owner:
             self.waits.append((number, began_ns, ended_ns))
             if len(self.waits) >= WAITS:
                 self.sum_up(ended_ns)
@@ -120,12 +109,29 @@ class StepClock:
         is_known = self.gpu is not None and self.gpu.expects(number)
         self.waited(number if is_known else UNKNOWN, began_ns, monotonic_ns())
 
-    def step_done(self, step: int, operations: int, tokens: int = 0) -> None:
-        """A step ends and the next one begins. operations: started by this rank so far."""
-        if get_ident() == self.owner:
-            self.keep(self.cut(step, monotonic_ns()), operations, tokens)
-            if self.after_step is not None and step >= self.after_from:
-                self.after_step(step)
+    def step_done(self, step: int, operations: int, tokens: int = 0, *, is_brief: bool = False) -> None:
+        """A step ends and the next one begins.
+
+        operations: started by this rank so far. is_brief: of the step that begins only batches are timed.
+        """
+        if get_ident() != self.owner:
+            return
+        now_ns = monotonic_ns()
+        if is_brief and self.is_brief and not self.summed_ns:  # as `cut`
+            ended: Ended = step, self.began_ns, now_ns, self.samples, (), self.marks, (), None, True
+            self.step, self.began_ns, self.samples, self.marks = step, now_ns, 0, [(self.rest, now_ns)]
+        else:
+            ended = self.cut(step, now_ns)
+            if is_brief:
+                self.time_batches_only()
+        self.keep(ended, operations, tokens)
+        if self.after_step is not None and step >= self.after_from:
+            self.after_step(step)
+
+    def time_batches_only(self) -> None:
+        """Of the step that has just begun."""
+        self.is_brief = True
+        self.leave_gpu()
 
     def cut(self, step: int, now_ns: int) -> Ended:
         """A step ends and the next one begins, now; the thread itself says so. For `keep`."""
@@ -179,12 +185,10 @@ class StepClock:
                     break
                 times = gpu.times_of(events, [*(at_ns for _, at_ns in step.marks), step.ended_ns])
                 step = without_queued(step, events.queued) if times is None else on_stream(step, times)
-            if not step.is_brief:
-                self._timed = step
-            elif self._timed is not None:
-                if not self._timed.summed_ns:  # the first brief one after it
-                    self._timed = self._timed._replace(summed_ns=spent_in(self._timed))
-                step = step._replace(summed_ns=_as_in(self._timed, step), marks=(), waits=(), times=self._timed.times)
+            if step.is_brief:
+                step = self._typical.shared_out(step)
+            else:
+                self._typical.timed(step)
             steps.append(step)
         return steps
 
@@ -230,101 +234,6 @@ class StepClock:
             self._begin_with_mark()
         self._last_waits = [*self._last_waits, *self.waits][-WAITS:] if self.summed_ns else self.waits
         self.leave_gpu()
-        part = _spent_ns(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
+        part = sums_of(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
         self.summed_ns = tuple(map(add, self.summed_ns, part)) if self.summed_ns else part
         self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]
-
-
-def outermost(waits: Iterable[Wait], since_ns: int) -> list[Wait]:
-    """Those that lie in no other one, by time; without what was before `since_ns`."""
-    found: list[Wait] = []
-    for wait in waits:
-        number, began_ns, ended_ns = wait
-        while found and found[-1][1] >= began_ns:
-            found.pop()
-        if ended_ns > since_ns:
-            found.append(wait if began_ns >= since_ns else (number, since_ns, ended_ns))
-    return found
-
-
-def worked_out(step: Step) -> Step:
-    """The step with waits that are `outermost`, and with `summed_ns`."""
-    return step._replace(waits=outermost(step.waits, step.began_ns), summed_ns=spent_in(step))
-
-
-def spent_in(step: Step) -> Sequence[int]:
-    """Nanoseconds in each of PHASES."""
-    return step.summed_ns or _spent_ns(step.marks, outermost(step.waits, step.began_ns), step.ended_ns)
-
-
-def _as_in(timed: Step, step: Step) -> Sequence[int]:
-    """What a brief step has spent: on data what it has, of the rest such parts as the `timed` one.
-
-    What it has beyond twice as much as that one is nobody's part: nothing is known of it, so it is in OTHER. Whether a
-    GPU waited for data its thread's wait does not tell: then that is such a part too.
-    """
-    spent, like = list(spent_in(step)), list(spent_in(timed))
-    data = 0
-    if timed.times is None:
-        data, like[DATA] = spent[DATA], 0
-    whole = max(1, sum(like))
-    usual = min(sum(spent) - data, 2 * whole)
-    parts = [usual * part // whole for part in like]
-    parts[DATA] += data
-    parts[OTHER] += sum(spent) - sum(parts)
-    return parts
-
-
-def _spent_ns(marks: Sequence[Mark], waits: Iterable[Wait], ended_ns: int) -> tuple[int, ...]:
-    """In each of PHASES, from the first mark on."""
-    spent = [0] * len(PHASES)
-    for (phase, at), (_, until) in pairwise([*marks, (OTHER, ended_ns)]):
-        spent[phase] += until - at
-    at, last = 0, len(marks) - 1  # of the marks
-    for _, began, ended in waits:
-        spent[EXPOSED] += ended - began
-        while at < last and marks[at + 1][1] <= began:
-            at += 1
-        while at < last and marks[at + 1][1] < ended:  # the thread has changed its phase meanwhile
-            spent[marks[at][0]] -= marks[at + 1][1] - began
-            at += 1
-            began = marks[at][1]
-        spent[marks[at][0]] -= ended - began
-    return tuple(spent)
-
-
-def without_queued(step: Step, queued: Container[int]) -> Step:
-    """Of operations that a GPU carries out, the thread's times say nothing."""
-    return step._replace(waits=[(UNKNOWN if one[0] in queued else one[0], *one[1:]) for one in step.waits])
-
-
-def spans_in(step: Step, most: int) -> list[Mark]:
-    """(phase, when it began) of all that the thread did in a step; nothing where that is not known.
-
-    step: with waits that are `outermost`. most: at least 1; where there are more, the shortest are taken for what was
-    before them.
-    """
-    spans, shortest_ns = _laid(step.marks, step.waits) if step.marks else [], 0
-    while True:
-        kept: list[Mark] = []
-        for (phase, at), (_, until) in pairwise([*spans, (OTHER, step.ended_ns)]):
-            if until - at > (shortest_ns if kept else 0) and (not kept or phase != kept[-1][0]):
-                kept.append((phase, at))
-        if len(kept) <= most:
-            return kept
-        spans, shortest_ns = kept, 2 * shortest_ns + ((step.ended_ns - step.began_ns) >> 12) + 1
-
-
-def _laid(marks: Sequence[Mark], waits: Iterable[Wait]) -> list[Mark]:
-    """The marks with the waits laid over them, also what took no time."""
-    laid: list[Mark] = []
-    at = 0  # of the marks that are behind
-    for _, began, ended in waits:
-        while at < len(marks) and marks[at][1] <= began:
-            laid.append(marks[at])
-            at += 1
-        laid.append((EXPOSED, began))
-        while at < len(marks) and marks[at][1] < ended:  # the thread has changed its phase meanwhile
-            at += 1
-        laid.append((marks[at - 1][0], ended))
-    return [*laid, *marks[at:]]

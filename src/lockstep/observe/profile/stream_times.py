@@ -24,7 +24,7 @@ from lockstep.observe.profile.cuda_driver import Device, driver
 
 if TYPE_CHECKING:
     from lockstep.observe.flight import Record
-    from lockstep.observe.profile.step_clock import Step
+    from lockstep.observe.profile.phases import Step
 
 _EVENTS_MAX = 8192  # of one step
 _PROBE_NS, _LOOKS = 1_000_000_000, 200  # between two probes of the GPU's clock; at an event that fires at once

@@ -14,7 +14,8 @@ from typing import Any, final
 
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches, around
-from lockstep.observe.profile.step_clock import BACKWARD, DATA, FORWARD, MARKS, OTHER, Step, StepClock
+from lockstep.observe.profile.phases import BACKWARD, DATA, FORWARD, OTHER, Step
+from lockstep.observe.profile.step_clock import MARKS, StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_batches import BATCHES
 from lockstep.observe.torch_optimizers import OPTIMIZERS

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from lockstep.observe.profile.replay import WhatIf, buckets_of, plays_of, what_ifs
+from lockstep.observe.profile.phases import PHASES
+from lockstep.observe.profile.replay import WhatIf, plays_of, what_ifs
 from lockstep.observe.profile.run_record import RankRecord, Run, of_all
-from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.profile.waits import Waits, unseen, waits_of, weighted
 from lockstep.observe.wording import names
 
@@ -150,7 +150,7 @@ def share_of(record: RankRecord, waits: Waits) -> Share | None:
         steps=steps,
         step_ms=wall_us / steps / 1e3,
         phases_ms={name: sum(line.phases_us[at] for line in lines) / steps / 1e3 for at, name in enumerate(PHASES)},
-        hidden_ms=(statistics.fmean(listed or [0]) + (buckets_of(record) or {"hidden_us": 0})["hidden_us"]) / 1e3,
+        hidden_ms=(statistics.fmean(listed or [0]) + (record.buckets or {"hidden_us": 0})["hidden_us"]) / 1e3,
         waited_ms=1e3 * waits.waited_s.get(record.rank, 0.0) / steps,
         longest_ms=max(line.longest_us for line in lines) / 1e3,
         tokens_per_s=sum(line.tokens for line in lines) / max(1e-9, wall_us / 1e6),
@@ -235,7 +235,7 @@ def _small_buckets(run: Run, moving: float) -> list[Advice]:
     small = [[size for size in each if 0 < size < _SMALL_BYTES] for each in sizes]
     count = statistics.fmean(map(len, small)) if small and min(map(len, small)) >= _MANY else 0.0
     size = statistics.fmean(itertools.chain(*small)) if count else 0.0
-    sent = buckets_of(record)
+    sent = record.buckets
     if sent is not None and sent["count"] >= _MANY and sent["bytes"] < _SMALL_BYTES * sent["count"]:
         count, size = sent["count"], sent["bytes"] / sent["count"]
     if not count or moving < _COMMUNICATION / 3 or _silent(run):

@@ -16,7 +16,7 @@ from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
-from lockstep.observe.profile.run_record import Op, Run, Steps
+from lockstep.observe.profile.run_record import Key, Op, Run, Steps
 
 _ALWAYS_EXACT_US = 20  # less than this apart, nobody was late
 _MOMENT = 0.02  # of the time that a collective was open before its thread asked for it
@@ -118,7 +118,7 @@ def matched(run: Run) -> Iterator[tuple[dict[int, Op], dict[int, float], int]]:
     One that a rank has not listed, because it was killed or its record is cut, is left out. One that is waited for in a
     later step is listed in both: the later one counts.
     """
-    seen: dict[tuple[str, str, int], tuple[dict[int, Op], dict[int, float], int]] = {}
+    seen: dict[Key, tuple[dict[int, Op], dict[int, float], int]] = {}
     members: dict[tuple[str, str], set[int]] = defaultdict(set)
     for rank, record in run.ranks.items():
         zero_us = {start.attempt: start.clock_ns / 1e3 for start in record.starts}

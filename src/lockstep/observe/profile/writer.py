@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, final
 from lockstep.comm.kernel import read_proc
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import Records, Word, listing_of
-from lockstep.observe.profile.notes import Later, note_line
+from lockstep.observe.profile.notes import Later, filled, note_line
+from lockstep.observe.profile.phases import PHASES, Step, spans_in, spent_in, worked_out
 from lockstep.observe.profile.run_record import (
     SPANS_MAX,
     WHOLE_MAX,
@@ -32,7 +33,7 @@ from lockstep.observe.profile.run_record import (
     steps_per_line,
     word_line,
 )
-from lockstep.observe.profile.step_clock import PHASES, Step, StepClock, spans_in, spent_in, worked_out
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.stream_times import as_seen
 from lockstep.observe.profile.torch_phases import forwards_found
 
@@ -41,12 +42,6 @@ _GPU_NS = 1_000_000_000  # that the last steps are waited for
 _WEIGH_S = 1.0  # between two looks at the memory that the process has
 _NOTES = 4096  # that nobody has written yet
 _PAGE_MIB = os.sysconf("SC_PAGESIZE") / (1 << 20)
-
-
-def attempt_of(environ: Mapping[str, str]) -> str:
-    """A name for this start of this run, equal on all its ranks."""
-    name = environ.get("TORCHELASTIC_RUN_ID") or environ.get("SLURM_JOB_ID", "")
-    return f"{name}/{environ.get('TORCHELASTIC_RESTART_COUNT') or environ.get('SLURM_RESTART_COUNT') or 0}"
 
 
 class _Pending(NamedTuple):
@@ -61,11 +56,6 @@ class _Pending(NamedTuple):
 @final
 class _Line:
     """Steps in a row that become one line: most steps of a run end here, so it costs little to add one."""
-
-    __slots__ = (
-        "began_ns", "count", "counted", "longest_ns", "on_gpu", "operations", "samples", "spent_ns", "step", "tokens",
-        "until",
-    )  # fmt: skip
 
     def __init__(self, began_ns: int, until: int) -> None:
         self.began_ns, self.until = began_ns, until  # the last step of the line
@@ -184,7 +174,7 @@ class RunWriter:
             if more is None:
                 self._notes.append(one)
             else:
-                fields = _filled(one.fields, more) if one.kind == "values" else {**one.fields, **more}
+                fields = filled(one.fields, more) if one.kind == "values" else {**one.fields, **more}
                 yield note_line(one.kind, (one.time_ns - self._about.clock_ns) // 1000, fields)
 
     def close(self) -> None:
@@ -296,12 +286,6 @@ class RunWriter:
             self._is_over = True
             who = f"rank {self._about.rank} is not recorded any more"
             sys.stderr.write(f"lockstep: {who}: {self.path}: {error.strerror}\n")
-
-
-def _filled(fields: Mapping[str, Any], more: Mapping[str, float]) -> dict[str, float]:
-    """Seven digits of each: as many as a curve shows, and a float32 has."""
-    known = {name: more.get(name) if value is None else value for name, value in fields.items()}
-    return {name: v if isinstance(v, int) else float(f"{v:.7g}") for name, v in known.items() if v is not None}
 
 
 def _memory_mib() -> tuple[int, int]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.profile.run_record import RankRecord, Run
-from lockstep.observe.profile.step_clock import PHASES
 from lockstep.observe.report.step_bins import Bins, bins_of
 
 _BINS_MAX, _CELLS_MAX = 400, 48_000  # cells of all phases and ranks together

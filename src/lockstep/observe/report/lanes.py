@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 from lockstep.observe.pace import EVERY
 from lockstep.observe.profile.chrome_trace import align, moments_of, placed_lines
-from lockstep.observe.profile.replay import buckets_of
-from lockstep.observe.profile.run_record import TAIL_GROUP, Op, Run, Steps, of_all
-from lockstep.observe.profile.step_clock import PHASES
+from lockstep.observe.profile.phases import PHASES
+from lockstep.observe.profile.run_record import TAIL_GROUP, Key, Op, Run, Steps, of_all
 from lockstep.observe.profile.waits import Kind, Wait, compare, kind_of, unseen
 from lockstep.observe.report.open_step import Moment, line_of
 
@@ -22,7 +21,6 @@ _WARM_UP = 2  # first steps, which allocate and compile
 
 Row = list[Any]
 Sent = Mapping[str, Any]  # what DistributedDataParallel says of its buckets
-Key = tuple[str, str, int]
 _NOBODY: Mapping[Key, int] = {}
 
 
@@ -54,7 +52,7 @@ def lanes_of(
     not ended, if there is one; culprits: ranks that are to blame for that.
     """
     by_step = _listed(run)
-    sent = {rank: said for rank, record in run.ranks.items() if (said := buckets_of(record)) is not None}
+    sent = {rank: said for rank, record in run.ranks.items() if (said := record.buckets) is not None}
     words: dict[tuple[Any, ...], int] = {}
     kinds = unseen(run.of_last_attempt())
     steps: list[dict[str, Any]] = []
@@ -193,19 +191,14 @@ def _open_step(
     lines = {rank: line_of(moment, run.ranks[rank]) for rank, moment in by_rank.items()}
     if not lines:
         return
-    zeros = {
-        rank: run.ranks[rank].starts[-1].time_ns / 1e3 + line.at_us - ahead_us[rank] for rank, line in lines.items()
-    }
+    starts = {rank: run.ranks[rank].starts[-1] for rank in lines}
+    zeros = {rank: starts[rank].time_ns / 1e3 + line.at_us - ahead_us[rank] for rank, line in lines.items()}
     ends = {rank: zeros[rank] + line.wall_us for rank, line in lines.items()}
     first_us = min((zeros[rank] for rank, line in lines.items() if line.ops or line.spans), default=0)
     for rank in (rank for rank, ended_us in ends.items() if ended_us < first_us):  # seen in a step before, died in this
         zeros[rank], lines[rank] = first_us, replace(lines[rank], wall_us=round(max(ends.values()) - first_us))
-    absent = {
-        (run.ranks[rank].starts[-1].attempt, op.group, op.seq): op.absent[0]
-        for rank in lines
-        for op in by_rank[rank].ops
-        if op.absent
-    }
+    missed = [(starts[rank].attempt, op) for rank in lines for op in by_rank[rank].ops if op.absent]
+    absent = {(attempt, op.group, op.seq): op.absent[0] for attempt, op in missed}
     choice = Choice(max(line.step for line in lines.values()), "open")
     lane = _step(choice, Chosen(lines, zeros, run.is_of_one_host), began_us, words, {}, absent=absent)
     for row in lane["ranks"]:

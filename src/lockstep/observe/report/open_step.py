@@ -14,10 +14,11 @@ from typing import Any, NamedTuple
 
 from lockstep.observe.flight import Record
 from lockstep.observe.onlooker import Onlooker
+from lockstep.observe.profile.phases import EXPOSED, PHASES
 from lockstep.observe.profile.run_record import Op, RankRecord, Steps, bytes_of
-from lockstep.observe.profile.step_clock import EXPOSED, PHASES
 from lockstep.observe.report.rank_rows import GONE, stand_of
 from lockstep.observe.scene import FROM_CPP, Limits, Scene, read_message
+from lockstep.observe.status import Waiting
 from lockstep.observe.wording import names
 
 _OPS_MAX = 32  # of a rank, the newest
@@ -95,10 +96,7 @@ def _absent(scene: Scene, rank: int, record: Record) -> list[int]:
     if record.is_message:
         message = read_message(record.text)
         return [message.peer] if message and message.peer is not None and not record.left_ns else []
-    progress = scene.status(rank).groups.get(record.group)
-    ranks = () if progress is None else progress.ranks
-    counts = scene.counts(record.group, ranks)
-    return [other for other in ranks if other != rank and counts.get(other, 0) <= record.seq]
+    return [*scene.wait_of(rank, Waiting(record, 0.0)).absent]
 
 
 def moment_of(values: Sequence[Any]) -> Moment:

@@ -152,7 +152,7 @@ function countedSteps({ counted }) {
   if (!counted) return null;
   const text =
     `Of ${plural(counted, "short step")} only their time and their wait for data were taken: the rest of each is ` +
-    "shared out as in the last step that was timed. ";
+    "shared out as in steps that were timed before. ";
   return element("p", { class: "aside" }, text, code("LOCKSTEP_GUARD=strict"), " times all.");
 }
 

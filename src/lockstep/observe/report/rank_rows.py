@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, final
 
+from lockstep.observe.profile.phases import EXPOSED
 from lockstep.observe.profile.rank_reader import steps_of
 from lockstep.observe.profile.run_record import Steps
-from lockstep.observe.profile.step_clock import EXPOSED
 from lockstep.observe.scene import STILL_S, Scene, Wait
 from lockstep.observe.status import FINISHED, RAISED, Status, in_words
 from lockstep.observe.wording import names, seconds
@@ -135,10 +135,8 @@ class Tail:
                 self._take(line)
 
     def _take(self, line: bytes) -> None:
-        try:
-            self._put(json.loads(line))
-        except (ValueError, TypeError, LookupError, OverflowError, StopIteration):
-            return  # cut off by a kill; or none of ours, which the report names
+        with contextlib.suppress(ValueError, TypeError, LookupError, OverflowError, StopIteration):
+            self._put(json.loads(line))  # else it is cut off by a kill; or none of ours, which the report names
 
     def _put(self, values: dict[str, Any]) -> None:
         kind = next(iter(values))

@@ -114,19 +114,14 @@ def _end_ns(source: Source, attempt: Attempt) -> int:
 
 
 def _attempt_row(source: Source, attempt: Attempt, began_ns: int) -> dict[str, Any]:
-    steps = [
-        (line.step - line.count + 1, line.step)
-        for record in source.run.ranks.values()
-        for line in record.lines
-        if line.attempt == attempt.name
-    ]
+    lines = [line for record in source.run.ranks.values() for line in record.lines if line.attempt == attempt.name]
     return {
         "name": attempt.name,
         "world_size": attempt.world_size,
         "began_s": round((attempt.began_ns - began_ns) / 1e9, 3),
         "ended_s": round((attempt.ended_ns - began_ns) / 1e9, 3) if attempt.ended_ns else None,
-        "first_step": min(steps)[0] if steps else None,  # of those that no later attempt has done again
-        "last_step": max(step for _, step in steps) if steps else None,
+        "first_step": min((line.step - line.count + 1 for line in lines), default=None),
+        "last_step": max((line.step for line in lines), default=None),  # both of what no later attempt has done again
         "reached": max((moment.steps for moment in attempt.left), default=0),
         "code": attempt.code,
         "causes": list(attempt.causes),

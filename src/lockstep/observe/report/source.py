@@ -239,7 +239,7 @@ class _Launches:
             self.launch = _with(self.launch, json.loads(line))
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             if not (isinstance(error, json.JSONDecodeError) and line.startswith('{"')):  # cut off as it was killed
-                raise ConfigError(f"line {self._number} is none of a launcher: {error!r}") from error
+                raise ConfigError(f"line {self._number} is none of a launcher: {line.strip()[:80]!r}") from error
 
 
 def _with(launch: Launch | None, values: Mapping[str, Any]) -> Launch:

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from lockstep.errors import PeerLost
 from lockstep.testing import pool
 from lockstep.testing.failures import RankFailed, RankTimeout
 from lockstep.testing.waiting import wait_until
+from lockstep.testing.worker import serve
 from lockstep.testing.worlds import close_pools, run_processes, run_threads
 
 
@@ -208,6 +210,22 @@ def test_a_rank_that_died_between_two_jobs_is_named() -> None:
     with pytest.raises(RankFailed, match=r"rank 1 of 2 in waiting for own_pid: ProcessDied: killed by SIGKILL"):
         run_processes(2, own_pid, connect=False)
     assert pids[0] not in run_processes(2, own_pid, connect=False)
+
+
+def serves_late(rank: int, world_size: int, pipe: Connection, log: str) -> None:
+    threading.Event().wait(3)  # longer than the job's limit and the grace
+    serve(rank, world_size, pipe, log)
+
+
+def test_starting_the_processes_is_no_part_of_a_jobs_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    close_pools()
+    monkeypatch.setattr(pool, "serve", serves_late)
+    monkeypatch.setattr(pool, "_GRACE_S", 1.0)
+    assert len(run_processes(2, own_pid, connect=False, timeout_s=1.0)) == 2
+    close_pools()
+    monkeypatch.setattr(pool, "_START_S", 0.5)
+    with pytest.raises(RankTimeout, match=r"start before own_pid: rank\(s\) 0 did not finish within 0.5 s"):
+        run_processes(2, own_pid, connect=False)
 
 
 def test_processes_die_with_their_parent(tmp_path: Path) -> None:

@@ -55,6 +55,34 @@ def stopped(one: PaperRank) -> None:
     one.age_s = 3.4
 
 
+def stopped_half_way() -> list[PaperRank]:
+    """All have come to the same operation, whose data then moves no more."""
+    ranks = both_in(REDUCE, REDUCE, 3, 4.0)
+    stopped(ranks[1])
+    return ranks
+
+
+def stopped_half_way_further_on() -> list[PaperRank]:
+    """Rank 0 lacks rank 2, which is in an operation of two with rank 1."""
+    ranks = running(3)
+    for one in (ranks[0], ranks[2]):
+        one.group("ends", [0, 2])
+    ranks[0].waits(ranks[0].call(REDUCE, FIRST, "ends"), 4.0)
+    for one in ranks[1:]:
+        one.group("pair", [1, 2])
+        one.waits(one.call(REDUCE, SECOND, "pair"), 4.0)
+    stopped(ranks[1])
+    return ranks
+
+
+def stopped_half_way_of_a_message() -> list[PaperRank]:
+    ranks = running(3)
+    ranks[0].waits(ranks[0].message("recv float32 [4] from rank 1 tag 0"), 4.0)
+    ranks[1].waits(ranks[1].message("send float32 [4] to rank 0 tag 0"), 4.0)
+    stopped(ranks[1])
+    return ranks
+
+
 def groups_in_other_order() -> list[PaperRank]:
     ranks = world(2)
     for one in ranks:
@@ -168,6 +196,9 @@ CASES: dict[str, tuple[Build, str, tuple[int, ...], bool]] = {
     "three receivers": (lambda: receivers(3), "cycle", (0, 1, 2), True),
     "tags": (tags_that_differ, "cycle", (0, 1), True),
     "stopped": (lambda: rank_1(stopped, 4.0), "stopped", (1,), False),
+    "stopped, half way": (stopped_half_way, "stopped", (1,), False),
+    "stopped, half way, further on": (stopped_half_way_further_on, "stopped", (1,), False),
+    "stopped, half way of a message": (stopped_half_way_of_a_message, "stopped", (1,), False),
     "hang": (lambda: waiting_for_rank_1(4), "hang", (1,), False),
     "hang behind another": (chain, "hang", (2,), False),
 }

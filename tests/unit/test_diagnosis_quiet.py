@@ -109,6 +109,17 @@ def one_has_made_the_group() -> list[PaperRank]:
     return ranks
 
 
+def stopped_after_its_part() -> list[PaperRank]:
+    """What rank 1 had to do is done, and the other two have all they need: it only takes them a while."""
+    ranks = running(3)
+    for one in ranks:
+        number = one.call()
+        if one.rank != 1:
+            one.waits(number, 4.0)
+    ranks[1].age_s, ranks[1].is_stopped = 3.4, True
+    return ranks
+
+
 def dropped_handles() -> list[PaperRank]:
     """Rank 0 never waits for the work of its own operations, and goes on computing."""
     ranks = running(2)
@@ -158,6 +169,7 @@ NO_FAULT: dict[str, Build] = {
     "one polls for another's work": polling,
     "killed a moment ago": lambda: rank_1(lambda one: setattr(one, "is_gone", True), 0.3),
     "silent for a moment": lambda: rank_1(lambda one: setattr(one, "age_s", 2.9), 4.0),
+    "stopped after its part": stopped_after_its_part,
     "not started yet": lambda: waiting_for_rank_1(3, 30)[::2],
 }
 

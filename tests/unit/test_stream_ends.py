@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,3 +221,26 @@ def test_who_cannot_be_told_is_ended(
     said = "\n".join(watched.sees(failed()))
     assert ended == ([1] if how == "stands" else [])
     assert ("for 10 s it has stood at train.py:31 main, and NCCL does not let it go" in said) == (how == "stands")
+
+
+@pytest.mark.parametrize("how", ["stands", "moves", "aborted just now", "elsewhere"])
+def test_who_gloo_does_not_let_go_is_ended(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Long after an abort, and only in a call of torch's or ours: here the thread is in one of ours, as it looks."""
+    guard, ended, over = watched.guard, list[int](), threading.Event()
+    monkeypatch.setattr(os, "_exit", ended.append)
+    watched.sees(running(3))
+    guard._aborted_s = time.monotonic() - (0.0 if how == "aborted just now" else 12.0)
+    stands = Stand(("train.py:31 main",), "", 0.0 if how == "moves" else 12.0)
+    monkeypatch.setattr(guard.motion, "look", lambda now_s: stands)
+    guard.motion.stand = stands
+    elsewhere = threading.Thread(target=lambda: over.wait())
+    elsewhere.start()
+    if how == "elsewhere":
+        guard.motion.thread_id = elsewhere.ident or 0
+    said = "\n".join(watched.sees(failed()))
+    over.set()
+    elsewhere.join()
+    assert ended == ([1] if how == "stands" else [])
+    assert ("for 10 s it has stood at train.py:31 main, and Gloo does not let it go" in said) == (how == "stands")

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -33,19 +34,37 @@ from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CommError, ConfigError, TransportClosed
 
 _UNUSED_TAG = 2**31 - 1
+_END_S = 1.0  # enough for the end of a group in which nothing is half received
 
 _splits: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how often each group was split: names its parts
+_broken: list[ProcessGroup] = []  # Gloo's, whose connections were closed
 
 
-def close_connections(receive: Callable[[list[Tensor], int, int], dist.Work], rank: int, world_size: int) -> None:
-    """End what is under way in a Gloo group of which this is `rank`. receive: `ProcessGroup.recv` of the group.
+def close_connections(group: ProcessGroup, receive: Callable[[list[Tensor], int, int], dist.Work]) -> None:
+    """End what is under way in a Gloo group. receive: `ProcessGroup.recv` of it. Call `end_broken` once torch is done.
 
     Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already.
     """
-    for peer in range(world_size):
-        if peer != rank:
+    _broken.append(group)
+    for peer in range(group.size()):
+        if peer != group.rank():
             with contextlib.suppress(RuntimeError):
                 receive([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def end_broken() -> None:
+    """Drop the groups whose connections were closed and that torch has forgotten.
+
+    Gloo does not end a transfer that is half received when its connection closes, and the end of the group waits for
+    the limit of that one: so it has a thread for that, which no exit waits for.
+    """
+    held = [group for group in tuple(_broken) if group not in distributed_c10d._world.pg_map]
+    for _ in map(_broken.remove, held):  # no name here may keep one of them
+        pass
+    if held:
+        thread = threading.Thread(target=held.clear, name="lockstep-group-end", daemon=True)
+        thread.start()
+        thread.join(_END_S)
 
 
 @final
@@ -181,13 +200,14 @@ class TorchTransport(Transport):
             if self.process_group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(self.process_group)
         self._strong = None
+        end_broken()
 
     def _disconnect(self) -> None:
         """End what is still under way; else the group's end would wait for it, until the timeout."""
         if self.is_nccl:
             self.process_group.abort()
             return
-        close_connections(self.process_group.recv, self.rank, self.world_size)
+        close_connections(self.process_group, self.process_group.recv)
 
     def _listed_part(self, name: str, ranks: Sequence[int]) -> TorchTransport:
         """A torch group of exactly these ranks, in this order, with this group's timeout.
@@ -231,6 +251,7 @@ def destroy_default_group() -> None:
     """End the default group of torch.distributed, whoever made it, and with it all others; nothing where none is."""
     if dist.is_initialized():
         dist.destroy_process_group()
+        end_broken()
 
 
 def import_optimizers() -> None:

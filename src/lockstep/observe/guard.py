@@ -8,6 +8,7 @@ comes from. What is certain is raised: at the end of the step, or at once where 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
@@ -28,6 +29,7 @@ from lockstep.observe.lookout import Lookout
 from lockstep.observe.profile.step_clock import Ended
 from lockstep.observe.scene import Limits
 from lockstep.observe.settings import GuardSettings
+from lockstep.observe.stacks import is_in_torch
 from lockstep.observe.status import RUNNING
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.voice import Voice
@@ -78,6 +80,7 @@ class Guard:
         self.step_before = 0  # of which checkpoint the program goes on
         self.operations = 0  # started by the end of the last step that was taken up
         self._worlds = 0
+        self._aborted_s = math.inf  # when what is under way was ended by force, by time.monotonic()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="lockstep-guard", daemon=True)
         self._pid = os.getpid()
@@ -215,17 +218,25 @@ class Guard:
             if found is None or not found.is_certain:
                 return
             if is_blocked or self.settings.mode == "strict":
+                self._aborted_s = min(self._aborted_s, time.monotonic())
                 self._voice.call(self.aborts, found.comm_error())
-            is_told = self.causes.raised == found.key
-            if self.stream_ends.were_aborted and not is_told and self.motion.stand.unmoved_s >= _UNREACHED_S:
+            if self.causes.raised != found.key and self._is_out_of_reach():
                 self._leave_for_it(found)
 
+    def _is_out_of_reach(self) -> bool:
+        """Whether the rank's own thread stands in C++, where no error comes to it, and was not freed by an abort."""
+        if self.motion.stand.unmoved_s < _UNREACHED_S:
+            return False
+        is_late = time.monotonic() - self._aborted_s >= _UNREACHED_S
+        return self.stream_ends.were_aborted or (is_late and is_in_torch(self.motion.thread_id))
+
     def _leave_for_it(self, found: Finding) -> NoReturn:
-        """The rank's own thread stands in C++, in the queue of a device, where no error reaches it: end the process."""
+        """End the process, whose own thread is out of reach."""
         self.end(self.causes.given(found.comm_error(), found))
         where = "".join(self.motion.stand.stack[-1:])
+        backend = "NCCL" if self.stream_ends.were_aborted else "Gloo"
         with contextlib.suppress(OSError, ValueError, AttributeError):  # whoever reads it may be gone
-            why = f"for {_UNREACHED_S:g} s it has stood at {where}, and NCCL does not let it go"
+            why = f"for {_UNREACHED_S:g} s it has stood at {where}, and {backend} does not let it go"
             sys.stderr.write(f"lockstep: rank {self.rank} ends by what is above: {why}\n")
             sys.stderr.flush()
             sys.stdout.flush()

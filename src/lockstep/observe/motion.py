@@ -39,7 +39,7 @@ class Motion:
     """
 
     def __init__(self, thread_id: int) -> None:
-        self._thread = thread_id
+        self.thread_id = thread_id
         is_own = thread_id == threading.get_ident()  # the number that a Thread keeps is that from before a fork
         self._task = f"/proc/self/task/{threading.get_native_id() if is_own else 0}/"
         self._clock = time.pthread_getcpuclockid(thread_id) if hasattr(time, "pthread_getcpuclockid") else None
@@ -77,7 +77,7 @@ class Motion:
         is_busy = is_busy or has_moved or state_and_cpu_s(self._task + "stat")[0] == "D"
         is_asked = not is_busy or now_s - self._asked_s >= _ASKED_S
         self._asked_s = now_s if is_asked else self._asked_s
-        frame = frame_of(self._thread) if is_asked else None
+        frame = frame_of(self.thread_id) if is_asked else None
         stack = before.stack if frame is None else stack_of(frame)
         if before.stack and stack[-1].startswith(f"observe{os.sep}"):
             stack = before.stack  # an error has unwound it, and it tells of that

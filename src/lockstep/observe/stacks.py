@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import CodeType, FrameType
 from typing import Any
 
-from lockstep.observe.call_site import users_stack
+from lockstep.observe.call_site import is_users, users_stack
 
 _DEEPEST = 40  # frames that are kept, the innermost
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb", "pudb")
@@ -42,6 +42,15 @@ def frame_of(thread_id: int) -> FrameType | None:
         return sys._getframe(1)
     frame = _of_threads(sys._current_frames).get(thread_id)
     return frame if frame is not None and isinstance(frame.f_code, CodeType) else None
+
+
+def is_in_torch(thread_id: int) -> bool:
+    """Whether a thread stands in C++ that torch's Python or ours has called, or waits in there for a thread of ours."""
+    frame = frame_of(thread_id)
+    while frame is not None and frame.f_code.co_filename == threading.__file__:
+        frame = frame.f_back
+    name = "" if frame is None else frame.f_code.co_filename
+    return not is_users(name) and any(f"{os.sep}{one}{os.sep}" in name for one in ("torch", "lockstep"))
 
 
 def backward_frame() -> FrameType | None:

@@ -180,6 +180,8 @@ class TrainingWatch:
         self._guard.drain()
         if not self._guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
             old(group)
+            if (seam := sys.modules.get("lockstep.comm.torch_transport")) is not None:
+                seam.end_broken()
         self._guard.raise_if_found()
 
     def _give_up_if_failed(self) -> None:

@@ -169,4 +169,4 @@ class UnderWay:
             return
         from lockstep.comm.torch_transport import close_connections
 
-        close_connections(partial(self._receive, group), group.rank(), len(watched.ranks))
+        close_connections(group, partial(self._receive, group))

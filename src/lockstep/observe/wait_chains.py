@@ -27,9 +27,10 @@ def roots(scene: Scene, wait: Wait) -> list[int]:
     open_waits = [wait]
     while open_waits:
         current = open_waits.pop()
-        if not current.absent and current is not wait:
+        missing = current.absent or _frozen_inside(scene, current)
+        if not missing and current is not wait:
             found.add(current.rank)
-        for rank in current.absent:
+        for rank in missing:
             following = scene.blocked.get(rank)
             if following is None:
                 found.add(rank)
@@ -37,6 +38,13 @@ def roots(scene: Scene, wait: Wait) -> list[int]:
                 seen.add(rank)
                 open_waits.append(following)
     return sorted(found or (seen if wait.absent else ()))
+
+
+def _frozen_inside(scene: Scene, wait: Wait) -> tuple[int, ...]:
+    """Who was in this operation, too, when last heard, and is not run any more: half of its part may be moved."""
+    silent = [rank for rank in wait.ranks if scene.is_silent(rank)]
+    theirs = {rank: [scene.wait_of(rank, waiting) for waiting in scene.status(rank).waiting] for rank in silent}
+    return tuple(rank for rank in silent if wait.record.is_message or any(map(wait.is_part_of, theirs[rank])))
 
 
 def state(scene: Scene, rank: int) -> Root:

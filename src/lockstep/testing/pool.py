@@ -19,6 +19,7 @@ from lockstep.testing.failures import RankError, RankFailed, RankTimeout
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worker import STACKS, Job, serve
 
+_START_S = 120.0  # for the processes to come up: the first ones wait for the fork server's imports
 _GRACE_S = 5.0  # after the first failure, for the other ranks to tell theirs
 _LOG_BYTES = 4000  # of a dead process's output, shown in the error
 Environment = Mapping[str, str | None]
@@ -52,7 +53,7 @@ class ProcessPool:
         where = getattr(fn, "__qualname__", repr(fn))
         try:
             if not self._processes:
-                self._start()
+                self._start(f"start before {where}")
             call = pickle.dumps((fn, tuple(args), dict(kwargs)))
             self._send(call, timeout_s, env, connect, f"waiting for {where}")
             results, errors, missing = self._collect(time.monotonic() + timeout_s + _GRACE_S)
@@ -103,7 +104,8 @@ class ProcessPool:
 
     # ------------------------------------------------------------------ one job
 
-    def _start(self) -> None:
+    def _start(self, where: str) -> None:
+        """New processes, all of which are there: what that takes is not part of a job's limit."""
         self._folder = tempfile.TemporaryDirectory(prefix="lockstep-pool-")
         for rank in range(self.world_size):
             here, there = self._context.Pipe()
@@ -113,6 +115,7 @@ class ProcessPool:
             there.close()
             self._processes.append(process)
             self._pipes.append(here)
+        self._hear_all(_START_S, where)
 
     def _send(
         self, call: bytes, timeout_s: float, env: Environment | Sequence[Environment] | None, connect: bool, where: str
@@ -160,16 +163,21 @@ class ProcessPool:
 
     def _release(self, where: str) -> None:
         """All ranks have answered: only now may any of them close its connections."""
+        where = f"teardown after {where}"
         for rank in range(self.world_size):
-            self._tell(rank, b"", f"teardown after {where}")
-        deadline = time.monotonic() + _GRACE_S
+            self._tell(rank, b"", where)
+        self._hear_all(_GRACE_S, where)
+
+    def _hear_all(self, limit_s: float, where: str) -> None:
+        """Every rank says that it has come so far."""
+        deadline = time.monotonic() + limit_s
         for rank, pipe in enumerate(self._pipes):
             if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                raise RankTimeout([rank], _GRACE_S, f"teardown after {where}", self.stacks())
+                raise RankTimeout([rank], limit_s, where, self.stacks())
             try:
                 pipe.recv_bytes()
             except (EOFError, ConnectionResetError):
-                raise RankFailed({rank: self._death(rank)}, {}, self.world_size, f"teardown after {where}") from None
+                raise RankFailed({rank: self._death(rank)}, {}, self.world_size, where) from None
 
     def _death(self, rank: int) -> RankError:
         process = self._processes[rank]

@@ -35,8 +35,9 @@ class Job(NamedTuple):
 
 
 def serve(rank: int, world_size: int, pipe: Connection, log: str) -> None:
-    """Answer each job with a result or a RankError; end its group when told that all ranks have answered; say so."""
+    """Say that it is there; answer each job with a result or a RankError; end its group when all have, and say so."""
     _prepare_process(log)
+    pipe.send_bytes(b"")
     while True:
         try:
             job = Job(*pickle.loads(pipe.recv_bytes()))  # noqa: S301 - from the parent process

@@ -91,7 +91,7 @@ def run_processes(
     `fn` must be importable (a function of a module); it, its arguments and its result travel between the processes. The
     processes are kept for the next call with this world size. Each call gets a fresh default group of
     `torch.distributed`, so torch's own functions work inside `fn` too. `timeout_s` is the limit of the whole call and
-    of each operation.
+    of each operation; not of starting the processes, before the first call.
     `env`: changes to the environment, one mapping for all ranks or one per rank; a value of None removes the variable.
     `connect=False`: no group is made, and `fn` gets its rank in place of the communicator.
     Raises: RankFailed with the first failure; RankTimeout with the stacks of all ranks.

@@ -63,13 +63,17 @@ def in_finally(body: str, last: str) -> str:
         (_OURS + _KILLED + in_finally(_FAIL, "comm.close()"), "ValueError: label 7"),
         (_OURS + _KILLED + f"{_FAIL}\n{_WAIT}", "ValueError: label 7"),
         (_TORCHS + _KILLED + f"{_FAIL}\n{_WAIT}", "ValueError: label 7"),
+        (_TORCHS + _KILLED + in_finally(_FAIL, "dist.destroy_process_group()"), "ValueError: label 7"),
         (
             _TORCHS + _KILLED + in_finally(_WAIT, "dist.destroy_process_group()"),
             f"for 10 s it has stood at train.py:{_HELD} <module>, and Gloo does not let it go",
         ),
     ],
-    ids=["waits", "waits, and closes", "fails, and closes", "fails", "fails, torch's group", "waits, torch's group"],
-)
+    ids=[
+        "waits", "waits, and closes", "fails, and closes", "fails",
+        "fails, torch's group", "fails, and destroys torch's", "waits, torch's group",
+    ],
+)  # fmt: skip
 def test_whose_sender_is_killed_ends(program: str, words: str, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(program)
     environ = {"PATH": os.environ["PATH"], "LOCKSTEP_EVIDENCE": "", "OMP_NUM_THREADS": "1"}

@@ -228,6 +228,24 @@ if rank == 1:
     subprocess.run([sys.executable, "debugger.py", str(os.getpid())])
 train(ddp, 5)
 """
+_HANDLED = """
+import lockstep
+os.environ["LOCKSTEP_SHM"] = "off"
+comm, kept = lockstep.init(verbose=False), dist.new_group()
+part, stock, tensor = comm.split(0), dist.new_group(), torch.ones(3)
+part.all_reduce(tensor)
+dist.all_reduce(tensor, group=stock)
+try:
+    raise ValueError("handled")
+except ValueError:
+    works = [comm.all_reduce(tensor, async_op=True), dist.all_reduce(torch.ones(3), async_op=True)]
+    part.close()
+    dist.destroy_process_group(stock)
+    for work in works:
+        work.wait()
+comm.all_reduce(tensor)
+dist.all_reduce(tensor, group=kept)
+"""
 _DEBUGGER = """
 import ctypes, os, sys, time
 libc, pid = ctypes.CDLL(None, use_errno=True), int(sys.argv[1])
@@ -265,6 +283,10 @@ def test_nothing_is_said(name: str, tmp_path: Path) -> None:
     output = _run(tmp_path, name, _SCRIPTS[name])
     assert complaints(output) == []
     assert not (tmp_path / "evidence").exists()
+
+
+def test_groups_are_used_on_where_others_end_as_an_error_is_handled(tmp_path: Path) -> None:
+    assert complaints(_run(tmp_path, "", _HANDLED)) == []
 
 
 _WRAPS, _PREPARES = "ddp = DDP(torch.nn.Linear(4, 2))\n", "if rank == 1:\n    time.sleep(4)\n"

@@ -11,6 +11,7 @@ import functools
 import importlib
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
@@ -35,9 +36,11 @@ from lockstep.errors import CommError, ConfigError, TransportClosed
 
 _UNUSED_TAG = 2**31 - 1
 _END_S = 1.0  # enough for the end of a group in which nothing is half received
+_LOOK_S = 0.02
 
 _splits: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how often each group was split: names its parts
-_broken: list[ProcessGroup] = []  # Gloo's, whose connections were closed
+_broken: set[ProcessGroup] = set()  # Gloo's, whose connections were closed
+_ending: list[threading.Thread] = []  # in which some of them end
 
 
 def close_connections(group: ProcessGroup, receive: Callable[[list[Tensor], int, int], dist.Work]) -> None:
@@ -45,26 +48,34 @@ def close_connections(group: ProcessGroup, receive: Callable[[list[Tensor], int,
 
     Gloo has no abort, but closes all connections of a group when a receive is late; some may be closed already.
     """
-    _broken.append(group)
+    _broken.add(group)
     for peer in range(group.size()):
         if peer != group.rank():
             with contextlib.suppress(RuntimeError):
                 receive([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-def end_broken() -> None:
+def end_broken(patience_s: float = _END_S) -> None:
     """Drop the groups whose connections were closed and that torch has forgotten.
 
     Gloo does not end a transfer that is half received when its connection closes, and the end of the group waits for
-    the limit of that one: so it has a thread for that, which no exit waits for.
+    the limit of that one. So that has a thread of its own, which is waited for so long, and which no exit waits for.
     """
     held = [group for group in tuple(_broken) if group not in distributed_c10d._world.pg_map]
-    for _ in map(_broken.remove, held):  # no name here may keep one of them
-        pass
+    _broken.difference_update(held)
     if held:
-        thread = threading.Thread(target=held.clear, name="lockstep-group-end", daemon=True)
+        thread = threading.Thread(target=_drop, args=(held,), name="lockstep-group-end", daemon=True)
         thread.start()
-        thread.join(_END_S)
+        _ending.append(thread)
+    while patience_s and _ending:
+        _ending.pop().join(patience_s)
+
+
+def _drop(held: list[ProcessGroup]) -> None:
+    """Once nobody else has them: who destroys a group may be about to let go of it."""
+    while any(sys.getrefcount(group) > 3 for group in held):  # by `held`, by `group` and by the call itself
+        time.sleep(_LOOK_S)
+    held.clear()
 
 
 @final

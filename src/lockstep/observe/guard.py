@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
 from time import monotonic_ns
-from typing import TYPE_CHECKING, NoReturn, final
+from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from lockstep.errors import CommError
 from lockstep.observe.account import Account
@@ -74,6 +74,7 @@ class Guard:
         self.before_look.append(self.stream_ends.settle)
         self.motion.queues.append(self.stream_ends.are_due)
         self.at_end: list[Callable[[], None]] = []  # called when the rank's program is done, before it has ended
+        self.before_destroy: list[Callable[[Any], None]] = []  # called with a group that the program ends; None: all
         self.before_close: list[Callable[[], None]] = []
         self.on_finding = self._voice.on_finding  # called with what this rank says
         self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end

@@ -32,6 +32,7 @@ from lockstep.observe.torch_import import when_imported
 from lockstep.observe.torch_models import ModelFacts
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_replicas import ReplicaFacts
+from lockstep.observe.torch_under_way import failure, give_up_if_failed
 from lockstep.observe.wording import BEFORE, step_after
 
 _MEET_S, _DISPUTE_S, _MET = 0.5, 2.0, "met"  # the last is told once a rank has seen all others at their end
@@ -44,7 +45,6 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     """
     watch = TrainingWatch(guard, os.environ)
     watch.patches.add(
-        when_imported("torch.distributed.distributed_c10d", watch.watch_end),
         when_imported("torch.serialization", watch.data.watch_saves),
         when_imported("safetensors.torch", watch.data.watch_safetensors),
         when_imported("torch._dynamo.trace_rules", _stay_out_of_graphs),
@@ -59,6 +59,7 @@ def attach_training(guard: Guard) -> Callable[[], None]:
     BACKWARDS.failed = guard.saw
     watch.patches.insert(PACE.dues, watch.replicas.due_after)
     watch.patches.insert(guard.at_end, watch.finish)
+    watch.patches.insert(guard.before_destroy, watch.groups_end)
     watch.patches.insert(guard.before_look, watch.gradients.forget)
     atexit.register(watch.end)
     watch.patches.undo_in_children()
@@ -93,14 +94,6 @@ class TrainingWatch:
         self.data = DataWatch(guard, self.models.team, self.patches)
 
     # ------------------------------------------------------------------ what is replaced
-
-    def watch_end(self) -> None:
-        """torch.distributed is there, and its groups will end."""
-        import torch.distributed as dist
-        from torch.distributed import distributed_c10d
-
-        destroy = around(partial(self._destroy, distributed_c10d._world))
-        self.patches.replace(distributed_c10d, "destroy_process_group", destroy, dist)
 
     def watch_join(self) -> None:
         """Within torch's Join, ranks may have different numbers of steps."""
@@ -165,31 +158,19 @@ class TrainingWatch:
     def end(self) -> None:
         """The program has come to its end, with its groups or without."""
         self.finish()
-        self._give_up_if_failed()
+        give_up_if_failed(self._guard)
 
-    def _destroy(self, world: Any, old: Callable[..., None], /, group: Any = None) -> None:
-        """destroy_process_group of torch, whose groups are in `world`."""
+    def groups_end(self, group: Any) -> None:
+        """The program destroys `group`, or all."""
         at = f"at {call_site()}, in {step_after(self._guard.recorder.step)}"
         if group is None:
             self._guard.facts.tell(BEFORE, "groups", f"it had called destroy_process_group {at}")
             self.finish()
-        elif (ranks := world.pg_group_ranks.get(group)) is not None:
+            return
+        ranks = sys.modules["torch.distributed.distributed_c10d"]._world.pg_group_ranks.get(group)
+        if ranks is not None:
             name = name_of(group.group_name, is_default=False, ranks=tuple(ranks))
             self._guard.facts.tell(CLOSED, name, at)
-        self._give_up_if_failed()
-        self._guard.drain()
-        if not self._guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
-            old(group)
-            if (seam := sys.modules.get("lockstep.comm.torch_transport")) is not None:
-                seam.end_broken()
-        self._guard.raise_if_found()
-
-    def _give_up_if_failed(self) -> None:
-        """The end of a group waits for what is under way in it, to which the other ranks may never come."""
-        found = self._guard.finding
-        error = _failure() or (found.error() if found is not None and found.is_certain else None)
-        if error is not None:
-            self._guard.give_up(error)
 
     def _count_on(self) -> None:
         """Steps may have ended since that were not looked at closely."""
@@ -211,7 +192,7 @@ class TrainingWatch:
 
     def finish(self) -> None:
         """Compare once more, when the program is done. Waits for the other ranks a little, where they are as far."""
-        if self._is_over or _failure() is not None:
+        if self._is_over or failure() is not None:
             return
         self._is_over = True
         self._count_on()
@@ -236,9 +217,3 @@ class TrainingWatch:
             if is_done or time.monotonic() > (latest if facts.is_disputed else deadline):
                 return
             time.sleep(0.01)
-
-
-def _failure() -> BaseException | None:
-    """What is being raised, or has ended the program."""
-    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
-    return None if isinstance(error, SystemExit) else error

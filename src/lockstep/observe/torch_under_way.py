@@ -7,6 +7,7 @@ thread, from torch's own counts.
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -149,16 +150,39 @@ class UnderWay:
                     found[watched.name] = record.seq + (not ahead)
         return found
 
-    def abort(self, error: CommError) -> None:
-        """End what is under way in this process: it cannot end by itself any more."""
+    def abort(self, error: CommError | None = None, only: Any = None) -> None:
+        """End what is under way in this process, or in one group: it cannot end by itself any more."""
         if self._flights is None:  # the program never came to torch.distributed
             return
         for group, watched in self._groups.all():
+            if only is not None and group is not only:
+                continue
             is_open = watched.pending or watched.inside or any(call[1] is watched for call in list(self.open.values()))
             is_open = is_open or group._get_sequence_number_for_group() != watched.seen  # C++ may be at it
             if (is_open or self._guard.settings.mode == "strict") and watched.name not in self._aborted:
                 self._aborted.add(watched.name)
                 self._break(group, watched)
+
+    def end(self, old: Callable[..., None], /, group: Any = None) -> None:
+        """destroy_process_group of torch. The end of a group waits for what is under way there; nobody else may come.
+
+        What raises may be handled: then the groups that stay are used on.
+        """
+        guard = self._guard
+        if group is sys.modules["torch.distributed.distributed_c10d"]._world.default_pg:
+            group = None  # it takes all others with it
+        for call in tuple(guard.before_destroy):
+            call(group)
+        if group is None:
+            give_up_if_failed(guard)
+        elif failure() is not None:
+            self.abort(only=group)
+        guard.drain()
+        if not guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
+            old(group)
+        if (seam := sys.modules.get("lockstep.comm.torch_transport")) is not None:
+            seam.end_broken() if group is None else seam.end_broken(0.0)  # the caller still has that one
+        guard.raise_if_found()
 
     def _break(self, group: Any, watched: WatchedGroup) -> None:
         if watched.has_streams:
@@ -170,3 +194,17 @@ class UnderWay:
         from lockstep.comm.torch_transport import close_connections
 
         close_connections(group, partial(self._receive, group))
+
+
+def give_up_if_failed(guard: Guard) -> None:
+    """The end of a group waits for what is under way in it, to which the other ranks may never come."""
+    found = guard.finding
+    error = failure() or (found.error() if found is not None and found.is_certain else None)
+    if error is not None:
+        guard.give_up(error)
+
+
+def failure() -> BaseException | None:
+    """What is being raised, or has ended the program."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return None if isinstance(error, SystemExit) else error

@@ -95,6 +95,7 @@ class TorchWatch:
         self._replace(distributed_c10d, "_new_group_with_tag", around(self._meetings.make))
         dist = sys.modules["torch.distributed"]
         self.patches.replace(distributed_c10d, "init_process_group", around(self._meetings.meet), dist)
+        self.patches.replace(distributed_c10d, "destroy_process_group", around(self.under_way.end), dist)
         self.patches.replace(distributed_c10d, "_new_process_group_helper", around(self._using_first))
         self.patches.replace(dist, "_verify_params_across_processes", around(self._using_first))
 

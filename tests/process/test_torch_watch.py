@@ -48,6 +48,8 @@ class Listener:
         self.groups: dict[str, tuple[int, ...]] = {}
         self.before_look: list[Callable[[], None]] = []
         self.aborts: list[Callable[[CommError], None]] = []
+        self.before_destroy: list[Callable[[object], None]] = []
+        self.finding = None
         self.seen: list[BaseException] = []
         self.causes = SimpleNamespace(failed_at="")
         self.operations = 0
@@ -70,6 +72,16 @@ class Listener:
 
     def saw(self, error: BaseException) -> None:
         self.seen.append(error)
+
+    def give_up(self, error: BaseException) -> None:
+        for call in self.aborts:
+            call(CommError(str(error)))
+
+    def drain(self) -> None:
+        pass
+
+    def raise_if_found(self) -> None:
+        pass
 
     def look(self) -> list[Record]:
         for call in self.before_look:

@@ -45,6 +45,30 @@ def start(folder: Path, words: Sequence[str], environ: Mapping[str, str], stderr
     return process
 
 
+def end(processes: Sequence[BaseProcess], limit_s: float) -> list[int | None]:
+    """The exit codes of what `start` has started; None of who has to be killed, after so long."""
+    for process in processes:
+        process.join(limit_s)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+    return codes
+
+
+def run_by_hand(folder: Path, program: str, limit_s: float) -> tuple[list[int | None], str]:
+    """Two ranks of a program, without a launcher: their exit codes, and what rank 0 has said.
+
+    It is given a file at which they can meet, and its rank.
+    """
+    (folder / "train.py").write_text(program)
+    environ = {"PATH": os.environ["PATH"], "LOCKSTEP_EVIDENCE": "", "OMP_NUM_THREADS": "1"}
+    words, said = ["train.py", str(folder / "meeting")], [folder / f"stderr-{rank}" for rank in range(2)]
+    codes = end([start(folder, [*words, str(rank)], environ, file) for rank, file in enumerate(said)], limit_s)
+    return codes, said[0].read_text()
+
+
 class Popen:
     """`subprocess.Popen` for a command of this interpreter, as far as our tests use it.
 

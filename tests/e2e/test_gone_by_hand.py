@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
@@ -30,12 +29,6 @@ rank, comm = dist.get_rank(), lockstep.init(verbose=False)
 @pytest.mark.parametrize("way", ["with comm:\n", "if True:\n"])
 def test_stock_calls_after_init_quote_who_has_gone(way: str, body: str, pattern: str, tmp_path: Path) -> None:
     lines = f"dist.all_reduce(torch.ones(4))\n{body}".splitlines()
-    (tmp_path / "train.py").write_text(_BY_HAND + way + "".join(f"    {line}\n" for line in lines))
-    environ = {"PATH": os.environ["PATH"], "LOCKSTEP_EVIDENCE": "", "OMP_NUM_THREADS": "1"}
-    words = ["train.py", str(tmp_path / "meeting")]
-    said = [tmp_path / f"stderr-{rank}" for rank in range(2)]
-    ranks = [warm_programs.start(tmp_path, [*words, str(r)], environ, file) for r, file in enumerate(said)]
-    for process in ranks:
-        process.join(60.0)
-    said = (tmp_path / "stderr-0").read_text()
+    program = _BY_HAND + way + "".join(f"    {line}\n" for line in lines)
+    _, said = warm_programs.run_by_hand(tmp_path, program, 60.0)
     assert re.search(pattern, said), said

@@ -5,7 +5,6 @@ Gloo ends it at its limit of minutes, and with it the calls that wait for it: a 
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -75,19 +74,7 @@ def in_finally(body: str, last: str) -> str:
     ],
 )  # fmt: skip
 def test_whose_sender_is_killed_ends(program: str, words: str, tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(program)
-    environ = {"PATH": os.environ["PATH"], "LOCKSTEP_EVIDENCE": "", "OMP_NUM_THREADS": "1"}
-    said = [tmp_path / f"stderr-{rank}" for rank in range(2)]
-    command = ["train.py", str(tmp_path / "meeting")]
-    ranks = [warm_programs.start(tmp_path, [*command, str(rank)], environ, file) for rank, file in enumerate(said)]
-    for process in ranks:
-        process.join(_LIMIT_S)
-    codes = [process.exitcode for process in ranks]
-    for process in ranks:
-        process.kill()
-        process.join()
-        process.close()
-    text = said[0].read_text()
+    codes, text = warm_programs.run_by_hand(tmp_path, program, _LIMIT_S)
     assert codes == [1, -9], text
     assert words in text
 

@@ -99,14 +99,8 @@ def start(folder: Path, case: str, backend: str, **variables: str) -> list[BaseP
 
 
 def end(folder: Path, processes: list[BaseProcess]) -> Ended:
-    for process in processes:
-        process.join(_LIMIT_S)
-    codes = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-        process.join()
-        process.close()
-    return Ended((codes[0], codes[1]), (said(folder, 0), said(folder, 1)))
+    first, second = warm_programs.end(processes, _LIMIT_S)
+    return Ended((first, second), (said(folder, 0), said(folder, 1)))
 
 
 def said(folder: Path, rank: int) -> str:

@@ -35,12 +35,11 @@ from lockstep.comm.transport import Transport, blamed_on, without_traceback
 from lockstep.errors import CommError, ConfigError, TransportClosed
 
 _UNUSED_TAG = 2**31 - 1
-_END_S = 1.0  # enough for the end of a group in which nothing is half received
-_LOOK_S = 0.02
+_END_S, _LOOK_S = 1.0, 0.02  # the first is enough for the end of a group in which nothing is half received
 
 _splits: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()  # how often each group was split: names its parts
 _broken: set[ProcessGroup] = set()  # Gloo's, whose connections were closed
-_ending: list[threading.Thread] = []  # in which some of them end
+_ending: set[threading.Thread] = set()  # in which some of them end, not waited for yet
 
 
 def close_connections(group: ProcessGroup, receive: Callable[[list[Tensor], int, int], dist.Work]) -> None:
@@ -55,20 +54,21 @@ def close_connections(group: ProcessGroup, receive: Callable[[list[Tensor], int,
                 receive([torch.empty(1)], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-def end_broken(patience_s: float = _END_S) -> None:
+def end_broken(*, is_awaited: bool = True) -> None:
     """Drop the groups whose connections were closed and that torch has forgotten.
 
     Gloo does not end a transfer that is half received when its connection closes, and the end of the group waits for
-    the limit of that one. So that has a thread of its own, which is waited for so long, and which no exit waits for.
+    the limit of that one. So that has a thread of its own, for which this waits a second, and no exit at all.
     """
     held = [group for group in tuple(_broken) if group not in distributed_c10d._world.pg_map]
     _broken.difference_update(held)
     if held:
         thread = threading.Thread(target=_drop, args=(held,), name="lockstep-group-end", daemon=True)
         thread.start()
-        _ending.append(thread)
-    while patience_s and _ending:
-        _ending.pop().join(patience_s)
+        _ending.add(thread)
+    for thread in tuple(_ending) if is_awaited else ():
+        thread.join(_END_S)
+        _ending.discard(thread)
 
 
 def _drop(held: list[ProcessGroup]) -> None:

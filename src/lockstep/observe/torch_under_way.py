@@ -181,7 +181,7 @@ class UnderWay:
         if not guard.stream_ends.were_aborted:  # else it waits for NCCL's watchdog, which first waits itself
             old(group)
         if (seam := sys.modules.get("lockstep.comm.torch_transport")) is not None:
-            seam.end_broken() if group is None else seam.end_broken(0.0)  # the caller still has that one
+            seam.end_broken(is_awaited=group is None)  # one that is named the caller still has
         guard.raise_if_found()
 
     def _break(self, group: Any, watched: WatchedGroup) -> None:

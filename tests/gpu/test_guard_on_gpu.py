@@ -104,6 +104,17 @@ _OTHERS = {
         r"HANG.*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}",
         r"rank 0 waits in all_reduce float32 \[4\] sum #4 of group WORLD, {all}",
     ),
+    "copies to memory that is not pinned": (
+        "dist.init_process_group('nccl')\n"
+        "for step in range(40):\n"
+        "    if RANK == 1 and step == 30:\n"
+        "        time.sleep(600)  # fault\n"
+        "    tensor = torch.ones(4, device=GPU)\n"
+        "    dist.all_reduce(tensor, async_op=True).wait()\n"
+        "    tensor.cpu()  # copy\n",
+        r"HANG.*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}",
+        "stack of rank 0: {copy}",
+    ),
     "both receive": (
         "dist.init_process_group('nccl')\n"
         "tensor = torch.zeros(4, device=GPU)\n"

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from lockstep.observe.profile import device_values, step_clock, stream_times
+from lockstep.observe.profile import device_values, step_clock, stream_event, stream_times
 from lockstep.observe.profile.step_clock import StepClock
 
 NEVER = 1 << 60
@@ -20,9 +20,7 @@ class Stream:
     def __init__(self, raw: int = 0) -> None:
         self.raw, self.free_us = raw, 0.0
         self.is_capturing = False
-
-    def record_event(self) -> SimpleNamespace:
-        return SimpleNamespace(query=lambda: True)
+        self.device_index = 0
 
 
 class ScriptedGpu:
@@ -34,6 +32,7 @@ class ScriptedGpu:
         self.main = self.current = Stream()
         self.streams = {0: self.main}
         self.fires_us: list[float] = []  # of each event
+        self.events_made = 0  # of torch's
         self.is_broken = False
         self.is_used = True
         self.is_beside = False  # what is asked breaks no graph
@@ -60,6 +59,17 @@ class ScriptedGpu:
         self.current, before = stream, self.current
         yield
         self.current = before
+
+    def make_event(self) -> SimpleNamespace:
+        """One of torch's, which comes at once."""
+
+        def query() -> bool:
+            assert self.is_beside
+            self.check()
+            return True
+
+        self.events_made += 1
+        return SimpleNamespace(record=lambda stream: None, query=query)
 
     # ------------------------------------------------------------------ a Device
 
@@ -113,9 +123,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
         current_stream=lambda device: made.current,
         stream=made.on,
         Stream=lambda device: Stream(78),
+        Event=made.make_event,
     )
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: made.current.raw)
-    monkeypatch.setitem(device_values.sys.modules, "torch", SimpleNamespace(cuda=cuda, _C=raw, get_num_threads=int))
+    torch = SimpleNamespace(cuda=cuda, _C=raw, get_num_threads=int, empty=lambda *size, **kind: None)
+    monkeypatch.setitem(device_values.sys.modules, "torch", torch)
     for module in (step_clock, stream_times):
         monkeypatch.setattr(module, "monotonic_ns", made.monotonic_ns)
 
@@ -129,7 +141,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
     monkeypatch.setattr(stream_times.time, "sleep", slept)
     monkeypatch.setattr(stream_times, "driver", lambda: made)
     monkeypatch.setattr(stream_times, "Device", device_of)
-    monkeypatch.setattr(device_values, "beside_captures", made.asked)
+    for module in (device_values, stream_event):
+        monkeypatch.setattr(module, "beside_captures", made.asked)
+    monkeypatch.setattr(stream_event, "_free", {})
     monkeypatch.setattr(device_values, "_stream", lambda device: Stream(78))
     return made
 

@@ -18,6 +18,7 @@ from watched_guard import Watched, failed
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
 from lockstep.observe.motion import Stand
+from lockstep.observe.profile import stream_event
 from lockstep.observe.profile.phases import UNKNOWN
 from lockstep.observe.torch_groups import WatchedGroup
 from lockstep.observe.torch_watch import TorchWatch
@@ -32,8 +33,8 @@ class Event:
         self.has_come, self.has_failed = False, False
         self.made.append(self)
 
-    def record(self) -> None:
-        pass
+    def record(self, stream: object) -> None:
+        self.has_come = False
 
     def query(self) -> bool:
         if self.has_failed:
@@ -45,6 +46,8 @@ class Event:
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
     monkeypatch.setattr(Event, "made", [], raising=False)
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device_index=0))
+    monkeypatch.setattr(stream_event, "_free", {})
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     return Event.made
 
@@ -76,7 +79,15 @@ def test_what_was_waited_for_has_ended_once_its_event_has_come(watched: Watched,
     events[1].has_come = True
     ends.settle()
     assert are_open(guard) == [first]
+    (fourth,) = begin(guard.recorder)
+    ends.waited([fourth])
+    ends.settle()
+    assert are_open(guard) == [first, fourth]
+    assert len(events) == 2, "to end one waits for whoever copies from the GPU: it is used again"
     events[0].has_failed = True  # nobody will ever know
+    ends.settle()
+    assert are_open(guard) == [fourth]
+    events[1].has_come = True
     ends.settle()
     assert are_open(guard) == []
     assert not guard.motion.is_queued()

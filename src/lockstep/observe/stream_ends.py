@@ -9,10 +9,10 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from lockstep.observe.flight import FlightRecorder
-from lockstep.observe.profile.cuda_driver import beside_captures
+from lockstep.observe.profile.stream_event import StreamEvent
 
 
 @final
@@ -21,7 +21,7 @@ class StreamEnds:
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self._recorder = recorder
-        self._under_way: deque[tuple[Any, Sequence[int]]] = deque()  # an event, and what has ended once it has come
+        self._under_way: deque[tuple[StreamEvent, Sequence[int]]] = deque()  # and what has ended once it has come
         self.were_aborted = False  # groups of streams: from then on nobody knows what comes to its end
 
     def are_due(self) -> bool:
@@ -33,21 +33,17 @@ class StreamEnds:
 
         In a CUDA graph that is being captured nothing happens, so nothing is waited for.
         """
-        cuda = sys.modules["torch"].cuda
-        if cuda.is_current_stream_capturing():
+        if sys.modules["torch"].cuda.is_current_stream_capturing():
             self._recorder.leave_all(numbers)
             return
-        event = cuda.Event()
-        event.record()
-        self._under_way.append((event, numbers))
+        self._under_way.append((StreamEvent(), numbers))
 
     def settle(self) -> None:
         """Leave what has ended. After an error of the device, which every call is told of from then on, that is all."""
         for _ in range(len(self._under_way)):
             event, numbers = self._under_way.popleft()
             try:
-                with beside_captures():
-                    has_come = event.query()
+                has_come = event.has_come()
             except RuntimeError:
                 has_come = True
             if has_come:

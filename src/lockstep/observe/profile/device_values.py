@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -10,6 +9,7 @@ from typing import Any
 
 from lockstep.observe.profile.cuda_driver import beside_captures
 from lockstep.observe.profile.notes import Later
+from lockstep.observe.profile.stream_event import StreamEvent
 
 
 def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
@@ -19,23 +19,25 @@ def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
     collective say, does not hold up who calls.
     """
     cuda = sys.modules["torch"].cuda
-    devices = {part.device for parts in values.values() for part in parts if hasattr(part, "device")}
-    events: list[Any] = []
+    on_devices = [part for parts in values.values() for part in parts if hasattr(part, "device")]
+    events: list[StreamEvent] = []
     try:
-        if devices and cuda.is_current_stream_capturing():  # nothing is computed; an event would be part of the graph
+        if on_devices and cuda.is_current_stream_capturing():  # nothing is computed; an event would be of the graph
             return dict
-        events += [cuda.current_stream(device).record_event() for device in devices]
+        for part in on_devices:
+            _make_ready(part.device, part.dtype)
+        events += map(StreamEvent, {part.device for part in on_devices})
     except RuntimeError:  # CUDA has failed: the program's own next call says so
         return dict
 
     def read() -> dict[str, float] | None:
         try:
+            events[:] = [event for event in events if not event.has_come()]
+            if events:
+                return None
             with beside_captures():
-                if not all(event.query() for event in events):
-                    return None
                 return {name: sum(_number(part) for part in parts) for name, parts in values.items()}
-        except RuntimeError:  # torch prints a line for each event that goes while CUDA fails, behind the program's own
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(events))
+        except RuntimeError:
             return {}
 
     return read
@@ -51,3 +53,11 @@ def _number(part: Any) -> float:
 @cache
 def _stream(device: Any) -> Any:
     return sys.modules["torch"].cuda.Stream(device)
+
+
+@cache
+def _make_ready(device: Any, dtype: Any) -> None:
+    """What reading such a number takes: a stream, and memory that torch keeps for the next one. See `StreamEvent`."""
+    with beside_captures():
+        _stream(device)
+        sys.modules["torch"].empty((), dtype=dtype, pin_memory=True)

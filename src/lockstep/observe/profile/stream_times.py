@@ -106,7 +106,12 @@ class StreamClock:
         self._free: list[int] = []  # events of no step
         self._last: tuple[int, int] | None = None  # one of none either, and when it fired
         self._times: Times | None = None  # of the last step
-        self._probe = self._idle = 0  # an event, and a stream of its own
+        self._probe = self._idle = 0  # an event, and a stream of its own; made here, see `StreamEvent`
+        try:
+            with self._gpu.asked():
+                self._probe, self._idle = self._gpu.event(), self._gpu.stream()
+        except RuntimeError:
+            self._give_up()
         self._probed_ns = -_PROBE_NS
 
     # ------------------------------------------------------------------ the thread of the steps
@@ -242,8 +247,6 @@ class StreamClock:
         """
         if monotonic_ns() - self._probed_ns < _PROBE_NS:
             return None
-        if not self._probe:
-            self._probe, self._idle = self._gpu.event(), self._gpu.stream()
         self._probed_ns = monotonic_ns()
         self._gpu.record(self._probe, self._idle)
         for _ in range(_LOOKS):

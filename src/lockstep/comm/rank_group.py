@@ -87,7 +87,10 @@ class RankGroup(abc.ABC):  # noqa: B024 (it is complete, but users want a Commun
     # ------------------------------------------------------------------ messages between two ranks
 
     def send(self, tensor: Tensor, dst: int, tag: int = 0, *, label: str = "") -> Work:
-        """Send `tensor` to rank `dst`; returns when the tensor may be changed again."""
+        """Send `tensor` to rank `dst`; returns when the tensor may be changed again.
+
+        tag: the receive with the same one takes it. NCCL knows none and no receive from any rank: ConfigError there.
+        """
         work = self.transport.submit(self.send_op(tensor, dst, tag, label=label)._replace(async_op=False))
         work.wait()
         return work

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ReduceOp, distributed_c10d
 
-from lockstep.comm.op import AllWork, CommOp, Reduction, ThenWork, Work
+from lockstep.comm.op import COLLECTIVE_TAG, AllWork, CommOp, Reduction, ThenWork, Work
 from lockstep.comm.operands import as_bytes, pieces
 from lockstep.comm.reduction import tree_reduce_by_blocks
 from lockstep.comm.torch_work import GlooMessage, GlooWork, NcclWork
@@ -66,22 +66,36 @@ def _movable(tensor: Tensor) -> Tensor:
 
 
 def _message(transport: TorchTransport, op: CommOp) -> Work:
-    return (NcclWork if transport.is_nccl else GlooMessage)(transport, op, _post(transport, op))
+    if not transport.is_nccl:
+        return GlooMessage(transport, op, _post(transport, op))
+    _check_for_nccl(op)
+    return NcclWork(transport, op, _post(transport, op))
+
+
+def _check_for_nccl(op: CommOp) -> None:
+    """It would take a message for another one, and not say so."""
+    if op.kind == "recv" and op.peer is None:
+        raise ConfigError("NCCL cannot receive from any rank: name the source, recv(tensor, src)")
+    if op.tag not in (0, COLLECTIVE_TAG):
+        raise ConfigError(
+            f"{op.kind} with tag {op.tag}: NCCL knows no tags, messages come in the order they were sent in. Receive "
+            "them in that order, without a tag; or send what is small by Gloo, from the CPU"
+        )
 
 
 def _post(transport: TorchTransport, op: CommOp) -> dist.Work:
     if op.kind == "send":
-        return transport.process_group.send([op.inputs[0]], op.partner, op.tag)
-    if op.peer is not None:
-        return transport.process_group.recv([op.outputs[0]], op.peer, op.tag)
-    if transport.is_nccl:
-        raise ConfigError("NCCL cannot receive from any rank: name the source, recv(tensor, src)")
-    return transport.process_group.recv_anysource([op.outputs[0]], op.tag)
+        return transport.process_group.send([_movable(op.inputs[0])], op.partner, op.tag)
+    if op.peer is None:
+        return transport.process_group.recv_anysource([_movable(op.outputs[0])], op.tag)
+    return transport.process_group.recv([_movable(op.outputs[0])], op.peer, op.tag)
 
 
 def _batch(transport: TorchTransport, op: CommOp) -> Work:
     if not transport.is_nccl:
         return AllWork([transport.submit(part) for part in op.parts])
+    for part in op.parts:
+        _check_for_nccl(part)
     transport.process_group._start_coalescing(transport.device)
     for part in op.parts:
         _post(transport, part)

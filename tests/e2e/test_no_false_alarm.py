@@ -257,7 +257,7 @@ time.sleep(4)
 libc.ptrace(17, pid, 0, 0)  # detach
 """
 _END = """
-print(f"rank {rank} is done")
+print(f"rank {rank} is done\\n", end="")
 if dist.is_initialized():
     dist.destroy_process_group()
 """

@@ -81,7 +81,7 @@ def test_help_has_an_end_in_any_width(columns: str) -> None:
 
 _LOSES_IT = """
 import os, shutil, signal, sys, time
-print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\n", end="", flush=True)
 if os.environ["RANK"] == "1":
     shutil.rmtree(os.getcwd())
     os.kill(os.getpid(), signal.SIGKILL)

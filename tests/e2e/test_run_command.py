@@ -37,7 +37,7 @@ class Numbers(Dataset):
 def main(steps):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    print(f"rank {rank} is up: pid {os.getpid()} start {os.environ['TORCHELASTIC_RESTART_COUNT']}")
+    print(f"rank {rank} is up: pid {os.getpid()} start {os.environ['TORCHELASTIC_RESTART_COUNT']}\\n", end="")
     model = DDP(torch.nn.Linear(4, 4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     first = 0
@@ -60,7 +60,7 @@ def main(steps):
             dist.barrier()
             while not os.path.exists(f"go{os.environ['TORCHELASTIC_RESTART_COUNT']}"):
                 time.sleep(0.02)
-    print(f"rank {rank} done, weights {float(model.module.weight.sum()):.6f}")
+    print(f"rank {rank} done, weights {float(model.module.weight.sum()):.6f}\\n", end="")
     dist.destroy_process_group()
 
 if __name__ == "__main__":
@@ -81,7 +81,7 @@ _WAITS = """
 import os, signal, sys, time
 end = sys.argv[1]
 def stop(number, frame):
-    print(f"rank {os.environ['RANK']} heard {number}", flush=True)
+    print(f"rank {os.environ['RANK']} heard {number}\\n", end="", flush=True)
     if end != "stay":
         sys.exit(int(end))
 for number in (signal.SIGUSR1, signal.SIGHUP):
@@ -91,7 +91,7 @@ child = os.fork()
 if child == 0:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(600)
-print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\nchild pid {child}", flush=True)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\nchild pid {child}\\n", end="", flush=True)
 while True:
     time.sleep(0.1)  # a signal that comes just before a sleep is handled after it
 """
@@ -117,8 +117,8 @@ _STARTS = """
 import os, subprocess, time
 for kind, apart in (("child", False), ("daemon's child", True)):
     child = subprocess.Popen(["sleep", "600"], start_new_session=apart)
-    print(f"rank {os.environ['RANK']} starts {kind} pid {child.pid}", flush=True)
-print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+    print(f"rank {os.environ['RANK']} starts {kind} pid {child.pid}\\n", end="", flush=True)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\n", end="", flush=True)
 if os.environ["RANK"] == "2":
     os._exit(0)
 time.sleep(600)
@@ -252,7 +252,7 @@ def test_terminal_that_is_closed_lets_the_ranks_save(tmp_path: Path) -> None:
 
 _GOES_ON = """
 import os, signal, sys, time
-print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\n", end="", flush=True)
 while not os.path.exists("go"):
     time.sleep(0.02)
 if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
@@ -369,7 +369,7 @@ _SAVES_SLOWLY = """
 import os, signal, sys, time
 from lockstep.comm.pulse import open_pulse
 
-print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}", flush=True)
+print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\n", end="", flush=True)
 pulse = open_pulse(os.environ)
 
 def save(number, frame):

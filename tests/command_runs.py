@@ -56,9 +56,12 @@ class Run:
         return self.output.read_text()
 
     def said(self) -> list[str]:
-        """The sentences that lockstep itself has said so far, but for where the report lies."""
+        """The sentences that lockstep itself has said so far, but for where the report lies.
+
+        And but for what machines say that have all come, if on a busy one it takes them long to begin.
+        """
         lines = [line.removeprefix("lockstep: ") for line in self.text().splitlines() if line.startswith("lockstep: ")]
-        return [line for line in lines if not line.startswith("report: ")]
+        return [line for line in lines if not line.startswith(("report: ", "waiting for all "))]
 
     def pids(self) -> list[int]:
         """Of all ranks that have come up so far."""

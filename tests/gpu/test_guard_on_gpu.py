@@ -283,6 +283,20 @@ def test_what_is_right_is_not_spoken_of(name: str, tmp_path: Path) -> None:
     assert not [line for line in said.splitlines() if line.startswith("lockstep: ") and "report:" not in line], said
 
 
+def test_messages_that_nccl_takes_for_each_other_are_named(tmp_path: Path) -> None:
+    program = (
+        "dist.init_process_group('nccl')\n"
+        "tensors = [torch.full((4,), 1.0 + tag, device=GPU) for tag in range(2)]\n"
+        "for tag in (0, 1)[:: 1 - 2 * RANK]:\n"
+        "    dist.send(tensors[tag], 1, tag=tag) if RANK == 0 else dist.recv(tensors[tag], 0, tag=tag)  # message\n"
+        "assert RANK == 0 or [tensor[0].item() for tensor in tensors] == [2, 1]\n"
+        "dist.destroy_process_group()\n"
+    )
+    said = said_by(program, tmp_path, 0)
+    assert "TAGS of messages differ in step 1.  Culprits: ranks 0,1" in said
+    assert f"rank 1: recv float32 [4] tagged 1 from rank 0 tag 0 at {line_of(tmp_path, 'message')}" in said
+
+
 def test_who_is_killed_is_named_with_what_it_did(tmp_path: Path) -> None:
     program = _TRAIN.format(fault="import signal; os.kill(os.getpid(), signal.SIGKILL)")
     said = said_by(program, tmp_path)

@@ -297,6 +297,29 @@ def test_who_asks_for_more_than_is_sent_is_told_so(sent: str, asked: str, is_tol
     assert compared(f"float32 {sent}", f"float32 {asked}", unknown=2) == [None, None]
 
 
+@pytest.mark.parametrize(
+    ("sent", "asked", "is_told"),
+    [((1, 2), (2, 1), True), ((0, 1), (1, 0), True), ((1, 2), (1, 2), False), ((0, 0), (5, 6), False)],
+)
+def test_who_asks_by_tag_where_only_the_order_counts_is_told_so(
+    sent: tuple[int, int], asked: tuple[int, int], is_told: bool
+) -> None:
+    """Tags that mean nothing to either end, as of a receive that names its own, are right on NCCL."""
+
+    first, second = ([f"float32 [4] tagged {tag}" if tag else "float32 [4]" for tag in tags] for tags in (sent, asked))
+    ranks = pair(*zip(first, second, strict=True), is_gone=False)
+    for rank, key in ((0, "world send 2 0"), (2, "world recv 0 0")):
+        ranks[rank].status_fields["messages"] = {key: 2}
+    scene = Scene(0, {one.rank: one.sight() for one in ranks}, lambda rank: ranks[rank].kept_records(), LIMITS)
+    assert [find_too_large(scene, me) for me in (0, 2)] == [None, None]
+    for note in (find_too_large(scene, me, is_note=True) for me in (0, 2)):
+        assert (note is not None) == is_told
+        if note is not None:
+            assert (note.kind, note.culprits, note.is_certain) == ("messages", (0, 2), False)
+            assert note.text.startswith("lockstep: TAGS of messages differ in step 4.  Culprits: ranks 0,2\n")
+            assert "rank 2 asked for another tag than was sent, in their 1st message:" in note.text
+
+
 def test_who_has_ended_well_was_not_sent_too_much() -> None:
     """As a launcher looks at all ranks afterwards: what seems to be a pair may be none."""
     ranks = pair(("float32 [8]", "float32 [4]"), is_gone=False)

@@ -155,6 +155,24 @@ def test_a_batch_that_nobody_waits_for_ends_where_another_takes_its_place(watche
     assert are_open(guard) == second
 
 
+@pytest.mark.parametrize(
+    ("tag", "said"), [(0, "send float32 [4] to rank 1 tag 0"), (3, "send float32 [4] tagged 3 to rank 1 tag 0")]
+)
+@pytest.mark.parametrize("is_cpu", [False, True])
+def test_messages_of_nccl_are_numbered_by_their_order_and_those_of_gloo_by_tag(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch, tag: int, said: str, is_cpu: bool
+) -> None:
+    watch, group, _ = watch_of(watched.guard)
+    monkeypatch.setattr(watch.under_way, "follow", lambda *followed: None)
+    send = watch._noting("send", set(), lambda group, tensors, to, tag: Work())
+    tensor = SimpleNamespace(dtype=torch.float32, shape=(4,), is_cpu=is_cpu)
+    for each in (0, tag, 7):
+        send(group, [tensor], 1, each)
+    first, second, _ = watched.guard.records()
+    assert second.text == (f"send float32 [4] to rank 1 tag {tag}" if is_cpu else said)
+    assert (first.seq, second.seq) == (0, int(not is_cpu or tag == 0))
+
+
 def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[Event]) -> None:
     watch, _, followed = watch_of(watched.guard)
     on_cpu, work, (number,) = SimpleNamespace(is_cpu=True), Work(), begin(watched.guard.recorder)

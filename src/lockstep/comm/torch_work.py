@@ -36,6 +36,8 @@ def failure(transport: TorchTransport, op: CommOp, error: RuntimeError, limit_s:
     """The backend's error as one of ours; the caller raises it from the original."""
     text = str(error)
     place = f"{describe(op)} on rank {transport.rank} of {transport.world_size} ({transport.name})"
+    if transport.aborted is not None:  # whatever the backend makes of that
+        return CommError(f"{place}: was under way when this rank aborted its group")
     if any(words in text for words in _CLOSED_HERE):
         return CommError(
             f"{place}: an earlier operation timed out on this rank, which closed its connections. "

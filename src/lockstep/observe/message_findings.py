@@ -4,42 +4,54 @@ from __future__ import annotations
 
 from lockstep.observe.endings import saw_another
 from lockstep.observe.flight import Record
-from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages
+from lockstep.observe.messages import bits, channels_of, is_garbled, knows_all_messages, tag_of
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED
-from lockstep.observe.wording import Finding, call, compose, ordinal, step_after
+from lockstep.observe.wording import Finding, Kind, call, compose, ordinal, step_after
+
+_ONE_SHAPE = "send and receive one dtype and shape; or one of the two has left out a message before."
+_SAID: dict[str, tuple[Kind, str, str]] = {  # what is no error for sure
+    "more": ("messages", "SIZES of messages differ", _ONE_SHAPE),
+    "another tag": ("messages", "TAGS of messages differ", "NCCL ignores tags: receive in the order of the sends."),
+}
 
 
 def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding | None:
     """The first message of `rank` of which more was sent than its receiver asked for: Gloo aborts that one; or of which
     it asked for another dtype, which nothing refuses.
 
-    is_note: of size the other way round, which Gloo lets through.
+    is_note: of size the other way round, which Gloo lets through; or of which it asked for another one, as far as tags
+    tell, where only the order counts.
     """
-    fix = "send and receive one dtype and shape; or one of the two has left out a message before."
     for (_, ends, _), (sent, asked) in channels_of(scene, rank).items():
         is_counted = all(e in scene.sights and scene.status(e).messages for e in ends)  # else they may be no pairs
+        tags = set(map(tag_of, sent.values()))
         for number in sorted(sent.keys() & asked.keys()):
             pair = sent[number], asked[number]
-            than = _misfit(*pair, is_counted=is_counted, is_note=is_note)
+            than = _misfit(*pair, tags, is_counted=is_counted, is_note=is_note)
             if than:
                 lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
                 lines += [f"  rank {end}: {call(one)}" for end, one in zip(ends, pair, strict=True)]
-                is_said, step = than == "more", min(record.step for record in pair)
-                kind, head = ("messages", "SIZES of messages differ") if is_said else ("mismatch", "MISMATCH")
+                step = min(record.step for record in pair)
+                kind, head, fix = _SAID.get(than, ("mismatch", "MISMATCH", _ONE_SHAPE))
                 key, head = ",".join(map(str, sorted(ends))), f"{head} in {step_after(step)}."
                 return compose(scene, kind, key, head, sorted(ends), lines, fix=fix, done=step)
     return None
 
 
-def _misfit(sent: Record, asked: Record, *, is_counted: bool, is_note: bool) -> str:
-    """What was asked for, "less" than was sent say; "" where that is not looked for: see `find_too_large`."""
+def _misfit(sent: Record, asked: Record, tags: set[str], *, is_counted: bool, is_note: bool) -> str:
+    """What was asked for, "less" than was sent say; "" where that is not looked for: see `find_too_large`.
+
+    tags: of all that was sent.
+    """
     is_less = bits(asked) < bits(sent)
     if is_counted and is_garbled(sent, asked):
         return "less" if is_less else "another dtype"
-    if is_note:
-        return "more" if is_counted and bits(sent) < bits(asked) else ""
-    return "less" if is_less else ""
+    if not is_note:
+        return "less" if is_less else ""
+    if is_counted and bits(sent) < bits(asked):
+        return "more"
+    return "another tag" if is_counted and tag_of(sent) != tag_of(asked) in tags else ""
 
 
 def find_left_over(scene: Scene) -> Finding | None:

@@ -18,6 +18,7 @@ from lockstep.observe.wording import call, names, step_after
 PAIR_UP = "let one side send first, or post both with batch_isend_irecv; tags must match."  # a fix for `unpaired`
 
 _TENSOR = re.compile(r"\w+ ([a-z]+(\d*)\w*) \[([\d, ]*)\] ")  # the dtype, bits of an element, and the shape
+_TAGGED = re.compile(r" tagged (\S+) ")
 _BYTES = {"uint8", "int8"}  # which anything may be sent and received as
 _AS_REAL = ({"complex64", "float32"}, {"complex128", "float64"}, {"complex32", "float16"})  # as torch views them
 _LOOKED_AT = 8  # calls that a rank has made since
@@ -88,6 +89,12 @@ def is_garbled(sent: Record, asked: Record) -> bool:
     """Whether the bytes of one dtype are read as another, which no view of torch's does for both ends alike."""
     dtypes = {found[1] for found in map(_TENSOR.match, (sent.text, asked.text)) if found is not None}
     return len(dtypes) == 2 and not dtypes & _BYTES and dtypes not in _AS_REAL and bits(sent) > 0 < bits(asked)
+
+
+def tag_of(record: Record) -> str:
+    """Where messages pair by their order alone, as those of NCCL do: the tag that the program gave this one."""
+    found = _TAGGED.search(record.text)
+    return "0" if found is None else found[1]
 
 
 def unpaired(scene: Scene, ranks: Sequence[int]) -> tuple[dict[int, str], list[Wait]]:

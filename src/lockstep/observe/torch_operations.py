@@ -70,6 +70,12 @@ class Operation(NamedTuple):
     reduction: int | None = None  # of torch's enum; None means a sum
     peer: Any = None  # rank in the group: the root, or the other end of a message
     tag: int = 0
+    ignored_tag: int = 0
+
+
+def by_order(operation: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The fields of a message as NCCL has it: it pairs a rank's sends with the receives by their order, not by tag."""
+    return (*operation[:6], 0, operation[6])
 
 
 def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
@@ -160,6 +166,7 @@ def text_of(operation: Operation, ranks: Sequence[int]) -> str:
     if operation.shape is not None:
         what += f" {list(operation.shape)}"
     if call.is_message:
+        what += f" tagged {operation.ignored_tag}" if operation.ignored_tag else ""
         return message_text(call.kind, what, _of_job(operation.peer, ranks), operation.tag)
     words = [call.kind, what]
     if operation.tensors > 1 and call.kind.endswith("coalesced"):

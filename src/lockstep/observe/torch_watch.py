@@ -25,7 +25,7 @@ from lockstep.observe.torch_flight_recorder import TIMING, TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
 from lockstep.observe.torch_import import when_imported
-from lockstep.observe.torch_operations import CALLS, Operation, reader_of, text_of
+from lockstep.observe.torch_operations import CALLS, Operation, by_order, reader_of, text_of
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_start import Meetings
 from lockstep.observe.torch_steps import TorchSteps
@@ -143,12 +143,14 @@ class TorchWatch:
                     watched.catch_up(before, call_site() if is_ours else site_from(frame))
                 if not is_ours:
                     operation, tensor = read(args, kwargs)
+                    if is_message and watched.has_streams and not getattr(tensor, "is_cpu", True):
+                        operation = by_order(operation)
                     line = id(frame.f_code), frame.f_lasti, operation
                     words = watched.of_lines.get(line)
                     if words is None:
                         begins(watched)  # what is not known yet may be the first
                         words = watched.learn(line, frame, depth + 1)
-                    seq = next(watched.messages[(name, *operation[5:])] if is_message else watched.collectives)
+                    seq = next(watched.messages[(name, *operation[5:7])] if is_message else watched.collectives)
                     number = recorder.enter(seq, words, is_message, now_ns)
                 elif watched.seen == watched.unused:
                     begins(watched)

@@ -118,7 +118,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
     cuda = SimpleNamespace(
         is_initialized=lambda: made.is_used,
         current_device=lambda: 0,
-        max_memory_allocated=lambda: 64 << 20,
+        max_memory_allocated=lambda device: (64 + (device or 0)) << 20,
         is_current_stream_capturing=lambda: made.current.is_capturing,
         current_stream=lambda device: made.current,
         stream=made.on,

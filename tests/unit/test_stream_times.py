@@ -421,9 +421,12 @@ def test_a_step_with_too_many_marks_has_its_thread_s_times(clock: StepClock, gpu
 
 
 def test_the_gpu_of_the_loss_is_the_one(clock: StepClock, gpu: ScriptedGpu) -> None:
+    assert clock.peak_mib == 64
     clock.device = 3
+    gpu.now_us += 1.1e6  # memory is looked at once a second
     train(clock, gpu)
     assert gpu.devices == [0, 3]
+    assert clock.peak_mib == 67
     train(clock, gpu)
     assert [step.times is not None for step in taken(clock, gpu)] == [True, True]
 

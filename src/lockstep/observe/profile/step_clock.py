@@ -32,6 +32,7 @@ _RECENT = 256  # marks of a step that has not ended
 _NONE = -1  # asked for by another thread
 _STEPS = 4096  # that nobody has taken yet
 _AHEAD = 256  # steps that a GPU has not come to, as far as is known: of more no events are kept
+_WEIGH_NS = 1_000_000_000  # between two looks at the memory
 WAITS = MARKS = 4096  # of one step
 
 
@@ -77,6 +78,7 @@ class StepClock:
         self.time: Callable[[], int] = monotonic_ns  # when a wait begins; on a GPU with a stamp of its stream
         self.gpu: StreamClock | None = None  # once the process computes on CUDA
         self.device: int | None = None  # which of its GPUs, where that is not the current one
+        self.peak_mib, self._weighed_ns = 0, -_WEIGH_NS  # most memory that torch has had of its GPU; when it was asked
         self.until_ns = 0  # how long who takes the steps waits for a GPU: not at all
         self.summed_ns: Sequence[int] = ()  # of the step's beginning, where it has too many marks
         self._last_waits = self.waits  # of that: as many as are kept
@@ -147,6 +149,8 @@ class StepClock:
         self.waits, self.marks, self.summed_ns, self.is_brief = [], [(self.rest, now_ns)], (), False
         if self.gpu is not None or stream_times.is_in_use():
             self.follow_gpu()
+        if now_ns - self._weighed_ns >= _WEIGH_NS:
+            self.peak_mib, self._weighed_ns = stream_times.peak_mib(self.device), now_ns
         return ended
 
     def follow_gpu(self) -> None:

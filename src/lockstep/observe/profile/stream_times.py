@@ -37,6 +37,15 @@ def is_in_use() -> bool:
     return cuda is not None and cuda.is_initialized() and driver() is not None
 
 
+def peak_mib(device: int | None) -> int:
+    """Most memory that torch has had of `device`, or of the current one of the thread of the steps, which asks.
+
+    Another thread has another current one, and would wait for torch's lock while the program holds it for a device.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda.max_memory_allocated(device) >> 20 if cuda is not None and cuda.is_initialized() else 0
+
+
 @final
 class Times:
     """One step: when the stream came to where its thread was."""

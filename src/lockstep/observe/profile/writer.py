@@ -112,7 +112,7 @@ class RunWriter:
         self._words: dict[Word, int] = {}
         self._line: _Line | None = None  # that is not written yet
         self._file = -1
-        self._size, self._memory, self._weighed_s = 0, (0, 0), -_WEIGH_S
+        self._size, self._rss_mib, self._weighed_s = 0, 0, -_WEIGH_S
         self._notes: deque[_Pending] = deque(maxlen=_NOTES)
         self._valued: dict[str, int] = {}  # the last step of which there is a value of that name
         self._is_over = False
@@ -151,7 +151,7 @@ class RunWriter:
             if not (queue or self._notes):
                 return
             if self._looked_s - self._weighed_s >= _WEIGH_S:
-                self._memory, self._weighed_s = _memory_mib(), self._looked_s
+                self._rss_mib, self._weighed_s = _resident_mib(), self._looked_s
             if not self._size and queue:
                 self._about = replace(self._about, clock_ns=min(self._about.clock_ns, queue[0].began_ns))
             for _ in range(len(queue)):
@@ -257,8 +257,8 @@ class RunWriter:
             phases_us=phases_us,
             tokens=line.tokens,
             samples=line.samples,
-            rss_mib=self._memory[0],
-            cuda_mib=self._memory[1],
+            rss_mib=self._rss_mib,
+            cuda_mib=self.clock.peak_mib,
             operations=line.operations,
             counted=line.counted,
             on_gpu=line.on_gpu,
@@ -288,10 +288,7 @@ class RunWriter:
             sys.stderr.write(f"lockstep: {who}: {self.path}: {error.strerror}\n")
 
 
-def _memory_mib() -> tuple[int, int]:
-    """(resident memory of this process, most that torch has had of a CUDA device)."""
+def _resident_mib() -> int:
+    """Memory of this process."""
     words = read_proc("/proc/self/statm").split()
-    pages = int(words[1]) if words else 0  # no Linux
-    cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    used = cuda.max_memory_allocated() if cuda is not None and cuda.is_initialized() else 0
-    return round(pages * _PAGE_MIB), used >> 20
+    return round(int(words[1]) * _PAGE_MIB) if words else 0  # no Linux

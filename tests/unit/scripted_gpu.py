@@ -20,7 +20,6 @@ class Stream:
     def __init__(self, raw: int = 0) -> None:
         self.raw, self.free_us = raw, 0.0
         self.is_capturing = False
-        self.device_index = 0
 
 
 class ScriptedGpu:
@@ -32,7 +31,6 @@ class ScriptedGpu:
         self.main = self.current = Stream()
         self.streams = {0: self.main}
         self.fires_us: list[float] = []  # of each event
-        self.events_made = 0  # of torch's
         self.is_broken = False
         self.is_used = True
         self.is_beside = False  # what is asked breaks no graph
@@ -59,17 +57,6 @@ class ScriptedGpu:
         self.current, before = stream, self.current
         yield
         self.current = before
-
-    def make_event(self) -> SimpleNamespace:
-        """One of torch's, which comes at once."""
-
-        def query() -> bool:
-            assert self.is_beside
-            self.check()
-            return True
-
-        self.events_made += 1
-        return SimpleNamespace(record=lambda stream: None, query=query)
 
     # ------------------------------------------------------------------ a Device
 
@@ -123,7 +110,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
         current_stream=lambda device: made.current,
         stream=made.on,
         Stream=lambda device: Stream(78),
-        Event=made.make_event,
     )
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: made.current.raw)
     torch = SimpleNamespace(cuda=cuda, _C=raw, get_num_threads=int, empty=lambda *size, **kind: None)
@@ -139,11 +125,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
         return made
 
     monkeypatch.setattr(stream_times.time, "sleep", slept)
-    monkeypatch.setattr(stream_times, "driver", lambda: made)
-    monkeypatch.setattr(stream_times, "Device", device_of)
-    for module in (device_values, stream_event):
-        monkeypatch.setattr(module, "beside_captures", made.asked)
-    monkeypatch.setattr(stream_event, "_free", {})
+    for module in (stream_times, stream_event):
+        monkeypatch.setattr(module, "driver", lambda: made)
+        monkeypatch.setattr(module, "Device", device_of)
+    monkeypatch.setattr(device_values, "beside_captures", made.asked)
+    monkeypatch.setattr(stream_event, "_gpus", {})
     monkeypatch.setattr(device_values, "_stream", lambda device: Stream(78))
     return made
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -25,31 +26,45 @@ from lockstep.observe.torch_watch import TorchWatch
 
 
 class Event:
-    """Of torch.cuda, on paper."""
-
-    made: list[Event]
+    """One of CUDA's driver, on paper."""
 
     def __init__(self) -> None:
         self.has_come, self.has_failed = False, False
-        self.made.append(self)
 
-    def record(self, stream: object) -> None:
-        self.has_come = False
 
-    def query(self) -> bool:
-        if self.has_failed:
-            raise RuntimeError("CUDA error: device-side assert triggered")
-        return self.has_come
+class Gpu:
+    """What is asked of it."""
+
+    def __init__(self) -> None:
+        self.events: list[Event] = []
+
+    def asked(self) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def event(self) -> int:
+        self.events.append(Event())
+        return len(self.events) - 1
+
+    def record(self, event: int, stream: int) -> bool:
+        self.events[event].has_come = False
+        return True
+
+    def has_fired(self, event: int) -> bool:
+        if self.events[event].has_failed:
+            raise RuntimeError("error 710 of CUDA's driver")
+        return self.events[event].has_come
 
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[Event]:
-    monkeypatch.setattr(Event, "made", [], raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(device_index=0))
-    monkeypatch.setattr(stream_event, "_free", {})
+    gpu = Gpu()
+    monkeypatch.setattr(stream_event, "_gpus", {})
+    monkeypatch.setattr(stream_event, "driver", lambda: gpu)
+    monkeypatch.setattr(stream_event, "Device", lambda number: gpu)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    return Event.made
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 0, raising=False)
+    return gpu.events
 
 
 @pytest.fixture

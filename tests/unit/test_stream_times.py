@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from scripted_gpu import NEVER, ScriptedGpu, Stream, clock, gpu
 
 from lockstep.cli.profile import describe
@@ -347,10 +348,10 @@ def test_nothing_is_recorded_into_a_graph(clock: StepClock, gpu: ScriptedGpu) ->
 
 
 def test_values_of_a_device_that_fails_are_given_up_in_silence(gpu: ScriptedGpu) -> None:
-    value = SimpleNamespace(device=0, dtype="float32", item=lambda: 2.5)
+    value = SimpleNamespace(device=torch.device("cuda", 0), dtype="float32", item=lambda: 2.5)
     assert read_later({"loss": [value, 1.0]})() == {"loss": 3.5}
     later = read_later({"loss": [value]})
-    assert gpu.events_made == 1, "to end one waits for whoever copies from the device: it is used again"
+    assert len(gpu.fires_us) == 1, "to end one waits for whoever copies from the device: it is used again"
     gpu.is_broken = True
     assert later() == {}
     gpu.is_broken = False

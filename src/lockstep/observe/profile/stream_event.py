@@ -1,4 +1,4 @@
-"""Events of torch's that a thread which may not wait can ask: they are used again, and none ever ends.
+"""Events that a thread which may not wait can ask: they are used again, and none ever ends.
 
 To make or end an event, stream or piece of pinned memory the driver waits until no thread copies to or from memory that
 is not pinned (`tensor.cpu()`, `.tolist()`). Behind a collective that hangs such a copy has no end, and the guard, which
@@ -8,37 +8,45 @@ No torch is imported here.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from typing import Any, final
 
-from lockstep.observe.profile.cuda_driver import beside_captures
+from lockstep.observe.profile.cuda_driver import Device, driver
 
-_free: dict[int, list[Any]] = {}  # of each device
+_gpus: dict[int, tuple[Device, list[int]]] = {}  # by number, with the events that nobody uses
 
 
 @final
 class StreamEvent:
     """Behind all that the current stream of `device`, or of the current one, was given."""
 
-    __slots__ = ("_event", "_home")
+    __slots__ = ("_event", "_free", "_gpu")
 
     def __init__(self, device: Any = None) -> None:
         """In the thread of the program.  Raises: RuntimeError where CUDA has failed."""
-        cuda = sys.modules["torch"].cuda
-        stream = cuda.current_stream(device)
-        self._home = _free.setdefault(stream.device_index, [])
-        if self._home:
-            self._event = self._home.pop()
-        else:
-            self._event = cuda.Event()
-            ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._event))
-        self._event.record(stream)
+        torch = sys.modules["torch"]
+        self._event: Any
+        if driver() is None:  # another maker's: as torch has it
+            self._gpu, self._event = None, torch.cuda.Event()
+            self._event.record(torch.cuda.current_stream(device))
+            return
+        number = torch.cuda.current_device() if device is None else device.index
+        if number not in _gpus:
+            _gpus[number] = Device(number), []
+        self._gpu, self._free = _gpus[number]
+        try:
+            self._event = self._free.pop()
+        except IndexError:
+            with self._gpu.asked():
+                self._event = self._gpu.event()
+        self._gpu.record(self._event, torch._C._cuda_getCurrentRawStream(number))
 
     def has_come(self) -> bool:
-        """Whether the stream has. Not to be asked again after a True. Raises: RuntimeError where CUDA has failed."""
-        with beside_captures():
-            has_come = self._event.query()
+        """Whether the stream has. Not to be asked again after a True.  Raises: RuntimeError where CUDA has failed."""
+        if self._gpu is None:
+            return self._event.query()
+        with self._gpu.asked():
+            has_come = self._gpu.has_fired(self._event)
         if has_come:
-            self._home.append(self._event)
+            self._free.append(self._event)
         return has_come

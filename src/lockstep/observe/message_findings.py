@@ -12,7 +12,7 @@ from lockstep.observe.wording import Finding, Kind, call, compose, ordinal, step
 _ONE_SHAPE = "send and receive one dtype and shape; or one of the two has left out a message before."
 _SAID: dict[str, tuple[Kind, str, str]] = {  # what is no error for sure
     "more": ("messages", "SIZES of messages differ", _ONE_SHAPE),
-    "another tag": ("messages", "TAGS of messages differ", "NCCL ignores tags: receive in the order of the sends."),
+    "another tag": ("messages", "TAGS of messages differ", "receive in the order of the sends: NCCL ignores tags."),
 }
 
 

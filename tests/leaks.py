@@ -8,6 +8,7 @@ import sys
 import threading
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,13 @@ from shared_segments import pool_segments
 
 _PATIENCE_S = 2.0  # for a thread or process that is just ending
 _OWN_FILES = (".pytest_cache", "__pycache__", ".hypothesis", ".ruff_cache", ".coverage")
+_REPLACED = (  # some of what a guard, or the start of a rank, puts something of its own in the place of
+    ("multiprocessing.context", "ForkServerProcess._Popen"),
+    ("torch", "Tensor.backward"),
+    ("torch.distributed.distributed_c10d", "ProcessGroup.allreduce"),
+    ("torch.distributed.distributed_c10d", "init_process_group"),
+    ("torch.distributed.distributed_c10d", "rendezvous"),
+)
 _OWN_VARIABLES = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR")  # the second is set by torch, when it likes
 
 
@@ -107,6 +115,9 @@ def _settings() -> dict[str, Any]:
         settings["deterministic algorithms"] = torch.are_deterministic_algorithms_enabled()
     dist = sys.modules.get("torch.distributed")
     settings["default process group"] = dist is not None and dist.is_initialized()
+    for module, name in _REPLACED:  # a process that is started after would be given that, too
+        if module in sys.modules:
+            settings[f"{module}.{name}"] = attrgetter(name)(sys.modules[module])
     return settings
 
 

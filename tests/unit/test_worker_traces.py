@@ -13,6 +13,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.errors import CommError
 from lockstep.launch.program import Program, run_program
+from lockstep.observe.torch_start import Worlds
 
 _SCRIPT = """
 import builtins
@@ -36,6 +37,7 @@ def test_trace_of_another_ranks_failure_ends_in_the_users_code(
         given[0].recv(given[1], 1)
     assert "local_transport.py" in "".join(traceback.format_exception(caught.value)), "it is ours that raises"
     monkeypatch.setattr("builtins.given", given, raising=False)
+    monkeypatch.setattr(Worlds, "attach", lambda self: None)  # that stays to the end of a process
     monkeypatch.setattr(sys, "argv", [])  # what a program changes is put back
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])

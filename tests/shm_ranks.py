@@ -94,8 +94,8 @@ def segment_bytes() -> int:
 
 
 def named_memory() -> set[str]:
-    """Shared memory of this machine that has a name."""
-    return set(os.listdir(_NAMES))
+    """Shared memory of this machine that has a name; without the locks of multiprocessing, which tests beside have."""
+    return {name for name in os.listdir(_NAMES) if not name.startswith("sem.mp-")}
 
 
 def named_since(before: set[str]) -> set[str]:

@@ -25,10 +25,10 @@ def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding
     """
     for (_, ends, _), (sent, asked) in channels_of(scene, rank).items():
         is_counted = all(e in scene.sights and scene.status(e).messages for e in ends)  # else they may be no pairs
-        tags = set(map(tag_of, sent.values()))
+        sent_tags = set(map(tag_of, sent.values())) if is_note else set[str]()
         for number in sorted(sent.keys() & asked.keys()):
             pair = sent[number], asked[number]
-            than = _misfit(*pair, tags, is_counted=is_counted, is_note=is_note)
+            than = _misfit(*pair, sent_tags, is_counted=is_counted, is_note=is_note)
             if than:
                 lines = [f"rank {ends[1]} asked for {than} than was sent, in their {ordinal(number + 1)} message:"]
                 lines += [f"  rank {end}: {call(one)}" for end, one in zip(ends, pair, strict=True)]
@@ -39,11 +39,8 @@ def find_too_large(scene: Scene, rank: int, *, is_note: bool = False) -> Finding
     return None
 
 
-def _misfit(sent: Record, asked: Record, tags: set[str], *, is_counted: bool, is_note: bool) -> str:
-    """What was asked for, "less" than was sent say; "" where that is not looked for: see `find_too_large`.
-
-    tags: of all that was sent.
-    """
+def _misfit(sent: Record, asked: Record, sent_tags: set[str], *, is_counted: bool, is_note: bool) -> str:
+    """What was asked for, "less" than was sent say; "" where that is not looked for: see `find_too_large`."""
     is_less = bits(asked) < bits(sent)
     if is_counted and is_garbled(sent, asked):
         return "less" if is_less else "another dtype"
@@ -51,7 +48,7 @@ def _misfit(sent: Record, asked: Record, tags: set[str], *, is_counted: bool, is
         return "less" if is_less else ""
     if is_counted and bits(sent) < bits(asked):
         return "more"
-    return "another tag" if is_counted and tag_of(sent) != tag_of(asked) in tags else ""
+    return "another tag" if is_counted and tag_of(sent) != tag_of(asked) in sent_tags else ""
 
 
 def find_left_over(scene: Scene) -> Finding | None:

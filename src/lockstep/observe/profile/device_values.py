@@ -20,13 +20,12 @@ def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
     """
     cuda = sys.modules["torch"].cuda
     on_devices = [part for parts in values.values() for part in parts if hasattr(part, "device")]
-    events: list[StreamEvent] = []
     try:
         if on_devices and cuda.is_current_stream_capturing():  # nothing is computed; an event would be of the graph
             return dict
         for part in on_devices:
             _make_ready(part.device, part.dtype)
-        events += map(StreamEvent, {part.device for part in on_devices})
+        events = [StreamEvent(device) for device in {part.device for part in on_devices}]
     except RuntimeError:  # CUDA has failed: the program's own next call says so
         return dict
 

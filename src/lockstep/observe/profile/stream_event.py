@@ -16,6 +16,15 @@ from lockstep.observe.profile.cuda_driver import Device, driver
 _gpus: dict[int, tuple[Device, list[int]]] = {}  # by number, with the events that nobody uses
 
 
+def an_event(gpu: Device, free: list[int]) -> int:
+    """One of those that nobody uses; a new one where there is none, or another thread has taken the last."""
+    try:
+        return free.pop()
+    except IndexError:
+        with gpu.asked():
+            return gpu.event()
+
+
 @final
 class StreamEvent:
     """Behind all that the current stream of `device`, or of the current one, was given."""
@@ -34,11 +43,7 @@ class StreamEvent:
         if number not in _gpus:
             _gpus[number] = Device(number), []
         self._gpu, self._free = _gpus[number]
-        try:
-            self._event = self._free.pop()
-        except IndexError:
-            with self._gpu.asked():
-                self._event = self._gpu.event()
+        self._event = an_event(self._gpu, self._free)
         self._gpu.record(self._event, torch._C._cuda_getCurrentRawStream(number))
 
     def has_come(self) -> bool:

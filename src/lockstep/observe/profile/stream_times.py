@@ -21,6 +21,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.profile.cuda_driver import Device, driver
+from lockstep.observe.profile.stream_event import an_event
 
 if TYPE_CHECKING:
     from lockstep.observe.flight import Record
@@ -161,7 +162,7 @@ class StreamClock:
             return
         stream = self._stream_of(self.device)
         try:
-            event = self._free.pop() if self._free else self._new()
+            event = an_event(self._gpu, self._free)
             if not self._gpu.record(event, stream):
                 self._free.append(event)
                 return
@@ -172,10 +173,6 @@ class StreamClock:
             events.home = stream
         found[at_ns] = event, stream != events.home
         events.last[stream] = event
-
-    def _new(self) -> int:
-        with self._gpu.asked():
-            return self._gpu.event()
 
     def expects(self, number: int) -> bool:
         """Whether the stream's times of that operation, which a GPU carries out, will be known."""

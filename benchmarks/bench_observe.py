@@ -1,6 +1,6 @@
 """What the guard and the record cost a training step: both on, as they are by default, and both off in the same run.
 
-    python benchmarks/bench_observe.py [--quick] [--record]
+    python benchmarks/bench_observe.py [--quick] [--rounds 4000] [--record]
 
 A step is arithmetic that takes some 10 ms, as many turns of it on every rank, and in between 8 all-reduces over shared
 memory, as the buckets of a model have them: half of them asynchronous, all from the user's own code. Before them comes
@@ -278,9 +278,11 @@ def mean_rank(by_rank: Sequence[dict[str, Samples]], metric: str) -> Samples:
 
 def main() -> None:
     """Measure on two ranks of this machine."""
-    options = arguments("cost of the guard and the record").parse_args()
+    parser = arguments("cost of the guard and the record")
+    parser.add_argument("--rounds", type=int, default=4000, help="of steps; a quarter does on a machine that is quiet")
+    options = parser.parse_args()
     settings = {
-        "rounds": 50 if options.quick else 4000,
+        "rounds": 50 if options.quick else options.rounds,
         "calls": 100 if options.quick else 200,
         "idle_s": 0.5 if options.quick else 2.0,
     }

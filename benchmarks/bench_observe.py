@@ -49,7 +49,6 @@ from harness import (
     report,
     run_ranks,
     slowest_rank,
-    threads_per_rank,
 )
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
@@ -126,7 +125,7 @@ def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Varia
 
 def measure(rank: Rank) -> dict[str, Samples]:
     """One rank: steps and bare operations, with everything on and off, over the same shared memory."""
-    torch.set_num_threads(threads_per_rank(rank.world_size))
+    torch.set_num_threads(1)  # as torchrun has it; more would wait on the cores that the guard's thread needs
     dist.init_process_group("gloo", init_method=rank.rendezvous, rank=rank.rank, world_size=rank.world_size)
     switch = Stock()
     transport = fastest(TorchTransport.over())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class Watcher:
         self.recorder = FlightRecorder(folder / f"{rank}", rank, world_size)
         self.record = FlightRecord(folder / f"{rank}")
         self.groups: dict[str, tuple[int, ...]] = {}
+        self.parts: Counter[tuple[int, ...]] = Counter()
         self.ends: list[BaseException | None] = []
         self.asked: list[CommError] = []
         self.has_failed = False

@@ -44,8 +44,8 @@ _SLEEPS = """\
 for step in range(1, 41):
     if RANK == 1 and step == 20:
         time.sleep(600)  # fault
-    loss = model(torch.randn(8, 256, device=GPU)).square().mean()
-    loss.backward()
+    loss = model(torch.randn(8, 256, device=GPU)).square().mean()  # forward
+    loss.backward()  # backward
     optimizer.step()
     optimizer.zero_grad()
     loss.item()
@@ -180,6 +180,19 @@ _OTHERS = {
         "    optimizer = torch.optim.AdamW(model.parameters())\n"
         f"{textwrap.indent(_SLEEPS, '    ')}",
         r"HANG.* in step 20\..*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}",
+        r"issued last: all_reduce int32 .* {backward}",
+        r"rank 0 waits in all_reduce .* {backward}",
+    ),
+    "lockstep's own fully_shard": (
+        "import lockstep\n"
+        "with lockstep.init(device='cuda:0') as comm:\n"
+        "    model = layers()\n"
+        "    for part in (*model[::2], model):\n"
+        "        lockstep.fully_shard(part)\n"
+        "    optimizer = torch.optim.AdamW(model.parameters())\n"
+        f"{textwrap.indent(_SLEEPS, '    ')}",
+        r"HANG.* in step 20\..*Culprit: rank 1(?s:.*)rank 1 is not there: at {fault}",
+        r"rank 0 waits in all_gather int32 .* {forward}",
     ),
 }
 _PROGRAMS = {f"in training, {name}": (_TRAIN.format(fault=one[0]), *one[1:]) for name, one in _IN_TRAINING.items()}

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from host_ranks import hosts, on_hosts
+from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import LentTransport, Transport, TransportLayer
@@ -312,6 +313,25 @@ def under_layers(comm: Communicator) -> Communicator:
 
 
 @contextlib.contextmanager
+def beside(comm: Communicator) -> Iterator[Communicator]:
+    """What ranks with GPUs have for tensors in host memory, by their own group: the group is what is aborted."""
+    with part_of(comm) as whole:
+        inner = Communicator(torch_names.host_transport(PassOn(whole.transport)))
+        assert isinstance(inner.transport, PassOn), "who watches over the group does over it, too"
+        inner.whole = whole  # type: ignore[attr-defined]
+        yield inner
+
+
+def ended_beside(comm: Communicator) -> None:
+    ended(comm, beside, (all_reduce, large_all_reduce, recv))
+    with beside(comm) as group:
+        work = group.all_reduce(torch.ones(1), async_op=True) if comm.rank == 0 else None
+    # closed at once, though nobody has come
+    del work
+    comm.barrier()
+
+
+@contextlib.contextmanager
 def two_hosts(comm: Communicator) -> Iterator[Communicator]:
     with hosts(comm, (0, 0, 1)) as group:
         yield group
@@ -335,6 +355,10 @@ def test_threads_on_two_hosts() -> None:
 
 def test_gloo() -> None:
     run_processes(W, everything, part_of, timeout_s=20)
+
+
+def test_gloo_beside_gpus() -> None:
+    run_processes(W, ended_beside, timeout_s=20)
 
 
 def test_gloo_half_way() -> None:

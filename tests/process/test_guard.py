@@ -177,8 +177,9 @@ def until_it_is_said(folder: Path, case: str, backend: str, signal_: signal.Sign
     return text, ended
 
 
-def test_a_hang_is_said_and_may_pass(tmp_path: Path) -> None:
-    text, _ = until_it_is_said(tmp_path, "hang", "", signal.SIGUSR1)
+@pytest.mark.parametrize("backend", ["", "gloo"])
+def test_a_hang_is_said_and_may_pass(tmp_path: Path, backend: str) -> None:
+    text, _ = until_it_is_said(tmp_path, "hang", backend, signal.SIGUSR1)
     assert text.startswith("lockstep: HANG")
     assert "Culprit: rank 1" in text
     assert f"train.py:{line_of('heard.wait()')}" in text

@@ -430,3 +430,18 @@ def test_several_threads_and_groups_at_once(watched: Watched) -> None:
             assert watcher.texts(name) == [f"all_reduce float32 [{1 + n}] sum" for n in range(50)]
         assert not watcher.open()
         assert len({record.number for record in watcher.records()}) == len(watcher.records())
+
+
+def test_parts_of_two_layers_have_names_of_their_own(watched: Watched) -> None:
+    """Over one group there may be several, as that of `init` and that of a model: their parts are not one group."""
+
+    def body(comm: Communicator, watcher: Watcher) -> None:
+        inner = comm.transport
+        assert isinstance(inner, GuardLayer)
+        other = Communicator(GuardLayer(inner.inner, inner.guard, name="another"))
+        comm.split(0).all_reduce(torch.ones(1))
+        other.split(0).all_reduce(torch.ones(2))
+
+    for watcher in watched(2, body):
+        assert watcher.texts("ranks 0,1") == ["all_reduce float32 [1] sum"]
+        assert watcher.texts("ranks 0,1 #2") == ["all_reduce float32 [2] sum"]

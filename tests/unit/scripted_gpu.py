@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
+import torch
 
 from lockstep.observe.profile import device_values, step_clock, stream_event, stream_times
 from lockstep.observe.profile.step_clock import StepClock
@@ -92,10 +94,39 @@ class ScriptedGpu:
         self.now_us += 1
         return self.fires_us[event] <= self.now_us
 
+    def copy_to_host(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        assert self.is_beside
+        assert (nbytes, stream) == (4, self.current.raw)
+        self.check()
+        assert Number.made[to].is_pinned
+        assert not Number.made[source].is_pinned
+        Number.made[to].value = Number.made[source].value
+
     def apart_ns(self, first: int, second: int) -> int:
         assert self.is_beside
         assert max(self.fires_us[first], self.fires_us[second]) <= self.now_us, "the driver would fail"
         return round(1e3 * (self.fires_us[second] - self.fires_us[first]) * self.rate)
+
+
+class Number:
+    """A tensor of one element, on the device or where that writes to."""
+
+    made: ClassVar[list[Number]] = []  # at its place is its address
+
+    def __init__(self, value: float, dtype: str = "float32", *, pin_memory: bool = False) -> None:
+        self.value, self.dtype, self.is_pinned = value, dtype, pin_memory
+        self.device = torch.device("cpu" if pin_memory else "cuda:0")
+        self.made.append(self)
+
+    def data_ptr(self) -> int:
+        return self.made.index(self)
+
+    def element_size(self) -> int:
+        return 4
+
+    def item(self) -> float:
+        assert self.is_pinned, "whoever reads would wait for the device"
+        return self.value
 
 
 @pytest.fixture
@@ -112,8 +143,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
         Stream=lambda device: Stream(78),
     )
     raw = SimpleNamespace(_cuda_getCurrentRawStream=lambda device: made.current.raw)
-    torch = SimpleNamespace(cuda=cuda, _C=raw, get_num_threads=int, empty=lambda *size, **kind: None)
-    monkeypatch.setitem(device_values.sys.modules, "torch", torch)
+    stand_in = SimpleNamespace(cuda=cuda, _C=raw, get_num_threads=int, empty=Number)
+    monkeypatch.setitem(device_values.sys.modules, "torch", stand_in)
     for module in (step_clock, stream_times):
         monkeypatch.setattr(module, "monotonic_ns", made.monotonic_ns)
 
@@ -130,7 +161,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
         monkeypatch.setattr(module, "Device", device_of)
     monkeypatch.setattr(device_values, "beside_captures", made.asked)
     monkeypatch.setattr(stream_event, "_gpus", {})
-    monkeypatch.setattr(device_values, "_stream", lambda device: Stream(78))
+    monkeypatch.setattr(device_values, "_free", {})
+    monkeypatch.setattr(Number, "made", [])
     return made
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import collections
 import functools
 import os
@@ -233,3 +234,27 @@ def test_the_way_up_from_a_line_of_torchs_is_remembered_and_no_other_line_is_tak
         assert one_of(a, users).endswith(" users")
         assert [one_of(a, b) for _ in range(6)] == [here] * 6
     assert len(module._ways) < module._REMEMBERED
+
+
+def test_autograd_works_for_the_line_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On GPUs hooks run in one: no frame there is the user's, nor made by Python."""
+    found: list[str] = []
+    hook = appending(found)
+    in_thread = through(LOCKSTEP / "parallel" / "hooks.py", "def through(hook, done):\n    hook(0)\n    done()\n")
+
+    def as_autograd() -> None:
+        done = threading.Event()
+        _thread.start_new_thread(in_thread, (hook, done.set))
+        assert done.wait(10)
+
+    as_autograd()
+    monkeypatch.setattr(module, "backward_site", ["train.py:7 step"])
+    as_autograd()
+    in_pool = threading.Thread(target=hook, args=(0,))
+    in_pool.start()
+    in_pool.join()
+    hook(0)
+    assert found[0].startswith("src/lockstep/parallel/hooks.py:"), "no backward is known"
+    assert found[1] == "train.py:7 step"
+    assert "threading.py:" in found[2], "another thread is not autograd's"
+    assert "test_call_site.py:" in found[3], "nor is that of a user"

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-import torch
-from scripted_gpu import NEVER, ScriptedGpu, Stream, clock, gpu
+from scripted_gpu import NEVER, Number, ScriptedGpu, Stream, clock, gpu
 
 from lockstep.cli.profile import describe
 from lockstep.observe.flight import Record
@@ -348,7 +346,7 @@ def test_nothing_is_recorded_into_a_graph(clock: StepClock, gpu: ScriptedGpu) ->
 
 
 def test_values_of_a_device_that_fails_are_given_up_in_silence(gpu: ScriptedGpu) -> None:
-    value = SimpleNamespace(device=torch.device("cuda", 0), dtype="float32", item=lambda: 2.5)
+    value = Number(2.5)
     assert read_later({"loss": [value, 1.0]})() == {"loss": 3.5}
     later = read_later({"loss": [value]})
     assert len(gpu.fires_us) == 1, "to end one waits for whoever copies from the device: it is used again"
@@ -358,6 +356,24 @@ def test_values_of_a_device_that_fails_are_given_up_in_silence(gpu: ScriptedGpu)
     gpu.main.is_capturing = True
     assert read_later({"loss": [value]})() == {}, "in a graph nothing is computed yet"
     assert read_later({"loss": [1.5]})() == {"loss": 1.5}
+
+
+def test_a_value_of_a_device_is_what_it_was_and_its_memory_is_used_again(gpu: ScriptedGpu) -> None:
+    value = Number(2.5)
+    gpu.queue(1_000)
+    later = read_later({"loss": [value, value]})
+    value.value = 7.0  # the program's own sum goes on
+    assert later() is None
+    gpu.now_us += 1_000
+    assert [later(), later()] == [{"loss": 5.0}] * 2, "a logger reads it, too"
+    assert len(Number.made) == 3
+    assert read_later({"loss": [value]})() == {"loss": 7.0}
+    assert later() == {"loss": 5.0}
+    assert read_later({"loss": [value]})() == {"loss": 7.0}
+    assert len(Number.made) == 3
+    read_later({"loss": [value]})  # and never asked
+    assert read_later({"loss": [value, value]})() == {"loss": 14.0}
+    assert len(Number.made) == 4, "a device may still write to what nobody has read"
 
 
 @pytest.mark.parametrize("rate", [1 - 5e-5, 1 + 5e-5])

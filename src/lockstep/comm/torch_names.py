@@ -17,7 +17,7 @@ from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.process_group import layered, transport_of
 from lockstep.comm.torch_transport import TorchTransport, has_gpus
-from lockstep.comm.transport import Transport
+from lockstep.comm.transport import Transport, TransportLayer
 
 _chosen: WeakKeyDictionary[Any, Transport] = WeakKeyDictionary()  # torch's process groups -> what is used over them
 _listed: WeakSet[Any] = WeakSet()  # those of them that torch.distributed knew
@@ -73,12 +73,20 @@ def process_group_of(comm: Communicator) -> Any:
 def on_host(comm: Communicator) -> Communicator:
     """A communicator of the same ranks for tensors in host memory; `comm` itself where there is no other.
 
-    For small messages between GPU ranks that must not wait for the GPU.
+    For small messages between GPU ranks that must not wait for the GPU. Who watches over `comm` does over it, too.
     """
     group = process_group_of(comm)
     if comm.device.type == "cpu" or group is None or all(kind.type != "cpu" for kind in group._device_types):
         return comm
-    return Communicator(TorchTransport(group, torch.device("cpu"), comm.timeout_s), name=f"{comm.name}/host")
+    return Communicator(host_transport(comm.transport), name=f"{comm.name}/host")
+
+
+def host_transport(transport: Transport) -> Transport:
+    """See `on_host`: under the same layers, and aborted and closed with `transport`."""
+    if isinstance(transport, TransportLayer):
+        return transport.over(host_transport(transport.inner))
+    assert isinstance(transport, TorchTransport), "there is no other one for GPUs"
+    return transport.on_host()
 
 
 def gloo_threads(process_group: Any) -> int:

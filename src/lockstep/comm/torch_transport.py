@@ -190,14 +190,20 @@ class TorchTransport(Transport):
                 return child
         return None
 
+    def on_host(self) -> TorchTransport:
+        """The same ranks', for tensors in host memory, by another backend of the group. Shares its fate."""
+        host = TorchTransport(self.process_group, "cpu", self.timeout_s, global_ranks=self.global_ranks)
+        self._children.add(host)
+        return host
+
     def abort(self, error: CommError) -> None:
         if self._closed or self.aborted is not None:
             return
         self.aborted = without_traceback(error)
+        for child in tuple(self._children):  # first: what they have under way may end with the connections here
+            child.abort(error)
         with contextlib.suppress(TransportClosed):  # the group was destroyed
             self._disconnect()
-        for child in tuple(self._children):
-            child.abort(error)
 
     def close(self) -> None:
         if self._closed:
@@ -206,8 +212,9 @@ class TorchTransport(Transport):
         if self._owned:
             for child in tuple(self._children):
                 child.close()
-            if self.pending and self.world_size > 1:
-                self._disconnect()
+            for one in (self, *(child for child in self._children if not child._owned)):
+                if one.pending and self.world_size > 1:
+                    one._disconnect()
             if self.process_group in distributed_c10d._world.pg_map:
                 dist.destroy_process_group(self.process_group)
         self._strong = None

@@ -21,20 +21,23 @@ _LOOPS = _PACKAGE + "train" + os.sep  # ours, but what they do they do for the u
 _TYPED = ("<string>", "<stdin>", "<ipython-input")  # `python -c`, the prompt, a notebook
 _OURS, _OTHER, _LOOP, _USER = range(4)
 
+_OUTERMOST = ("<module>", "_bootstrap")  # of the main thread, and of one that Python has made: not of autograd's
 _WAYS = 4  # that are remembered from one line, as from torch's in forward and in backward
 _DEEP = 3  # frames that tell one way from another
 
 # both by (id of code, instruction), and with the code, which keeps the id
 _ways: dict[tuple[int, int], tuple[CodeType, list[Way]]] = {}  # newest first
 SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}  # the line in words; whether no other would be better
+backward_site = [""]  # the user's line of the last backward: a thread of autograd's, as each GPU has one, works for it
 
 
 def call_site(depth: int = 1) -> str:
     """The innermost line of the user's own code that this thread is in, as "train.py:88 train_step".
 
-    Not lockstep's, torch's, another installed package's or the standard library's; where there is no other (a thread
-    that autograd has made) the innermost that is not lockstep's. Costs a microsecond: files and lines are looked at
-    once, and so is the way from a line of torch's up to the user's. depth: how many frames away it begins to look.
+    Not lockstep's, torch's, another installed package's or the standard library's. In a thread that autograd has made,
+    where there is none, that of the last backward; where there is no other the innermost that is not lockstep's. Costs
+    a microsecond: files and lines are looked at once, and so is the way from a line of torch's up to the user's.
+    depth: how many frames away it begins to look.
     """
     try:
         frame = _getframe(depth)
@@ -101,6 +104,8 @@ def _up_from(frame: FrameType) -> tuple[str, int, FrameType]:
                 break
         before = frame.f_back
         if before is None:
+            if backward_site[0] and frame.f_code.co_name not in _OUTERMOST:
+                return backward_site[0], steps, found
             break
         frame = before
         at += 1

@@ -13,6 +13,7 @@ import os
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from threading import get_ident
@@ -78,6 +79,7 @@ class Guard:
         self.before_close: list[Callable[[], None]] = []
         self.on_finding = self._voice.on_finding  # called with what this rank says
         self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end
+        self.parts: Counter[tuple[int, ...]] = Counter()  # by their ranks, the groups that were made of others
         self.step_before = 0  # of which checkpoint the program goes on
         self.operations = 0  # started by the end of the last step that was taken up
         self._worlds = 0

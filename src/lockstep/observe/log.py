@@ -28,7 +28,7 @@ def log(step: int | None = None, **values: Any) -> None:
     numbers: dict[str, Any] = {}
     for name, value in values.items():
         if getattr(value, "is_cuda", False) and value.numel() == 1:
-            numbers[name] = value.detach().clone()
+            numbers[name] = value  # a copy is taken with the note, see `read_later`
             continue
         try:
             numbers[name] = float(value.item() if hasattr(value, "item") else value)

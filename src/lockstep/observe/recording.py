@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import sys
 import zlib
-from collections import Counter
 from collections.abc import Sequence
 from sys import _getframe
 from types import FrameType
@@ -40,18 +39,13 @@ class GuardLayer(TransportLayer):
         name: str = "world",
         is_world: bool = False,
         owns_guard: bool = False,
-        made: Counter[tuple[int, ...]] | None = None,
     ) -> None:
-        """is_world: of all ranks, as `lockstep.init` makes it. owns_guard: so it is, and closed with this layer.
-
-        made: see `over`.
-        """
+        """is_world: of all ranks, as `lockstep.init` makes it. owns_guard: so it is, and closed with this layer."""
         super().__init__(inner)
         self.guard = guard
         self.recorder = guard.recorder
         self.is_queued = inner.device.type != "cpu"  # a wait returns before the operation has ended
         self._is_world, self._owns_guard = is_world or owns_guard, owns_guard
-        self._made: Counter[tuple[int, ...]] = Counter() if made is None else made
         self._words = LineWords(name)
         self._of_lines = self._words.of_lines
         self._collectives = itertools.count()  # the number that the next one has
@@ -130,9 +124,8 @@ class GuardLayer(TransportLayer):
     def over(self, inner: Transport) -> GuardLayer:
         """Named by its ranks, and by how many groups of just these have been made: equal on all of them."""
         ranks = inner.global_ranks
-        self._made[ranks] += 1
-        name = name_of_part(ranks, self._made[ranks])
-        return GuardLayer(inner, self.guard, name=name, made=self._made)
+        self.guard.parts[ranks] += 1
+        return GuardLayer(inner, self.guard, name=name_of_part(ranks, self.guard.parts[ranks]))
 
     def close(self) -> None:
         """The other ranks hear how this one left before they lose it.

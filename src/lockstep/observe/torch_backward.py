@@ -18,7 +18,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Any, final
 
-from lockstep.observe.call_site import SITES, site_from
+from lockstep.observe.call_site import SITES, backward_site, site_from
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.phases import BACKWARD, OPTIMIZER, OTHER, TAIL
@@ -39,7 +39,7 @@ class Backwards(SharedPatches):
     def _end(self) -> None:
         self.phases: Timed | None = None
         self.once: list[Callable[[], None]] = []  # to be called when the next backward begins
-        self.site = ""  # the line of the last one
+        self.site = backward_site[0] = ""  # the line of the last one
         self.step_site = ""  # of the last one of this step
         self.losses: list[Loss] = []  # of this step: who counts steps empties it
         self.recent: list[Loss] = []  # since an optimizer has stepped last: who looks then empties it
@@ -133,7 +133,8 @@ class Backwards(SharedPatches):
                 if frame.f_code is method and frame.f_back is not None:
                     frame = frame.f_back
                 known = SITES.get((id(frame.f_code), frame.f_lasti))
-                self.site = self.step_site = site = known[1] if known is not None and known[2] else site_from(frame)
+                site = known[1] if known is not None and known[2] else site_from(frame)
+                self.site = self.step_site = backward_site[0] = site
                 if self.once:
                     calls, self.once = self.once, []
                     for call in calls:

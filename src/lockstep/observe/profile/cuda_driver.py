@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Iterator
-from ctypes import c_float, c_int, c_uint, c_void_p
+from ctypes import c_float, c_int, c_size_t, c_uint, c_void_p
 from functools import cache
 from typing import Any, final
 
@@ -27,6 +27,7 @@ _CALLS = {
     "cuEventRecord": (c_void_p, c_void_p),
     "cuEventQuery": (c_void_p,),
     "cuEventElapsedTime": (c_void_p, c_void_p, c_void_p),
+    "cuMemcpyDtoHAsync_v2": (c_void_p, c_void_p, c_size_t, c_void_p),
     "cuStreamCreate": (c_void_p, c_uint),
     "cuStreamIsCapturing": (c_void_p, c_void_p),
     "cuThreadExchangeStreamCaptureMode": (c_void_p,),
@@ -103,6 +104,10 @@ class Device:
         made = c_void_p()
         _check(self._driver.cuStreamCreate(ctypes.byref(made), _NON_BLOCKING))
         return made.value or 0
+
+    def copy_to_host(self, to: int, source: int, nbytes: int, stream: int) -> None:
+        """Have the stream do that. to: where memory is pinned."""
+        _check(self._driver.cuMemcpyDtoHAsync_v2(to, source, nbytes, stream))
 
     def has_fired(self, event: int) -> bool:
         """Without waiting."""

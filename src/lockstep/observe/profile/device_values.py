@@ -3,60 +3,70 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from lockstep.observe.profile.cuda_driver import beside_captures
 from lockstep.observe.profile.notes import Later
-from lockstep.observe.profile.stream_event import StreamEvent
+from lockstep.observe.profile.stream_event import StreamEvent, copy_to_host
+
+# Numbers in memory that a device writes to by itself: those that nobody uses by type, and all of them, for to let go of
+# one the driver has things to do, see `StreamEvent`, and a device may still write to it.
+_free: dict[Any, list[Any]] = {}
+_made: list[Any] = []
+_taking = threading.Lock()
 
 
 def read_later(values: Mapping[str, Sequence[Any]]) -> Later:
     """A call that gives the sum of each value's parts, numbers or CUDA tensors; None until the device has come so far.
 
-    To be made by the thread that computes them. They are read on a stream of their own: a device that hangs, in a
-    collective say, does not hold up who calls.
+    To be made by the thread that computes them, which copies them: what they are now is what is read. Who reads calls
+    nothing of CUDA but whether the copies are there, so a device that hangs, in a collective say, does not hold it up.
     """
     cuda = sys.modules["torch"].cuda
-    on_devices = [part for parts in values.values() for part in parts if hasattr(part, "device")]
+    devices = {part.device for parts in values.values() for part in parts if hasattr(part, "device")}
     try:
-        if on_devices and cuda.is_current_stream_capturing():  # nothing is computed; an event would be of the graph
+        if devices and cuda.is_current_stream_capturing():  # nothing is computed; an event would be of the graph
             return dict
-        for part in on_devices:
-            _make_ready(part.device, part.dtype)
-        events = [StreamEvent(device) for device in {part.device for part in on_devices}]
+        copies = {name: [_copied(part) for part in parts] for name, parts in values.items()}
+        events = [StreamEvent(device) for device in devices]
     except RuntimeError:  # CUDA has failed: the program's own next call says so
         return dict
+    sums: dict[str, float] = {}
 
     def read() -> dict[str, float] | None:
-        try:
-            events[:] = [event for event in events if not event.has_come()]
+        with _taking:  # a logger reads them, too
+            try:
+                events[:] = [event for event in events if not event.has_come()]
+            except RuntimeError:
+                return {}
             if events:
                 return None
-            with beside_captures():
-                return {name: sum(_number(part) for part in parts) for name, parts in values.items()}
-        except RuntimeError:
-            return {}
+            for name in [*copies]:
+                sums[name] = sum(map(_taken, copies.pop(name)))
+            return sums
 
     return read
 
 
-def _number(part: Any) -> float:
+def _copied(part: Any) -> Any:
+    """A number, or where the current stream copies that tensor's to."""
     if not hasattr(part, "device"):
         return part
-    with sys.modules["torch"].cuda.stream(_stream(part.device)):
-        return part.item()
+    try:
+        copy = _free.setdefault(part.dtype, []).pop()
+    except IndexError:
+        with beside_captures():
+            copy = sys.modules["torch"].empty(1, dtype=part.dtype, pin_memory=True)
+        _made.append(copy)
+    copy_to_host(copy, part)
+    return copy
 
 
-@cache
-def _stream(device: Any) -> Any:
-    return sys.modules["torch"].cuda.Stream(device)
-
-
-@cache
-def _make_ready(device: Any, dtype: Any) -> None:
-    """What reading such a number takes: a stream, and memory that torch keeps for the next one. See `StreamEvent`."""
-    with beside_captures():
-        _stream(device)
-        sys.modules["torch"].empty((), dtype=dtype, pin_memory=True)
+def _taken(copy: Any) -> float:
+    if not hasattr(copy, "device"):
+        return copy
+    number = copy.item()
+    _free[copy.dtype].append(copy)
+    return number

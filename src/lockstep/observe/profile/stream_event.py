@@ -25,6 +25,27 @@ def an_event(gpu: Device, free: list[int]) -> int:
             return gpu.event()
 
 
+def _gpu_of(number: int) -> tuple[Device, list[int]]:
+    if number not in _gpus:
+        _gpus[number] = Device(number), []
+    return _gpus[number]
+
+
+def copy_to_host(copy: Any, tensor: Any) -> None:
+    """Have the current stream write the only element of `tensor` into `copy`, of its type and in pinned memory.
+
+    Torch would note the stream with that memory, and make an event when it is let go of: where CUDA has failed by then
+    it cannot, and ends the process.  Raises: RuntimeError where CUDA has failed.
+    """
+    if driver() is None:
+        copy.copy_(tensor.detach().reshape(1), non_blocking=True)
+        return
+    gpu, _ = _gpu_of(tensor.device.index)
+    stream = sys.modules["torch"]._C._cuda_getCurrentRawStream(tensor.device.index)
+    with gpu.asked():
+        gpu.copy_to_host(copy.data_ptr(), tensor.data_ptr(), tensor.element_size(), stream)
+
+
 @final
 class StreamEvent:
     """Behind all that the current stream of `device`, or of the current one, was given."""
@@ -40,9 +61,7 @@ class StreamEvent:
             self._event.record(torch.cuda.current_stream(device))
             return
         number = torch.cuda.current_device() if device is None else device.index
-        if number not in _gpus:
-            _gpus[number] = Device(number), []
-        self._gpu, self._free = _gpus[number]
+        self._gpu, self._free = _gpu_of(number)
         self._event = an_event(self._gpu, self._free)
         self._gpu.record(self._event, torch._C._cuda_getCurrentRawStream(number))
 

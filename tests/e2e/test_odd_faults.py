@@ -136,6 +136,11 @@ _APART += (
 )
 _SEEDS = r"REPLICAS differ: built from different seeds\.  "
 _OF = r"  parameter '0\.weight' is \w+ on ranks? [\d, ]+, \w+ on rank \d\n(?s:.*): cut at train\.py:HERE <module>\n"
+_COMES_LATE = "import lockstep\ndist.all_reduce(torch.ones(3))\ntime.sleep(60 * rank)\n"
+_MEETS = (
+    r"HANG: .*Culprit: rank 1 (?s:.*)rank 1 is not there: at train\.py:\d+ .*\n(?s:.*)"
+    r"\n  rank 0 waits in all_gather .* of group lockstep 0 meets, train\.py:HERE "
+)
 _SAID = {  # name -> ranks, program, what is said
     "a model of another dtype, whose rank Gloo aborts": (
         2, "DDP(torch.nn.Linear(4, 4, dtype=torch.float64 if rank == 0 else torch.float32))  # here\ntime.sleep(1)",
@@ -289,6 +294,15 @@ _SAID = {  # name -> ranks, program, what is said
     "a receive of rank 2 of three that is left out": (
         3, _RING.replace("GUILTY", "2").replace("ODD_TAG", "False"), _APART.format(2, 3, 3),
     ),
+    "a rank that does not come to where a model is wrapped by ours": (
+        2, _COMES_LATE + "lockstep.DistributedDataParallel(torch.nn.Linear(4, 4))  # here", _MEETS,
+    ),
+    "a rank that sleeps within Join": (
+        2, "ddp = DDP(torch.nn.Linear(4, 4))\nwith ddp.join():\n    for batch in range(10 - 7 * rank):\n"
+        "        time.sleep(60 * (rank == 0 and batch == 5))  # here\n        ddp(torch.ones(2, 4)).sum().backward()",
+        r"HANG: .*Culprit: rank 0 (?s:.*)rank 0 is not there: at train\.py:HERE ",
+    ),
+    "a rank that does not come to lockstep.init": (2, _COMES_LATE + "lockstep.init()  # here", _MEETS),
 }  # fmt: skip
 
 

@@ -45,7 +45,7 @@ def accumulating() -> list[PaperRank]:
     return ranks
 
 
-def joined(label: str = "", activity: str = "") -> list[PaperRank]:
+def joined(label: str = "", *, joins: bool = False) -> list[PaperRank]:
     """Rank 1 has no more batches and keeps the others company, without counting steps."""
     ranks = running(2)
     for _ in range(5):
@@ -53,7 +53,8 @@ def joined(label: str = "", activity: str = "") -> list[PaperRank]:
             one.call(REDUCE, FIRST, label="ddp.join" if label else "")
             one.call(REDUCE, SECOND, label=label if one.rank == 1 else "")
             one.step += one.rank == 0
-    ranks[1].is_at("join.py:1 f", activity=activity)
+    ranks[1].is_at("join.py:1 f")
+    ranks[1].status_fields["joins"] = joins
     return ranks
 
 
@@ -159,7 +160,7 @@ NO_FAULT: dict[str, Build] = {
     "one rank is ahead": only_ahead,
     "accumulation": accumulating,
     "company with labels": lambda: joined(label="join"),
-    "company with an activity": lambda: joined(activity="join"),
+    "company within Join": lambda: joined(joins=True),
     "a rank without steps": without_steps,
     "groups of few ranks": groups_of_few,
     "teams with models of their own": teams_with_models_of_their_own,

@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from lockstep.observe import account as account_module
 from lockstep.observe import flight
-from lockstep.observe.account import Account
+from lockstep.observe.account import JOIN, Account
 from lockstep.observe.facts import Facts
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
@@ -273,13 +273,16 @@ def test_what_two_threads_are_at_is_over_when_both_are_through(recorder: FlightR
     def activity() -> str:
         return guard._account.status(1.0).activity
 
+    assert not guard._account.status(1.0).joins
     with contextlib.ExitStack() as mine, contextlib.ExitStack() as others:
         mine.enter_context(guard.activity("checkpoint"))
         others.enter_context(guard.activity("evaluate"))
         mine.close()
         assert activity() == "evaluate"
-        mine.enter_context(guard.activity("join"))
+        mine.enter_context(guard.activity(JOIN))
+        assert activity() == "evaluate", "to join is no work"
         others.enter_context(guard.activity("checkpoint"))
+        assert guard._account.status(1.0).joins
         guard.step_done()  # within `join` of one thread, whatever another one does
         assert guard.recorder.step == 0
     assert activity() == ""

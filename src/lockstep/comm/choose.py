@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from lockstep.comm import preflight
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.hierarchical import HierarchicalTransport
+from lockstep.comm.process_group import layered
 from lockstep.comm.shm_transport import Exchange, ShmTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import ConfigError, SharedMemoryUnavailable
@@ -24,16 +25,17 @@ def wants_shared_memory(environ: Mapping[str, str]) -> bool:
     return word not in ("off", "0")
 
 
-def fastest(plain: Transport, exchange: Exchange | None = None) -> Transport:
+def fastest(plain: Transport, exchange: Exchange | None = None, *, group: str = "") -> Transport:
     """The best transport for the ranks of `plain`, which stays beneath it and is closed with it.
 
-    exchange: how the ranks tell each other of it; over `plain` unless given.
+    exchange: how the ranks tell each other of it; over `plain` unless given. group: torch's name of one that others
+    have made, whose ranks may come late: what watches over its operations does so over these.
     Collective: every rank of `plain`. Where memory cannot be shared rank 0 warns, and it is `plain` itself; so it is
     with one rank on each host.
     """
     if plain.world_size == 1 or plain.device.type != "cpu":
         return plain
-    exchange = exchange or Communicator(plain).all_gather_object
+    exchange = exchange or Communicator(layered(plain, f"{group} meets") if group else plain).all_gather_object
     wanted = exchange([wants_shared_memory(os.environ), preflight.machine_id()])
     machines = [machine for _, machine in wanted]
     if not all(wants for wants, _ in wanted) or len(set(machines)) == len(machines):

@@ -226,7 +226,7 @@ def _adopt(settings: Settings, layer: Layer) -> Communicator:
         plain = TorchTransport.over()
         if timeout_s is not None:
             plain = TorchTransport(plain.process_group, plain.device, timeout_s)
-        own = fastest(plain)
+        own = fastest(plain, group=plain.process_group.group_name)
     machines: list[str] = Communicator(own).all_gather_object(preflight.machine_id(), label="init")
     found, _ = read_place(os.environ, rank=here, world_size=size, file="-")
     source = "torch.distributed.init_process_group"

@@ -47,7 +47,7 @@ def communicator_over(process_group: Any = None) -> Communicator:
         for ended in _listed.difference(_world.pg_map):  # destroyed, but torch's caches of meshes may keep it for ever
             _listed.discard(ended)
             _chosen.pop(ended).close()
-        plain = fastest(TorchTransport.over(process_group))
+        plain = fastest(TorchTransport.over(process_group), group=process_group.group_name)
         chosen = _chosen[process_group] = layered(plain, process_group.group_name)
         if process_group in _world.pg_map:
             _listed.add(process_group)

@@ -25,6 +25,7 @@ _OPEN_MAX = 64  # operations under way that are followed
 _CHANNELS_MAX = 256
 _STEPS = 128  # of which the time is kept
 _TRACED_S = 1.0  # between two looks for a debugger, which may stop this whole process at any later moment
+JOIN = "join"  # activity of a rank within torch's Join: it may have more steps than others, but not stand still
 LEAVING = "leaving"  # activity of a rank whose own error nobody has caught: it handles none
 _PHASES = 24  # of the step that are shown
 
@@ -103,7 +104,7 @@ class Account:
 
     @contextlib.contextmanager
     def activity(self, name: str) -> Iterator[None]:
-        """What happens within may take long without anything wrong: "checkpoint", "evaluate", "join"."""
+        """What happens within may take long without anything wrong: "checkpoint", "evaluate"; or it is `JOIN`."""
         self.activities.append(name)
         try:
             yield
@@ -151,7 +152,10 @@ class Account:
             unmoved_s=min(stand.unmoved_s, phase_s),
             looping_s=stand.looping_s,
             handling=handled(handled_by(self._thread)) if is_asked else "",
-            activity="".join(self.activities[-1:]) or stand.activity or ("debugger" if self._is_traced else ""),
+            activity=next((one for one in reversed(self.activities) if one != JOIN), "")
+            or stand.activity
+            or ("debugger" if self._is_traced else ""),
+            joins=JOIN in self.activities,
             facts=self.facts.said(),
             **said,
         )

@@ -88,7 +88,7 @@ def find_left_out(scene: Scene) -> Finding | None:
 def _have_ended_well(scene: Scene) -> bool:
     statuses = [sight.status for sight in scene.sights.values()]
     ended = [one for one in statuses if one.state == FINISHED or END in one.facts or one.rank == scene.me]
-    is_odd = any(CAUGHT in one.facts or saw_another(one) or one.activity == _JOIN or not one.step for one in statuses)
+    is_odd = any(CAUGHT in one.facts or saw_another(one) or one.joins or not one.step for one in statuses)
     return len(ended) == len(statuses) and not is_odd
 
 
@@ -167,7 +167,7 @@ def _is_without_fault(scene: Scene, parting: Parting) -> bool:
     """True where a difference of steps says nothing: one side does not count them, or keeps another company."""
     sides = (parting.usual, parting.odd)
     statuses = [scene.status(rank) for side in sides for rank in side.ranks]
-    if any(status.step == 0 for status in statuses) or any(status.activity == _JOIN for status in statuses):
+    if any(status.step == 0 for status in statuses) or any(status.joins for status in statuses):
         return True
     steps = {parting.a.step, parting.b.step}
     near = [record for side in sides for record in side.history if record.step in steps]

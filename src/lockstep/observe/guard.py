@@ -21,7 +21,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, NoReturn, final
 
 from lockstep.errors import CommError
-from lockstep.observe.account import Account
+from lockstep.observe.account import JOIN, Account
 from lockstep.observe.board import Board
 from lockstep.observe.call_site import call_site
 from lockstep.observe.causes import Causes
@@ -115,7 +115,7 @@ class Guard:
         see `FlightRecorder.take_up`.
         """
         recorder, now_ns = self.recorder, monotonic_ns()
-        if "join" not in self._account.activities:  # some ranks have steps there that others have not
+        if JOIN not in self._account.activities:  # some ranks have steps there that others have not
             step, clock = recorder.step + 1, recorder.clock
             is_followed = not clock.is_marked and get_ident() == clock.owner
             ended = clock.cut(step, now_ns) if is_followed else None

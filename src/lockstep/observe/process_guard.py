@@ -89,7 +89,7 @@ def listen(guard: Guard) -> None:
 
 @contextlib.contextmanager
 def activity(name: str) -> Iterator[None]:
-    """What happens within may take long on this rank without anything wrong: "checkpoint", "evaluate", "join"."""
+    """What happens within may take long on this rank without anything wrong: "checkpoint", "evaluate"."""
     with contextlib.ExitStack() as stack:
         for guard in tuple(_listening):
             stack.enter_context(guard.activity(name))

@@ -90,6 +90,7 @@ class Status:
     unmoved_s: float = 0.0  # for how long the main thread has been at that very place without using the processor
     looping_s: float = 0.0  # for how long it has waited in one loop, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
+    joins: bool = False  # within torch's Join: it may have steps that the others have not
     words: LastWords | None = None  # once it is not running any more
     handling: str = ""  # the error whose `finally` or `except` its main thread stands in
     facts: dict[str, dict[str, Any]] = field(default_factory=dict)  # of its training: see `Facts`; never changed

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, final
 
+from lockstep.observe.account import JOIN
 from lockstep.observe.call_site import call_site
 from lockstep.observe.endings import CLOSED, END
 from lockstep.observe.followed_model import Model
@@ -100,7 +101,7 @@ class TrainingWatch:
         stack = contextlib.ExitStack()
 
         def enter(old: Callable[..., Any], join: Any) -> Any:
-            stack.enter_context(self._guard.activity("join"))
+            stack.enter_context(self._guard.activity(JOIN))
             return old(join)
 
         def leave(old: Callable[..., Any], join: Any, *error: Any) -> Any:

@@ -73,6 +73,16 @@ if rank == 1:  # as json.loads and pickle.loads do: not even the guard runs mean
     sum(range(int(5_000_000 * 4 / (time.monotonic() - began))))
 dist.barrier()
 """,
+    "a wait that is cut into slices": """
+from datetime import timedelta
+time.sleep(1.2 * rank)
+work = dist.all_reduce(torch.ones(4), async_op=True)
+while not work.is_completed():
+    try:
+        work.wait(timedelta(milliseconds=300))
+    except RuntimeError:
+        pass
+""",
     "uneven inputs with join": """
 ddp = DDP(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)

@@ -297,6 +297,12 @@ _SAID = {  # name -> ranks, program, what is said
     "a rank that does not come to where a model is wrapped by ours": (
         2, _COMES_LATE + "lockstep.DistributedDataParallel(torch.nn.Linear(4, 4))  # here", _MEETS,
     ),
+    "a wait that is cut into slices": (
+        2, "from datetime import timedelta\ndist.all_reduce(torch.ones(3))\ntime.sleep(60 * rank)\n"
+        "work = dist.all_reduce(torch.ones(4), async_op=True)  # here\nwhile not work.is_completed():\n"
+        "    try:\n        work.wait(timedelta(seconds=0.5))\n    except RuntimeError:\n        pass",
+        r"HANG: .*Culprit: rank 1 (?s:.*)\n  rank 0 waits in all_reduce .* train\.py:HERE ",
+    ),
     "a rank that sleeps within Join": (
         2, "ddp = DDP(torch.nn.Linear(4, 4))\nwith ddp.join():\n    for batch in range(10 - 7 * rank):\n"
         "        time.sleep(60 * (rank == 0 and batch == 5))  # here\n        ddp(torch.ones(2, 4)).sum().backward()",

@@ -102,7 +102,8 @@ def find_timed_out(scene: Scene, error: str, line: str) -> Finding | None:
     if not mine:
         return None
     wait = max(here or mine, key=lambda one: one.record.number)
-    wait = wait._replace(age_s=max(0, wait.record.left_ns - wait.record.entered_ns) / 1e9)
+    if wait.record.left_ns:
+        wait = wait._replace(age_s=max(0, wait.record.left_ns - wait.record.entered_ns) / 1e9)
     return _report_timed_out(scene, wait, roots(scene, wait), line)
 
 

@@ -43,6 +43,11 @@ class UnderWay:
         self._receive: Any = None
         self._main = threading.main_thread().ident
 
+    def goes_on(self, work: Any) -> bool:
+        """Whether a collective on the CPU, whose wait has ended by its own limit, has not ended itself."""
+        opened = self.open.get(id(work))
+        return opened is not None and opened[3] > MESSAGE and not work.is_completed()
+
     def begin(self, flights: TorchFlightRecorder, receive: Callable[..., Any]) -> None:
         """torch.distributed is there. receive: ProcessGroup.recv as it was."""
         self._flights, self._receive = flights, receive

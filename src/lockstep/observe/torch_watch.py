@@ -205,21 +205,25 @@ class TorchWatch:
     def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
         """Work.wait, after which the operation has ended."""
         stood, clock, under_way = self._recorder.stood, self._recorder.clock, self.under_way
-        pop, queued, batches = under_way.open.pop, under_way.queued, under_way.batches
+        pop, queued, batches, goes_on = under_way.open.pop, under_way.queued, under_way.batches, under_way.goes_on
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
             if sys._getframe(1).f_code.co_filename.endswith(_SEAM):  # which waits in slices, and tells its own
                 return old(work, *args, **kwargs)
-            since_ns = clock.time()
+            since_ns, is_open = clock.time(), False
             changed = None if self._in_flight is None else self._in_flight.waited(work)
             try:
                 is_done = old(work, *args, **kwargs)
             except RuntimeError as error:
-                self._guard.saw(error)
+                is_open = bool(args or kwargs) and goes_on(work)  # and may be waited for again
+                if not is_open:
+                    self._guard.saw(error)
                 raise
             finally:
-                ended = pop(id(work), None)
-                if ended is not None and ended[3] == QUEUED_MESSAGE:
+                ended = None if is_open else pop(id(work), None)
+                if is_open:
+                    pass
+                elif ended is not None and ended[3] == QUEUED_MESSAGE:
                     clock.stream_waited(ended[0], since_ns)
                     self._guard.stream_ends.waited(batches.pop(ended[0], ended[:1]))
                 elif ended is not None:

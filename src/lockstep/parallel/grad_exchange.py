@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE
 from lockstep.errors import CommError, ReplicaError
@@ -55,7 +54,7 @@ class GradExchange:
     ) -> None:
         self.params = list(params)
         self.names = list(names)
-        self.comm, self._control = comm, torch_names.on_host(comm)
+        self.comm = comm
         self.hook: CommHook = Mean()
         self.divide_by = comm.world_size
         self.futures: list[torch.futures.Future[Any]] = []  # further work to end before backward returns
@@ -165,10 +164,10 @@ class GradExchange:
         if not shadow:
             frozen = [i for i in absent if not self.params[i].requires_grad]
             report = Report(frozen=frozen, is_faulty=bool(self.watch.settle()), local_steps=self.local.count)
-        early = None if self.hook.chains else ControlMessage(self._control, self.used, report)
+        early = None if self.hook.chains else ControlMessage(self.comm, self.used, report)
         for bucket in self.buckets:
             bucket.finish()
-        control = early or ControlMessage(self._control, self.used, report)
+        control = early or ControlMessage(self.comm, self.used, report)
         control.work.wait()
         self.local.synchronised()
         control.verify(self.names, self.watch)
@@ -221,7 +220,7 @@ class GradExchange:
             if bucket.sparse:
                 self._fill(bucket.members[0], shadow=True)
             self._launch_next(current)
-        self._told = None if self.hook.chains else ControlMessage(self._control, self.used, Report(gave_up=True))
+        self._told = None if self.hook.chains else ControlMessage(self.comm, self.used, Report(gave_up=True))
         self._unsettled = True
 
     def settle(self) -> None:
@@ -231,7 +230,7 @@ class GradExchange:
             for bucket in self.buckets:
                 if bucket.work is not None:  # None where a hook raised
                     bucket.finish()
-            (self._told or ControlMessage(self._control, self.used, Report(gave_up=True))).work.wait()
+            (self._told or ControlMessage(self.comm, self.used, Report(gave_up=True))).work.wait()
             self._told = None
             self.reset()
 
@@ -266,7 +265,7 @@ class GradExchange:
 
     def start_again(self, comm: Communicator) -> None:
         """From the first plan, over another group, in step with those that are new there."""
-        self.comm, self._control = comm, torch_names.on_host(comm)
+        self.comm = comm
         self.divide_by = comm.world_size
         self.expected, self.stats.order, self.rebuilt, self._new_plan = None, [], False, None
         self._build(self.plans.first())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -257,3 +258,21 @@ def test_run_that_a_rank_starts_has_a_record_of_its_own(tmp_path: Path) -> None:
     assert re.search(r"lockstep: report: runs/inner-\S+/report.html", said)
     starts = [line for line in (tmp_path / "ours" / "launch.jsonl").read_text().splitlines() if '"launch"' in line]
     assert len(starts) == 1
+
+
+_SLEEPS = """
+import time, torch, lockstep
+with lockstep.init() as comm:
+    comm.barrier()
+    time.sleep(60 * comm.rank)  # here
+    comm.all_reduce(torch.ones(4))
+"""
+
+
+@pytest.mark.parametrize("shm", ["on", "off"])
+def test_who_waits_with_a_record_open_does_not_seem_to_move(tmp_path: Path, shm: str) -> None:
+    """Over Gloo a wait is many short ones: the record must not take the end of each for something that was done."""
+    (tmp_path / "train.py").write_text(_SLEEPS)
+    words, variables = ("run", "--nproc-per-node=2", "train.py"), {"LOCKSTEP_HANG_S": "2", "LOCKSTEP_EVIDENCE": ""}
+    with contextlib.closing(Run(tmp_path, *words, warm=True, LOCKSTEP_SHM=shm, **variables)) as run:
+        run.await_text(r"HANG: .*Culprit: rank 1 (?s:.*)rank 1 is not there: at train\.py:5 ")

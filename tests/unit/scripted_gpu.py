@@ -162,6 +162,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> ScriptedGpu:
     monkeypatch.setattr(device_values, "beside_captures", made.asked)
     monkeypatch.setattr(stream_event, "_gpus", {})
     monkeypatch.setattr(device_values, "_free", {})
+    monkeypatch.setattr(device_values, "_made", [])
     monkeypatch.setattr(Number, "made", [])
     return made
 

@@ -30,6 +30,7 @@ _GOES_ON = re.compile(r"  |Why it matters: |Likely fix: |Evidence: ")
 _PAGE = (Path(__file__).parents[2] / "docs" / "diagnosis.md").read_text(encoding="utf-8")
 _TOLD_IN_TWO_WAYS = "no_sync_on_one_rank"  # by whichever of two parts of the guard sees it first, each in its words
 _ALIKE = (  # what the page leaves out, or has an example of
+    (r"(?m)^\[rank\d\]: ", ""),  # who says it: a rank, or the launcher for it
     (r"\s+", " "),
     (r" <module>", ""),
     (r"[\w./-]*/(?=[\w-]+\.p[yt]\b)", ""),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from torch.distributed import HashStore
 
 from lockstep.errors import LaunchError
 from lockstep.launch.channel import Channel
-from lockstep.launch.meeting import Machine, Meeting, contradiction
+from lockstep.launch.meeting import Machine, Meeting, _known, contradiction
 
 Join = Callable[..., Meeting]
 
@@ -64,7 +66,7 @@ def machine(pid: int, **given: Any) -> Machine:
     ],
 )
 def test_what_machines_contradict_each_other_in(first: Any, second: Any, expected: str) -> None:
-    assert contradiction(machine(6, **second), [machine(5, **first)], "h:1", 2) == expected
+    assert contradiction(machine(6, **second), machine(5, **first), "h:1", 2) == expected
 
 
 def test_contradiction_is_said_on_all_that_wait(join: Join) -> None:
@@ -72,6 +74,25 @@ def test_contradiction_is_said_on_all_that_wait(join: Join) -> None:
     with pytest.raises(LaunchError, match="disagree on --nnodes") as raised:
         join(6, nnodes="3")
     assert first.problem() == str(raised.value)
+
+
+def test_contradiction_is_what_torchs_rendezvous_failed_of(join: Join) -> None:
+    """It fails at once where the port of machine 0 is taken, maybe before another machine has said why."""
+    first = join(5, node_rank=0)
+    with pytest.raises(LaunchError, match=r"given twice.* to vm .pid 5. and vm .pid 6.") as raised:
+        join(6, node_rank=0)
+    assert first.late() == str(raised.value)
+
+
+def test_who_joins_is_compared_with_who_holds_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though that has only signed the store by then, and comes to tell of itself a moment later."""
+    channel, holder = Channel(HashStore(), "lockstep/run", "127.0.0.1", 29500), machine(5, node_rank=0)
+    late = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: channel.append("machine", holder))
+    monkeypatch.setattr("lockstep.launch.channel.time", late)
+    mine = machine(6, node_rank=0)
+    known = _known(channel, holder, mine, lambda text: None)
+    with pytest.raises(LaunchError, match="given twice"):
+        Meeting(known, mine, 2, 2, 9.0, lambda text: None)
 
 
 def test_run_that_has_begun_is_left_alone(join: Join) -> None:

@@ -58,14 +58,14 @@ class Meeting:
         self.where, self._since_s = f"{channel.address}:{channel.port}", time.monotonic()
         self._has_said = self._has_begun = False
         channel.append("machine", mine)
-        others = [one for one in self._here() if one != mine]
-        problem = contradiction(mine, others, self.where, most)
+        here = self._here()
+        problem = self._contradiction(here)
         if problem:
             if channel.missing([self._key("begun")], 0):
                 channel.put(self._key("problem"), problem)
                 time.sleep(_LINGER_S * channel.is_holder)
             raise LaunchError(problem)
-        unlike = next((one for one in others if one["processes"] != mine["processes"]), None)
+        unlike = next((one for one in here if one["processes"] != mine["processes"]), None)
         if unlike is not None:
             here, there = mine["processes"], unlike["processes"]
             say(f"--nproc-per-node is {here} here and {there} on {who(unlike)}: is it meant?")
@@ -95,6 +95,9 @@ class Meeting:
     def late(self) -> str:
         """The sentence for machines that never came, or that have come and do not begin."""
         here = self._here()
+        contradicted = "" if self._has_begun else self._contradiction(here)
+        if contradicted:  # by one that came later, and torch's rendezvous has failed before this was asked for
+            return contradicted
         missing = "" if self._has_begun else self._missing(here)
         if missing:
             why = "it was not started, has ended, or was given another address or port"
@@ -107,6 +110,12 @@ class Meeting:
     def ended(self) -> str:
         """The sentence for a store that was there, and does not answer any more."""
         return f"nobody answers at {self.where} any more: the machine that held it has ended, and the run with it"
+
+    def _contradiction(self, here: Sequence[Machine]) -> str:
+        """Between this machine and another, in the same words on both."""
+        pairs = ((one, other) for number, one in enumerate(here) for other in here[:number])
+        own = (contradiction(*pair, self.where, self._most) for pair in pairs if self._mine in pair)
+        return next(filter(None, own), "")
 
     def _notice(self) -> str:
         here = self._here()
@@ -147,18 +156,17 @@ class Meeting:
         return f"{name}/{self._mine['run']}"
 
 
-def contradiction(mine: Machine, others: Sequence[Machine], where: str, most: int) -> str:
-    """Why this machine and `others` cannot be one run; "" where they can."""
-    for other in others:
-        if (other["node_rank"] is None) != (mine["node_rank"] is None):
-            return f"{who(other)} and {who(mine)} have different --rdzv-backend: give all machines the same"
-        if other["nnodes"] != mine["nnodes"]:
-            sizes = f"{who(other)} was started with {other['nnodes']}, {who(mine)} with {mine['nnodes']}"
-            return f"machines disagree on --nnodes at {where}: {sizes}. Give all the same"
-        if mine["node_rank"] is not None and other["node_rank"] == mine["node_rank"]:
-            twice = f"{other['host']} (pid {other['pid']}) and {mine['host']} (pid {mine['pid']})"
-            each = f"Give each machine its own, 0 to {most - 1}, and each run its own port"
-            return f"--node-rank {mine['node_rank']} was given twice at {where}: to {twice}. {each}"
+def contradiction(mine: Machine, other: Machine, where: str, most: int) -> str:
+    """Why this machine and one that came before it cannot be one run; "" where they can."""
+    if (other["node_rank"] is None) != (mine["node_rank"] is None):
+        return f"{who(other)} and {who(mine)} have different --rdzv-backend: give all machines the same"
+    if other["nnodes"] != mine["nnodes"]:
+        sizes = f"{who(other)} was started with {other['nnodes']}, {who(mine)} with {mine['nnodes']}"
+        return f"machines disagree on --nnodes at {where}: {sizes}. Give all the same"
+    if mine["node_rank"] is not None and other["node_rank"] == mine["node_rank"]:
+        twice = f"{other['host']} (pid {other['pid']}) and {mine['host']} (pid {mine['pid']})"
+        each = f"Give each machine its own, 0 to {most - 1}, and each run its own port"
+        return f"--node-rank {mine['node_rank']} was given twice at {where}: to {twice}. {each}"
     return ""
 
 
@@ -220,6 +228,8 @@ def _known(channel: Channel, sign: Machine | None, mine: Machine, say: Callable[
         theirs = f"run {sign['run']!r} of {sign['host']} (pid {sign['pid']}); this is run {mine['run']!r}"
         same = "Give all machines of a run the same --rdzv-id, and each run its own port"
         raise LaunchError(f"{where} belongs to {theirs}. {same}")
+    else:
+        channel.missing(["machine/0"], _SIGN_S)  # that of who holds it, to compare this one with
     return channel
 
 

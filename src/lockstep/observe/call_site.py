@@ -28,7 +28,7 @@ _DEEP = 3  # frames that tell one way from another
 # both by (id of code, instruction), and with the code, which keeps the id
 _ways: dict[tuple[int, int], tuple[CodeType, list[Way]]] = {}  # newest first
 SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}  # the line in words; whether no other would be better
-backward_site = [""]  # the user's line of the last backward: a thread of autograd's, as each GPU has one, works for it
+backward_site = [""]  # the user's line of the last backward, which autograd's own threads work for, as each GPU has one
 
 
 def call_site(depth: int = 1) -> str:

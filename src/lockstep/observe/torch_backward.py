@@ -39,7 +39,7 @@ class Backwards(SharedPatches):
     def _end(self) -> None:
         self.phases: Timed | None = None
         self.once: list[Callable[[], None]] = []  # to be called when the next backward begins
-        self.site = backward_site[0] = ""  # the line of the last one
+        backward_site[0] = ""  # the line of the last one
         self.step_site = ""  # of the last one of this step
         self.losses: list[Loss] = []  # of this step: who counts steps empties it
         self.recent: list[Loss] = []  # since an optimizer has stepped last: who looks then empties it
@@ -124,17 +124,17 @@ class Backwards(SharedPatches):
                     is_single = tensors.numel() == 1
                     is_kept = is_single and tensors.is_cuda and len(self.recent) < _KEPT
                     if is_kept and tensors.untyped_storage().nbytes() <= SMALL:
-                        self.recent.append((tensors.detach(), self.site))  # its value is asked for later
+                        self.recent.append((tensors.detach(), backward_site[0]))  # its value is asked for later
                     value = tensors.item() if is_single and tensors.is_cpu else 0.0
                     if value - value == 0.0:  # not of inf, nor of nan
-                        self.step_site = self.site
+                        self.step_site = backward_site[0]
                         return old(tensors, *args, **kwargs)
                 frame = sys._getframe(1)
                 if frame.f_code is method and frame.f_back is not None:
                     frame = frame.f_back
                 known = SITES.get((id(frame.f_code), frame.f_lasti))
                 site = known[1] if known is not None and known[2] else site_from(frame)
-                self.site = self.step_site = backward_site[0] = site
+                self.step_site = backward_site[0] = site
                 if self.once:
                     calls, self.once = self.once, []
                     for call in calls:

@@ -22,7 +22,7 @@ from math import inf, isfinite
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.call_site import call_site
+from lockstep.observe.call_site import backward_site, call_site
 from lockstep.observe.facts import FINITE, NEVER_FINITE, UNTIL
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
@@ -184,7 +184,7 @@ class GradientFacts:
             origin = "the loss is not finite" if site else "gradients are not finite before averaging"
         named = [str(one) for one in faults[:_NAMED]]
         named += [f"and {len(faults) - _NAMED} more"] if len(faults) > _NAMED else []
-        self._guard.facts.tell("gradient", step, [origin, named, site or BACKWARDS.site or call_site()])
+        self._guard.facts.tell("gradient", step, [origin, named, site or backward_site[0] or call_site()])
 
 
 def _means(optimizer: Any = None) -> list[Any]:

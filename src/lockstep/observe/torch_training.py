@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, final
 
 from lockstep.observe.account import JOIN
-from lockstep.observe.call_site import call_site
+from lockstep.observe.call_site import backward_site, call_site
 from lockstep.observe.endings import CLOSED, END
 from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
@@ -145,7 +145,7 @@ class TrainingWatch:
         hurries = False
         for model in unseen:
             if not model.past and self.replicas.is_trained_by_leader(model):
-                where = f"went past DistributedDataParallel, at {BACKWARDS.site}"
+                where = f"went past DistributedDataParallel, at {backward_site[0]}"
                 model.past = f"in {step_after(before)} a backward {where}"
                 hurries = not self._has_hurried
         self._has_hurried |= hurries

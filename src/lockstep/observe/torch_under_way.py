@@ -15,10 +15,9 @@ from functools import partial
 from typing import Any, final
 
 from lockstep.errors import CommError
-from lockstep.observe.call_site import call_site
+from lockstep.observe.call_site import backward_site, call_site
 from lockstep.observe.guard import Guard
 from lockstep.observe.stacks import backward_frame, frame_of, stack_of
-from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup
 
@@ -122,7 +121,7 @@ class UnderWay:
             known = self._groups.first_uses.ask(partial(flights.since, watched.torch_name, watched.seen + 1))
         is_own = self._main == threading.get_ident()  # who looks once more at its end
         in_backward = backward_frame()  # of whichever thread, where the main one may only wait for it
-        stack = [BACKWARDS.site or call_site()] if is_own else stack_of(in_backward or frame_of(self._main or 0))
+        stack = [backward_site[0] or call_site()] if is_own else stack_of(in_backward or frame_of(self._main or 0))
         site = self._guard.causes.failed_at or (stack[-1] if stack else "")
         watched.catch_up(number, site, known or {}, if_idle=True)
 

@@ -303,6 +303,12 @@ _SAID = {  # name -> ranks, program, what is said
         "    try:\n        work.wait(timedelta(seconds=0.5))\n    except RuntimeError:\n        pass",
         r"HANG: .*Culprit: rank 1 (?s:.*)\n  rank 0 waits in all_reduce .* train\.py:HERE ",
     ),
+    "a wait that asks in a loop without a pause": (
+        2, "dist.all_reduce(torch.ones(3))\ntime.sleep(60 * rank)\n"
+        "work = dist.all_reduce(torch.ones(4), async_op=True)  # here\n"
+        "while not work.is_completed():\n    pass",
+        r"HANG: .*Culprit: rank 1 (?s:.*)\n  rank 0 waits in all_reduce .* train\.py:HERE ",
+    ),
     "a rank that sleeps within Join": (
         2, "ddp = DDP(torch.nn.Linear(4, 4))\nwith ddp.join():\n    for batch in range(10 - 7 * rank):\n"
         "        time.sleep(60 * (rank == 0 and batch == 5))  # here\n        ddp(torch.ones(2, 4)).sum().backward()",

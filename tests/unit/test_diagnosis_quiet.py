@@ -225,6 +225,23 @@ def test_a_loop_is_mentioned_sooner(age_s: float, looping_s: float, is_told: boo
     assert diagnosed(ranks) is None
 
 
+@pytest.mark.parametrize(
+    ("looping_s", "is_behind", "kind"), [(9.0, True, "hang"), (0.0, True, None), (9.0, False, None)]
+)
+def test_who_asks_in_a_loop_waits(looping_s: float, is_behind: bool, kind: str | None) -> None:
+    """Whether others have come: without a pause, so it never stands still. Once all have, it is at something else."""
+    ranks = waiting_for_rank_1(3)
+    if not is_behind:
+        ranks[1].call(REDUCE, FIRST)
+    for one in (ranks[0], ranks[2]):
+        one.is_at("train.py:41 train_step", unmoved_s=0.0)
+        one.status_fields["looping_s"] = looping_s
+    finding = diagnosed(ranks)
+    assert (finding and (finding.kind, finding.culprits)) == (kind and (kind, (1,)))
+    ranks[1].is_at("save.py:3 write", unmoved_s=0.5)
+    assert diagnosed(ranks) is None
+
+
 def test_a_rank_that_was_never_heard_of_is_mentioned() -> None:
     finding = found_in(waiting_for_rank_1(3, 61)[::2])
     assert finding.culprits == (1,)

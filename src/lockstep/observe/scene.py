@@ -22,6 +22,7 @@ STILL_S = 2.0  # whoever has stood still for so long has done so while all other
 INIT, NEW_GROUP = "init_process_group", "new_group"  # groups of these calls, which are of all ranks of the job
 FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
 _HANG_STEPS = 5
+_LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
 _MESSAGE = re.compile(r"(send|recv)\b.* (?:to|from) rank (\d+|any) tag (-?\d+)$")
 
 Records = Callable[[int], Sequence[Record]]
@@ -122,6 +123,10 @@ class Scene:
             return False
         return self.sights[rank].is_stopped or self.sights[rank].age_s > SILENT_S
 
+    def loops(self, rank: int) -> bool:
+        """True where `rank`, which is running, goes round one loop that waits for something, and has for long."""
+        return self.status(rank).looping_s >= _LOOP_SHARE * self.hang_s
+
     @cached_property
     def waits(self) -> tuple[Wait, ...]:
         """What the ranks that can be heard have open, oldest first."""
@@ -131,7 +136,7 @@ class Scene:
 
     @cached_property
     def blocked(self) -> dict[int, Wait]:
-        """By rank: the operation that its main thread stands in.
+        """By rank: the operation that its main thread stands in, or goes round a loop for until others come.
 
         Of one that was only started this is a guess: not kept where others are known to stand still for its rank, and
         for nothing that it would explain.
@@ -159,8 +164,10 @@ class Scene:
 
     def _blocking(self, rank: int) -> Wait | None:
         mine = [wait for wait in self.waits if wait.rank == rank]
-        if not mine or self.status(rank).unmoved_s < STILL_S:
+        if not mine:
             return None
+        if self.status(rank).unmoved_s < STILL_S:
+            return next((wait for wait in mine if wait.absent and self.loops(rank)), None)
         here = next((wait for wait in mine if self.stands_in(wait)), None)
         if here is not None and (here.absent or not here.record.is_message):
             return here

@@ -15,7 +15,6 @@ from lockstep.observe.scene import INIT, NEW_GROUP, STILL_S, Scene, Wait
 from lockstep.observe.status import Status
 
 START_TIMES = 30  # as long as the limit: building or fetching what all need, before anything else
-_LOOP_SHARE = 0.7  # of the limit must have been seen to go into one loop
 
 Root = Literal["unseen", "ended", "asked", "silent", "active", "moving", "looping", "starting", "stuck", "inside"]
 
@@ -63,7 +62,7 @@ def state(scene: Scene, rank: int) -> Root:
         return "inside"
     if wait is not None and scene.stands_in(wait):
         return "stuck"
-    if sight.status.looping_s >= _LOOP_SHARE * scene.hang_s:
+    if scene.loops(rank):
         return "looping"
     if sight.status.unmoved_s < max(scene.hang_s, STILL_S):
         return "moving"

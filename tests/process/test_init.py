@@ -22,6 +22,7 @@ from lockstep.comm.launcher_variables import slurm_port
 from lockstep.comm.place import Place
 from lockstep.comm.preflight import await_listener, unmet
 from lockstep.comm.torch_names import process_group_of
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, ConfigError, EnvironmentProblems
 from lockstep.testing.worlds import run_processes
 from ports import free_port
@@ -185,6 +186,39 @@ def test_over_the_users_own_group(tmp_path: Path) -> None:
         assert result["seen"] == (rank, 2, 17.0, rank)
         assert (result["total"], result["left"], result["limit"], result["problems"]) == (11, 2.0, 9.0, 3)
     assert "torch.distributed.init_process_group" in results[0]["said"]
+
+
+class Heard(io.StringIO):
+    """Standard error that leaves a file where it is told who is waited for."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__()
+        self.file = file
+
+    def write(self, text: str) -> int:
+        if "waiting for" in text:
+            self.file.touch()
+        return super().write(text)
+
+
+def over_own_group_late(rank: int, folder: str, backend: str) -> str:
+    """Rank 1 comes once rank 0 has said that it waits for it."""
+    dist.init_process_group(backend, store=dist.FileStore(f"{folder}/own", 2), rank=rank, world_size=2)
+    told, heard = Path(folder, "told"), Heard(Path(folder, "told"))
+    assert rank == 0 or wait_until(told.exists, 60)
+    with contextlib.redirect_stderr(heard), lockstep.init() as comm:
+        comm.barrier()
+    dist.destroy_process_group()
+    return heard.getvalue()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "lockstep"])
+def test_who_is_late_over_the_users_own_group_is_said(backend: str, tmp_path: Path) -> None:
+    """With no guard to do so, as under torchrun."""
+    said = run_processes(2, over_own_group_late, str(tmp_path), backend, env=CLEAN, connect=False)
+    at = "the store of init_process_group"
+    assert re.match(rf"lockstep: waiting for rank 1 at {at}, up to \d+ s; seen: rank 0 on \S+ \(pid \d+\)\n", said[0])
+    assert "waiting" not in said[1]
 
 
 def test_slurm_step() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 from rank_sights import (
     FIRST,
@@ -223,6 +225,56 @@ def test_a_loop_is_mentioned_sooner(age_s: float, looping_s: float, is_told: boo
         assert f"rank 1 is at work (in one loop for {looping_s} s): at save.py:3 write" in finding.text
     ranks[1].status_fields["activity"] = "evaluate"
     assert diagnosed(ranks) is None
+
+
+def finished(one: PaperRank) -> None:
+    one.finishes()
+
+
+def working(one: PaperRank) -> None:
+    one.is_working = True
+
+
+def excused(one: PaperRank) -> None:
+    one.is_at("save.py:3 write", unmoved_s=99.0, activity="checkpoint")
+
+
+def moving(one: PaperRank) -> None:
+    one.is_at("data.py:31 load_batch", unmoved_s=59.0)
+
+
+def waiting(one: PaperRank) -> None:
+    one.waits(one.call(REDUCE, FIRST), 1.0, unmoved_s=61.0)
+
+
+IDLE: dict[str, tuple[Callable[[PaperRank], object], bool]] = {
+    "all": (lambda one: None, True),
+    "one has finished": (finished, True),
+    "one works in C": (working, False),
+    "one saves": (excused, False),
+    "one moves": (moving, False),
+    "one is waited for": (waiting, False),
+}
+
+
+@pytest.mark.parametrize("name", IDLE)
+def test_all_stand_still_and_none_waits_for_another(name: str) -> None:
+    ranks, (change, is_told) = running(3), IDLE[name]
+    for one in ranks:
+        one.is_at("train.py:77 get_key", unmoved_s=60.5)
+    change(ranks[1])
+    finding = diagnosed(ranks)
+    assert (finding is not None) == is_told
+    if finding is not None:
+        assert (finding.kind, finding.is_certain) == ("idle", False)
+        assert "no rank has moved for 60.5 s in step 4, and none waits for another; no fault so far" in finding.text
+        assert f"{'ranks 0,2' if change is finished else 'ranks 0-2'} are idle: at train.py:77 get_key" in finding.text
+        assert diagnosed(ranks[::2]) is None  # the third may yet come
+        ranks[2].raises("KeyboardInterrupt", "", "train.py:77")
+        assert "no rank has moved" not in str(diagnosed(ranks))
+    (alone,) = running(1)
+    alone.is_at("train.py:77 get_key", unmoved_s=60.5)
+    assert diagnosed([alone]) is None
 
 
 @pytest.mark.parametrize(

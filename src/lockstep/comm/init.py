@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import itertools
 import os
 import socket
 import sys
@@ -23,9 +24,9 @@ from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.devices import choose_device, set_threads, use_gpu
 from lockstep.comm.handshake import Record
-from lockstep.comm.meeting_point import leave_meetings, meet, say
+from lockstep.comm.meeting_point import Meeting, leave_meetings, meet, say
 from lockstep.comm.place import Place, place_on_machines, read_place
-from lockstep.comm.process_group import transport_of
+from lockstep.comm.process_group import layers, transport_of
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, ConfigError, EnvironmentProblems
@@ -112,6 +113,7 @@ class Settings:
 
 # What `init` made and nobody closed: torch's group, whose sockets end with the last reference, and where it was made.
 _open: dict[Communicator, tuple[weakref.ref[dist.ProcessGroup], str]] = {}
+_adopted = itertools.count()  # groups of others that `init` has taken over
 _interfaces: set[str] = set()  # values of GLOO_SOCKET_IFNAME that an earlier init put there
 
 
@@ -221,20 +223,20 @@ def _adopt(settings: Settings, layer: Layer) -> Communicator:
         raise EnvironmentProblems(problems, "Leave these arguments out, or let lockstep.init() make the group.")
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
-    own = transport_of(dist.group.WORLD)
-    if own is None:
-        plain = TorchTransport.over()
-        if timeout_s is not None:
-            plain = TorchTransport(plain.process_group, plain.device, timeout_s)
-        own = fastest(plain, group=plain.process_group.group_name)
-    machines: list[str] = Communicator(own).all_gather_object(preflight.machine_id(), label="init")
+    store, own, plain = distributed_c10d._get_default_store(), transport_of(dist.group.WORLD), TorchTransport.over()
+    if timeout_s is not None:
+        plain = TorchTransport(plain.process_group, plain.device, timeout_s)
     found, _ = read_place(os.environ, rank=here, world_size=size, file="-")
     source = "torch.distributed.init_process_group"
     sources = {**dict(found.sources), "rank": source, "world_size": source}
     del sources["file"]
     place = replace(found, file="", launcher="process group", sources=tuple(sorted(sources.items())), agent_store=False)
-    place = place_on_machines(place, machines)
-    return _communicator(layer, own, machines, distributed_c10d._get_default_store(), place)
+    if not layers:  # no guard says who is late
+        patient = replace(settings, start_timeout_s=plain.timeout_s)
+        Meeting(store, place, generations=_adopted).gather(patient, place, _record(place, torch.device("cpu"), ""))
+    own = own or fastest(plain, group=plain.process_group.group_name)
+    machines: list[str] = Communicator(own).all_gather_object(preflight.machine_id(), label="init")
+    return _communicator(layer, own, machines, store, place_on_machines(place, machines))
 
 
 def _refuse_second(caller: str) -> None:

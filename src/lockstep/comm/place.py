@@ -63,6 +63,8 @@ class Place:
             return "nowhere"
         if self.file:
             return self.file
+        if not self.address:
+            return "the store of init_process_group"
         return f"[{self.address}]:{self.port}" if ":" in self.address else f"{self.address}:{self.port}"
 
     def source(self, field: str) -> str:

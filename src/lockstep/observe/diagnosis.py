@@ -12,6 +12,7 @@ from lockstep.observe.deadlock import find_cycle
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.endings import find_finished, find_gone, find_raised
 from lockstep.observe.hang import find_hang, find_stopped, find_waiting
+from lockstep.observe.idle import find_idle
 from lockstep.observe.scene import Limits, Records, Scene
 from lockstep.observe.status import Sight
 from lockstep.observe.training_findings import Training
@@ -19,7 +20,7 @@ from lockstep.observe.unreachable import find_unreachable
 from lockstep.observe.wording import Finding
 
 _ENDS = (find_raised, find_gone, find_finished)
-_CASES = (find_mismatch, *_ENDS, find_cycle, find_unreachable, find_stopped, find_hang, find_waiting)
+_CASES = (find_mismatch, *_ENDS, find_cycle, find_unreachable, find_stopped, find_hang, find_waiting, find_idle)
 
 
 def diagnose(

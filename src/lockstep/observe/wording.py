@@ -23,8 +23,8 @@ NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 STANDSTILLS = ("stopped", "unreachable", "hang")  # kinds of which ranks may yet go on
 _MAY_PASS = ("steps", *STANDSTILLS, "transport")  # never raised; their evidence is kept
-_BLAMELESS = ("cycle", "waiting", "caught")  # of which the head names the ranks
-_NOTES = ("waiting", "gradient", "data", "caught", "messages")  # that are only said
+_BLAMELESS = ("cycle", "waiting", "idle", "caught")  # of which the head names the ranks
+_NOTES = ("waiting", "idle", "gradient", "data", "caught", "messages")  # that are only said
 
 Kind = Literal[
     "mismatch",  # ranks issued different collectives
@@ -39,6 +39,7 @@ Kind = Literal[
     "timeout",  # torch has waited long enough for them
     "transport",  # all are there, and nothing moves; or a message that a rank has dropped
     "waiting",  # no fault: some work, the others wait for them
+    "idle",  # no fault: none moves, and none waits for another
     "model",  # ranks train other parameters
     "replica",  # what was equal is not any more
     "gradient",  # not finite

@@ -78,7 +78,7 @@ def _findings(source: Source) -> Iterator[Card]:
         is_past = attempt != last[0].name  # the run went on after it
         is_end = finding["kind"] == "hang" and source.launch is not None and bool(source.launch.code)
         severe: Severity = "error" if (finding["is_certain"] or is_end) and not is_past else "warning"
-        is_slow = finding["kind"] == "waiting" and not finding["is_certain"]
+        is_slow = finding["kind"] in ("waiting", "idle") and not finding["is_certain"]
         if not is_past and _tells_of_end(source, finding):
             rest += "\nThe run failed: " + "\n".join(last[0].causes)
         severity: Severity = "note" if is_slow or _was_asked(source, finding) else severe

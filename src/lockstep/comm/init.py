@@ -231,7 +231,7 @@ def _adopt(settings: Settings, layer: Layer) -> Communicator:
     sources = {**dict(found.sources), "rank": source, "world_size": source}
     del sources["file"]
     place = replace(found, file="", launcher="process group", sources=tuple(sorted(sources.items())), agent_store=False)
-    if not layers:  # no guard says who is late
+    if store is not None and not layers:  # MPI has none; no guard says who is late
         patient = replace(settings, start_timeout_s=plain.timeout_s)
         Meeting(store, place, generations=_adopted).gather(patient, place, _record(place, torch.device("cpu"), ""))
     own = own or fastest(plain, group=plain.process_group.group_name)

@@ -243,6 +243,10 @@ def moving(one: PaperRank) -> None:
     one.is_at("data.py:31 load_batch", unmoved_s=59.0)
 
 
+def silent(one: PaperRank) -> None:
+    one.age_s = 61.0
+
+
 def waiting(one: PaperRank) -> None:
     one.waits(one.call(REDUCE, FIRST), 1.0, unmoved_s=61.0)
 
@@ -253,6 +257,7 @@ IDLE: dict[str, tuple[Callable[[PaperRank], object], bool]] = {
     "one works in C": (working, False),
     "one saves": (excused, False),
     "one moves": (moving, False),
+    "one is not heard, as where a clock has jumped": (silent, False),
     "one is waited for": (waiting, False),
 }
 

@@ -212,6 +212,16 @@ def torch_distributed(source: Source) -> Iterator[Finding]:
             yield node.lineno, "torch.distributed outside the files that may import it"
 
 
+def tuple_of_generator(source: Source) -> Iterator[Finding]:
+    """CPython fills such a tuple where all can see it, and raises SystemError if `gc.get_objects` meanwhile holds it.
+
+    The guard's thread makes tuples all the time, beside programs that may look for their leaks so.
+    """
+    for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
+        if ast.unparse(call.func) == "tuple" and any(isinstance(arg, ast.GeneratorExp) for arg in call.args):
+            yield call.lineno, "tuple([...]): of a generator it fails where another thread calls gc.get_objects()"
+
+
 # ------------------------------------------------------------------ tests
 
 
@@ -301,6 +311,9 @@ RULES = (
             "importlib.import_module('torch.distributed')",
         ),
         ("import torch", "from lockstep.comm.torch_names import Joinable"),
+    ),
+    Rule(
+        tuple_of_generator, ("src/lockstep/observe/",), ("tuple(one for one in ones)",), ("tuple([*ones])", "tuple()")
     ),
     Rule(sleep, _TESTS, ("import time\ntime.sleep(1)", "from time import sleep"), ("event.wait(1)",)),
     Rule(

@@ -63,8 +63,8 @@ class Board:
         self._has_launcher = has_launcher
         self._recorder = recorder
         self.here = frozenset(here)  # ranks of this machine
-        self._here = tuple(rank for rank in here if rank != recorder.rank)
-        self._away = tuple(rank for rank in range(recorder.world_size) if rank not in here)
+        self._here = tuple([rank for rank in here if rank != recorder.rank])
+        self._away = tuple([rank for rank in range(recorder.world_size) if rank not in here])
         self.use(store)
         self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
         recorder.machine = self._first = min(here)  # whose record holds what was found on this machine

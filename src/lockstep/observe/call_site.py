@@ -16,7 +16,7 @@ _SITE_MAX = 58  # characters; of longer ones the path loses its first folders
 _REMEMBERED = 4096  # files and lines; a program with more of them, which makes code as it runs, is looked at anew
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
-_PROGRAMS = tuple(_PACKAGE + folder + os.sep for folder in ("recipes", "demos"))  # like a user's, which we ship
+_PROGRAMS = tuple([_PACKAGE + folder + os.sep for folder in ("recipes", "demos")])  # like a user's, which we ship
 _LOOPS = _PACKAGE + "train" + os.sep  # ours, but what they do they do for the user, who has no line there
 _TYPED = ("<string>", "<stdin>", "<ipython-input")  # `python -c`, the prompt, a notebook
 _OURS, _OTHER, _LOOP, _USER = range(4)
@@ -120,7 +120,7 @@ def users_stack(frame: FrameType | None) -> tuple[str, ...]:
         frame = frame.f_back
     own = [frame for frame in frames if is_users(frame.f_code.co_filename)]
     files = [frame for frame in own if not frame.f_code.co_filename.startswith("<")]  # beside them, who started it
-    return tuple(_site_of(frame) for frame in reversed(files or own or frames))
+    return tuple([_site_of(frame) for frame in reversed(files or own or frames)])
 
 
 def is_users(file: str) -> bool:
@@ -161,7 +161,7 @@ def _installed_folders() -> tuple[str, ...]:
     torch = sys.modules.get("torch")
     folders += [os.path.dirname(torch.__file__)] if torch is not None and torch.__file__ else []
     both_ways = {way(folder) for folder in folders for way in (os.path.abspath, os.path.realpath)}
-    return tuple(folder + os.sep for folder in both_ways)
+    return tuple([folder + os.sep for folder in both_ways])
 
 
 def short_path(file: str, room: int = _SITE_MAX) -> str:

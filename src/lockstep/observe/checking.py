@@ -96,7 +96,7 @@ class CheckLayer(TransportLayer):
         """The transport gets copies, so that whatever happens to the user's tensors meanwhile is the user's doing."""
         with torch.no_grad():
             copies = {id(tensor): tensor.clone() for tensor in (*op.inputs, *op.outputs)}
-        inputs, outputs = (tuple(copies[id(tensor)] for tensor in tensors) for tensors in (op.inputs, op.outputs))
+        inputs, outputs = (tuple([copies[id(tensor)] for tensor in tensors]) for tensors in (op.inputs, op.outputs))
         flight = Flight(op, said, self.global_ranks[self.rank], outputs)
         flight.work = self.inner.submit(op._replace(inputs=inputs, outputs=outputs))
         work = CheckedWork(flight)

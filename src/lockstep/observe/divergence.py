@@ -74,8 +74,8 @@ def find_left_out(scene: Scene) -> Finding | None:
         if members.keys() < set(whole) or len(last) > 1 or last == {()}:
             continue
         ((mark,),) = last
-        late = tuple(rank for rank in whole if scene.status(rank).step == mark.step)
-        others = tuple(rank for rank in whole if scene.status(rank).step == mark.step + 1)
+        late = tuple([rank for rank in whole if scene.status(rank).step == mark.step])
+        others = tuple([rank for rank in whole if scene.status(rank).step == mark.step + 1])
         if not late or not others or len(late + others) < len(whole):
             continue
         side = _with_history(scene, group, members, late)

@@ -90,7 +90,7 @@ def _count(status: Status, group: str) -> int:
 
 def stalled_by(found: Finding, sights: Mapping[int, Sight], place: str) -> Stalled:
     """What `found`, said at `place`, says of ranks, and may pass."""
-    return Stalled(found.kind, found.culprits, tuple(_begun(sights.get(rank)) for rank in found.culprits), place)
+    return Stalled(found.kind, found.culprits, tuple([_begun(sights.get(rank)) for rank in found.culprits]), place)
 
 
 def sequel(found: Finding, mine: Stalled | None, sights: Mapping[int, Sight], here: str) -> str:

@@ -115,7 +115,7 @@ def _wait_at_store(scene: Scene, error: str, line: str) -> Wait:
         its = scene.status(rank)
         if its.activity == FAILING or f" {line} " in f" {' '.join(its.stack)}":
             there.add(rank)
-    absent = tuple(rank for rank in range(mine.world_size) if rank not in there)
+    absent = tuple([rank for rank in range(mine.world_size) if rank not in there])
     record = Record(-1, 0, mine.step, 0, 0, 0, True, "", f"the store ({error})", line, "")
     return Wait(scene.me, record, 0.0, absent, absent, is_any=True)
 

@@ -189,7 +189,7 @@ def _is_known(history: Sequence[Record], step: int, known: set[Shape]) -> bool:
 
 
 def _shape(history: Sequence[Record], step: int) -> Shape:
-    return tuple(_line(record) for record in history if record.step == step)
+    return tuple([_line(record) for record in history if record.step == step])
 
 
 def _line(record: Record) -> tuple[str, str]:

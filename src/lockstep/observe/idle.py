@@ -13,13 +13,13 @@ _TIMES = 3  # as long as work may take until it is mentioned
 def find_idle(scene: Scene) -> Finding | None:
     """No operation is open, so this may be as it should: said once of each place."""
     ranks = [rank for rank in sorted(scene.sights) if scene.is_running(rank)]
-    unmoved_s = [scene.sights[rank].age_s + scene.status(rank).unmoved_s for rank in ranks]
     has_failed = any(scene.status(rank).state != FINISHED for rank in scene.ended)
-    still_s, limit_s = min(unmoved_s, default=0.0), _TIMES * max(scene.limits.notice_s, scene.hang_s)
+    still_s = min((scene.status(rank).unmoved_s for rank in ranks), default=0.0)
+    limit_s = _TIMES * max(scene.limits.notice_s, scene.hang_s)
     if still_s < limit_s or len(scene.sights) < scene.status(scene.me).world_size or len(scene.sights) == 1:
         return None
     is_at_work = any(scene.status(rank).activity or scene.sights[rank].is_working for rank in ranks)
-    if is_at_work or has_failed or scene.blocked:
+    if is_at_work or has_failed or scene.blocked or any(map(scene.is_silent, ranks)):
         return None
     done, lines = scene.done_by(ranks), wording.whereabouts(scene, dict.fromkeys(ranks, "is idle"))
     head = f"no rank has moved for {seconds(still_s)} in {step_after(done)}, and none waits for another"

@@ -231,7 +231,7 @@ class Lookout:
     def _failed(self, sights: Mapping[int, Sight]) -> dict[int, Sight]:
         """`sights`, in which this rank still has its newest operation of each group under way."""
         status = self._account.status(time.monotonic(), **self._voice.shown())
-        waiting = tuple(Waiting(record, 0.0) for record in self._account.newest)
+        waiting = tuple([Waiting(record, 0.0) for record in self._account.newest])
         failed = replace(status, waiting=waiting, messages={}, stack=())  # it has been unwound
         return {**sights, self._rank: Sight(failed, 0.0, is_gone=False)}
 

@@ -64,7 +64,7 @@ def find_frozen(scene: Scene, topic: Topic) -> Iterator[Finding]:
         values = [*frozen.values()]
         if values.count(values[0]) == len(values):
             continue
-        odd = odd_ranks(frozen) or tuple(rank for rank, value in frozen.items() if value)
+        odd = odd_ranks(frozen) or tuple([rank for rank, value in frozen.items() if value])
         lines = [f"rank {r} froze {listed(value) or 'nothing'} after wrapping" for r, value in frozen.items()]
         _, sure, site = told[odd[0]]
         lines.append(f"seen at {site}")

@@ -107,7 +107,7 @@ def _copies(tensor: Any) -> tuple[int, ...] | None:
     if coordinate is None:
         return None
     placed = zip(coordinate, tensor.placements, strict=True)
-    line = tuple(slice(None) if placement.is_replicate() else place for place, placement in placed)
+    line = tuple([slice(None) if placement.is_replicate() else place for place, placement in placed])
     ranks = tuple(tensor.device_mesh.mesh[line].flatten().tolist())
     return ranks if len(ranks) > 1 else None
 

@@ -95,7 +95,7 @@ def odd_ranks(values: Mapping[int, Any]) -> tuple[int, ...]:
     """Those that are not with the majority; () where there is none."""
     texts = {rank: repr(value) for rank, value in values.items()}
     (text, count), *_ = Counter(texts.values()).most_common(1)
-    return tuple(rank for rank, other in texts.items() if other != text) if 2 * count > len(texts) else ()
+    return tuple([rank for rank, other in texts.items() if other != text]) if 2 * count > len(texts) else ()
 
 
 def drift_in_words(found: Sequence[Difference], step: int, last_good: int | None) -> str:

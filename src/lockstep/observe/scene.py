@@ -178,17 +178,17 @@ class Scene:
         """Whom `rank` needs for an operation, and who of them has not begun it."""
         record, age_s = waiting
         progress = self.status(rank).groups.get(record.group)
-        ranks = () if progress is None else tuple(r for r in progress.ranks if r != rank)
+        ranks = () if progress is None else tuple([r for r in progress.ranks if r != rank])
         if not record.is_message:
             told = {} if progress is None else self.groups[record.group, progress.ranks]
-            absent = tuple(r for r in ranks if r not in told or told[r].count <= record.seq)
+            absent = tuple([r for r in ranks if r not in told or told[r].count <= record.seq])
             return Wait(rank, record, age_s, ranks, absent, is_any=False)
         message = read_message(record.text)
         if message is None:
             return Wait(rank, record, age_s, (), (), is_any=False)
         ranks = ranks if message.peer is None else (message.peer,)
         is_any = message.peer is None  # then what is open at the others may be long received
-        absent = tuple(r for r in ranks if is_any or not self._answers(r, rank, message, record))
+        absent = tuple([r for r in ranks if is_any or not self._answers(r, rank, message, record)])
         return Wait(rank, record, age_s, ranks, absent, is_any)
 
     @cached_property

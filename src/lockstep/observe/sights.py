@@ -176,7 +176,7 @@ def waits_of(under_way: Sequence[Record]) -> tuple[Waiting, ...]:
     """Those of a rank's operations that are under way, oldest first, which others are shown: one of them blocks it."""
     now_ns = time.monotonic_ns()
     shown = under_way if len(under_way) <= _OPEN else [*under_way[: _OPEN - 1], under_way[-1]]
-    return tuple(Waiting(one, (now_ns - one.entered_ns) / 1e9) for one in shown)
+    return tuple([Waiting(one, (now_ns - one.entered_ns) / 1e9) for one in shown])
 
 
 def status_of(text: bytes) -> Status | None:

@@ -128,9 +128,9 @@ class Status:
             name: Progress(tuple(ranks), count, tuple(map(mark_of, marks)))
             for name, (ranks, count, marks) in dict(raw["groups"]).items()
         }
-        raw["waiting"] = tuple(Waiting(Record(*record), age_s) for record, age_s in raw["waiting"])
+        raw["waiting"] = tuple([Waiting(Record(*record), age_s) for record, age_s in raw["waiting"]])
         raw["last"] = None if raw["last"] is None else Record(*raw["last"])
-        raw["phases"] = tuple((phase, began_ns) for phase, began_ns in raw["phases"])
+        raw["phases"] = tuple([(phase, began_ns) for phase, began_ns in raw["phases"]])
         raw["stack"], raw["said"] = tuple(raw["stack"]), tuple(raw["said"])
         raw["words"] = None if raw["words"] is None else LastWords(*raw["words"])
         if raw["stalled"] is not None:

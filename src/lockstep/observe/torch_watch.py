@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from lockstep.observe.in_flight import InFlight  # imports torch, which comes when the program wants it
 
 # files whose operations are entered above them
-_SEAM = tuple(os.path.join("lockstep", "comm", f"torch_{name}.py") for name in ("calls", "transport", "work"))
+_SEAM = tuple([os.path.join("lockstep", "comm", f"torch_{name}.py") for name in ("calls", "transport", "work")])
 
 
 def attach(guard: Guard) -> Callable[[], None]:

@@ -43,7 +43,7 @@ def _frozen_inside(scene: Scene, wait: Wait) -> tuple[int, ...]:
     """Who was in this operation, too, when last heard, and is not run any more: half of its part may be moved."""
     silent = [rank for rank in wait.ranks if scene.is_silent(rank)]
     theirs = {rank: [scene.wait_of(rank, waiting) for waiting in scene.status(rank).waiting] for rank in silent}
-    return tuple(rank for rank in silent if wait.record.is_message or any(map(wait.is_part_of, theirs[rank])))
+    return tuple([rank for rank in silent if wait.record.is_message or any(map(wait.is_part_of, theirs[rank]))])
 
 
 def state(scene: Scene, rank: int) -> Root:

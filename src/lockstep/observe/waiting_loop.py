@@ -20,7 +20,7 @@ _STDLIB = os.path.dirname(threading.__file__) + os.sep
 _ASKING = ("_collections_abc", "codecs", "concurrent", "fnmatch", "genericpath", "glob", "multiprocessing", "ntpath")
 _ASKING += ("os", "pathlib", "posixpath", "queue", "selectors", "signal", "socket", "stat", "subprocess", "threading")
 _ASKING_TORCH = f"torch{os.sep}cuda{os.sep}streams.py"
-_OURS = tuple(os.path.dirname(os.path.dirname(__file__)) + f"{os.sep}{part}{os.sep}" for part in ("comm", "observe"))
+_OURS = tuple([os.path.dirname(os.path.dirname(__file__)) + f"{os.sep}{part}{os.sep}" for part in ("comm", "observe")])
 _FOR = ("FOR_ITER", "GET_ANEXT")
 # what makes a `for` over it a `while`, with so many arguments: of itertools, and `iter` of a function
 _ENDLESS = {"count": (0, 1, 2), "cycle": (1,), "repeat": (1,), "iter": (2,)}
@@ -87,11 +87,9 @@ def _loops_of(code: CodeType) -> tuple[_Loop, ...]:
         return ()
     every = [one for one in dis.get_instructions(code) if one.opname != "EXTENDED_ARG"]  # to which a long jump goes
     offsets = [one.offset for one in every]
-    return tuple(
-        _Loop(one.argval, one.offset, _ends(every, bisect_left(offsets, one.argval)))
-        for one in every
-        if one.opcode in _JUMPS and one.argval <= one.offset and "NO_INTERRUPT" not in one.opname  # that is an `await`
-    )
+    back = [one for one in every if one.opcode in _JUMPS and one.argval <= one.offset]
+    back = [one for one in back if "NO_INTERRUPT" not in one.opname]  # that is an `await`
+    return tuple([_Loop(one.argval, one.offset, _ends(every, bisect_left(offsets, one.argval))) for one in back])
 
 
 def _ends(every: Sequence[dis.Instruction], head: int) -> bool:

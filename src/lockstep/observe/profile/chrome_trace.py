@@ -195,7 +195,7 @@ def _bucket_arrows(seen: Mapping[int, Sequence[Event]], numbers: Iterator[int]) 
     slices = {rank: sorted((e for e in events if e["ph"] == "X"), key=_begin) for rank, events in seen.items()}
     begun_by = {rank: [e for e in ones if e["name"].startswith("c10d::")] for rank, ones in slices.items()}
     done = {rank: [e for e in ones if _IS_DONE.match(e["name"])] for rank, ones in slices.items()}
-    if len({tuple(e["name"] for e in ones) for ones in begun_by.values()}) > 1:
+    if len({tuple([e["name"] for e in ones]) for ones in begun_by.values()}) > 1:
         return
     for number, begun in enumerate(zip(*begun_by.values(), strict=True)):
         last = max(begun, key=_begin)

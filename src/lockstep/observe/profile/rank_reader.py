@@ -58,7 +58,7 @@ class RankReader:
             elif not self._starts:
                 raise ValueError("there is no start before it")
             elif kind == "word":
-                word = self._words[values["word"]] = tuple(values[name] for name in _WORD)
+                word = self._words[values["word"]] = tuple([values[name] for name in _WORD])
                 if [type(each) for each in word] != [str, str, str, str, int]:
                     raise ValueError("it names no operation")
             elif kind == "step":

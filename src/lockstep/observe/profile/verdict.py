@@ -99,7 +99,7 @@ def judge(run: Run, *, peak_flops: float = 0.0, flops_per_token: float = 0.0) ->
     """
     run = _together(run.of_last_attempt())
     waits = waits_of(run)
-    shares = tuple(share for record in run.ranks.values() if (share := share_of(record, waits)) is not None)
+    shares = tuple([share for record in run.ranks.values() if (share := share_of(record, waits)) is not None])
     if not shares:
         return Verdict((), 1.0, None, (), waits, ())
     kinds = list(unseen(run).values())

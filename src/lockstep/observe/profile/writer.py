@@ -231,7 +231,7 @@ class RunWriter:
         spans = spans_in(step, 2 * WHOLE_MAX if self.is_whole else SPANS_MAX)
         line = replace(
             self._told(alone),
-            spans=tuple((phase, (at - step.began_ns) // 1000) for phase, at in spans),
+            spans=tuple([(phase, (at - step.began_ns) // 1000) for phase, at in spans]),
             hidden_us=listing.hidden_ns // 1000,
             every=listing.every if listing.every > 1 else 0,
             unlisted=listing.unlisted,

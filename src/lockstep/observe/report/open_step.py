@@ -122,10 +122,10 @@ def line_of(moment: Moment, record: RankRecord) -> Steps:
     missed = next((op for op in moment.ops if op.absent), None)  # the first is where the thread stood
     behind_ns = max((op.left_ns for op in moment.ops if not op.absent), default=0)
     stood_ns = max((at_ns for phase, at_ns in moment.phases if phase == EXPOSED and at_ns >= behind_ns), default=0)
-    ops = tuple(_op(op, start.attempt, zero_ns, wall, stood_ns if op is missed else None) for op in moment.ops)
+    ops = tuple([_op(op, start.attempt, zero_ns, wall, stood_ns if op is missed else None) for op in moment.ops])
     phases = [(phase, (at_ns - zero_ns) // 1000) for phase, at_ns in moment.phases]
     first = max((n for n, (_, at) in enumerate(phases) if at <= 0), default=0)
-    spans = tuple((phase, max(0, at)) for phase, at in phases[first:])
+    spans = tuple([(phase, max(0, at)) for phase, at in phases[first:]])
     return Steps(step, 1, began, wall, wall, (0,) * len(PHASES), ops=ops, spans=spans)
 
 

@@ -11,7 +11,7 @@ _IN_ORDER = """
     elements state canvas matrix header lane_model lane_picture lane_panel lane_input lanes
     curves heat overlap owners seals coverage replicas facts live
 """
-SCRIPTS = tuple(f"page_{name}" for name in _IN_ORDER.split())  # in the order in which they need each other
+SCRIPTS = tuple([f"page_{name}" for name in _IN_ORDER.split()])  # in the order in which they need each other
 
 
 def render(document: Mapping[str, Any]) -> str:

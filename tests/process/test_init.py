@@ -204,8 +204,8 @@ class Heard(io.StringIO):
 def over_own_group_late(rank: int, folder: str, backend: str) -> str:
     """Rank 1 comes once rank 0 has said that it waits for it."""
     dist.init_process_group(backend, store=dist.FileStore(f"{folder}/own", 2), rank=rank, world_size=2)
-    told, heard = Path(folder, "told"), Heard(Path(folder, "told"))
-    assert rank == 0 or wait_until(told.exists, 60)
+    heard = Heard(Path(folder, "told"))
+    assert rank == 0 or wait_until(heard.file.exists, 60)
     with contextlib.redirect_stderr(heard), lockstep.init() as comm:
         comm.barrier()
     dist.destroy_process_group()

@@ -95,9 +95,8 @@ class Meeting:
     def late(self) -> str:
         """The sentence for machines that never came, or that have come and do not begin."""
         here = self._here()
-        contradicted = "" if self._has_begun else self._contradiction(here)
-        if contradicted:  # by one that came later, and torch's rendezvous has failed before this was asked for
-            return contradicted
+        if not self._has_begun and (problem := self._contradiction(here)):  # torch's rendezvous has failed by it
+            return problem
         missing = "" if self._has_begun else self._missing(here)
         if missing:
             why = "it was not started, has ended, or was given another address or port"

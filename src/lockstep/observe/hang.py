@@ -17,7 +17,7 @@ from lockstep.observe.wait_chains import START_TIMES, activity, point_of_life, r
 from lockstep.observe.wording import Finding, names, seconds, step_after, times
 
 FAILING = "failing"  # activity of a rank that asks why its operation has failed
-_LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
+LONG_WORK_TIMES = 3  # as long as for work of which nothing is known: a checkpoint, an evaluation, a late start
 _LOADS = "is loading data"
 _COMPUTES = "waits for a GPU that is at what it was given before"
 _TIMED_OUT = re.compile("(?P<store>wait timeout|Socket Timeout|waiting for clients|client socket has)|[Tt]imed out")
@@ -76,9 +76,8 @@ def _hang_at(scene: Scene, wait: Wait) -> Finding | None:
 
 def find_waiting(scene: Scene) -> Finding | None:
     """Somebody works while others wait: no fault, but worth a line; later where it is known to be long work."""
-    notice_s = max(scene.limits.notice_s, scene.hang_s)
-    long_s = _LONG_WORK_TIMES * notice_s
-    limits_s = {"looping": scene.hang_s, "starting": scene.hang_s, "moving": notice_s}
+    long_s = LONG_WORK_TIMES * scene.notice_s
+    limits_s = {"looping": scene.hang_s, "starting": scene.hang_s, "moving": scene.notice_s}
     limits_s |= {"unseen": long_s, "active": long_s}
     for wait in scene.waits:
         if wait.age_s < scene.hang_s:

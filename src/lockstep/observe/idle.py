@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from lockstep.observe import wording
+from lockstep.observe.hang import LONG_WORK_TIMES
 from lockstep.observe.scene import Scene
 from lockstep.observe.status import FINISHED
 from lockstep.observe.wording import Finding, seconds, step_after
-
-_TIMES = 3  # as long as work may take until it is mentioned
 
 
 def find_idle(scene: Scene) -> Finding | None:
@@ -15,8 +14,8 @@ def find_idle(scene: Scene) -> Finding | None:
     ranks = [rank for rank in sorted(scene.sights) if scene.is_running(rank)]
     has_failed = any(scene.status(rank).state != FINISHED for rank in scene.ended)
     still_s = min((scene.status(rank).unmoved_s for rank in ranks), default=0.0)
-    limit_s = _TIMES * max(scene.limits.notice_s, scene.hang_s)
-    if still_s < limit_s or len(scene.sights) < scene.status(scene.me).world_size or len(scene.sights) == 1:
+    are_all_seen = 1 < len(scene.sights) == scene.status(scene.me).world_size
+    if not are_all_seen or still_s < LONG_WORK_TIMES * scene.notice_s:
         return None
     is_at_work = any(scene.status(rank).activity or scene.sights[rank].is_working for rank in ranks)
     if is_at_work or has_failed or scene.blocked or any(map(scene.is_silent, ranks)):

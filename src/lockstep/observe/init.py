@@ -43,7 +43,7 @@ def init(*, guard: Mode | None = None, **options: Unpack[comm_init.Options]) -> 
     1 under torchrun counts as not set, because torchrun itself puts it there.
     timeout_s: limit of every operation, also in sub-groups; 600 unless given. start_timeout_s: for all ranks to come.
 
-    Where torch.distributed has a default group already, that group is used, and closing leaves it alone.
+    Where torch.distributed has a default group already, that is used, for all to come with its timeout, and left alone.
     Collective: every rank of the job, equally often; it blocks until all are there.
     Raises: EnvironmentProblems with all that is wrong, before a socket of the job is opened, and the same on every rank
     where ranks contradict each other; CollectiveTimeout naming the ranks that never came; ConfigError while the

@@ -99,6 +99,11 @@ class Scene:
         slowest = max((sight.status.step_s for sight in self.sights.values()), default=0.0)
         return max(self.limits.hang_s, _HANG_STEPS * slowest)
 
+    @property
+    def notice_s(self) -> float:
+        """After how long it is mentioned that a rank works while others wait."""
+        return max(self.limits.notice_s, self.hang_s)
+
     def status(self, rank: int) -> Status:
         """What `rank`, which has been heard of, said last."""
         return self.sights[rank].status

@@ -23,7 +23,7 @@ NO_FAULT = "; no fault so far"  # while the operation that waits has not failed
 
 STANDSTILLS = ("stopped", "unreachable", "hang")  # kinds of which ranks may yet go on
 _MAY_PASS = ("steps", *STANDSTILLS, "transport")  # never raised; their evidence is kept
-_BLAMELESS = ("cycle", "waiting", "idle", "caught")  # of which the head names the ranks
+_BLAMELESS = ("cycle", "waiting", "idle", "caught")  # of which the head names the ranks, or they are all
 _NOTES = ("waiting", "idle", "gradient", "data", "caught", "messages")  # that are only said
 
 Kind = Literal[

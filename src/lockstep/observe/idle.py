@@ -14,8 +14,7 @@ def find_idle(scene: Scene) -> Finding | None:
     ranks = [rank for rank in sorted(scene.sights) if scene.is_running(rank)]
     has_failed = any(scene.status(rank).state != FINISHED for rank in scene.ended)
     still_s = min((scene.status(rank).unmoved_s for rank in ranks), default=0.0)
-    are_all_seen = 1 < len(scene.sights) == scene.status(scene.me).world_size
-    if not are_all_seen or still_s < LONG_WORK_TIMES * scene.notice_s:
+    if still_s < LONG_WORK_TIMES * scene.notice_s or not 1 < len(scene.sights) == scene.status(scene.me).world_size:
         return None
     is_at_work = any(scene.status(rank).activity or scene.sights[rank].is_working for rank in ranks)
     if is_at_work or has_failed or scene.blocked or any(map(scene.is_silent, ranks)):

@@ -83,6 +83,19 @@ dist.all_reduce(torch.ones(4))
 """
 
 
+_FROM_ANY = """
+import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+rank, tensor = dist.get_rank(), torch.ones(4)
+for _ in range(3 if rank == 0 else rank):
+    dist.send(tensor, 0) if rank else dist.recv(tensor)
+if rank == 0:
+    dist.recv(tensor)  # nobody sends
+"""
+
+
 def _output(folder: Path, case: str, program: str = _PROGRAM, code: int = 1) -> str:
     (folder / "train.py").write_text(program)
     words = ("run", "--record=off", "--nproc-per-node=2", "train.py", case)
@@ -146,3 +159,15 @@ def test_killed_rank_is_found_also_where_the_launcher_is_held_up(tmp_path: Path,
     ), text
     (finding,) = [dict(note.fields) for note in read_run(tmp_path / "kept").ranks[0].notes if note.kind == "finding"]
     assert (finding["kind"], finding["culprits"]) == ("gone", [1])
+
+
+def test_a_receive_that_nobody_is_left_to_send_is_ended(tmp_path: Path) -> None:
+    """From any rank: Gloo waits on though all others have ended, and the ranks to blame cannot be ended again."""
+    (tmp_path / "train.py").write_text(_FROM_ANY)
+    words = ("run", "--record=off", "--nproc-per-node=3", "--hang-limit-s=4", "train.py")
+    with contextlib.closing(Run(tmp_path, *words, LOCKSTEP_EVIDENCE="", LOCKSTEP_HANG_S="2")) as run:
+        text = run.end(1)
+    assert re.search(r"^lockstep: HANG: nothing has moved for .* in step 1\.  Culprits: ranks 1,2$", text, re.MULTILINE)
+    assert "Likely fix: as many receives from any rank as sends: nobody is left who could send." in text
+    ended = r"^lockstep: rank 0 \(pid \d+\) was ended by its launcher: no progress for 4 s"
+    assert re.search(ended, text, re.MULTILINE), text

@@ -399,3 +399,13 @@ def test_a_rank_with_a_model_that_has_ended_a_step_is_not_starting() -> None:
     for one in ranks:
         one.status_fields["facts"] = {"model 7f/3/1": {"wrapped": ["d1", _WRAP]}}
     assert found_in(ranks).kind == "hang"
+
+
+def test_who_lost_a_rank_that_is_gone_is_not_said_to_be_the_one_that_raised() -> None:
+    """Others had waited for long when rank 1 was ended; rank 0 raises at once, who is gone is said a second later."""
+    ranks = waiting_for_rank_1(3, 4.3)
+    ranks[0].raises("PeerFailed", "rank 1 was ended", "train.py:40", is_consequence=True, of=1)
+    ranks[1].is_gone, ranks[1].how = True, "was ended by its launcher: no progress for 10 s"
+    assert diagnosed(ranks) is None
+    ranks[1].age_s = 1.5
+    assert found_in(ranks).text.startswith("lockstep: GONE in step 4.  Culprit: rank 1")

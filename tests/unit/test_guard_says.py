@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, running, waiting_for_rank_1
+from rank_sights import FIRST, REDUCE, PaperRank, diagnosed, running, waiting_for_rank_1, world
 from watched_guard import Watched, failed, stopped
 
 from lockstep.errors import CollectiveTimeout, CommError, PeerFailed
@@ -139,6 +139,25 @@ def test_only_who_is_named_in_a_hang_and_does_not_move_is_stuck(
     made.sees(ranks)
     assert made.guard.stuck_s == stuck_s
     made.guard.close()
+
+
+@pytest.mark.parametrize(("waits", "stuck_s"), [(True, 21.0), (False, 0.0)])
+def test_who_waits_for_a_message_of_ranks_that_have_ended_is_stuck(
+    waits: bool, stuck_s: float, watched: Watched
+) -> None:
+    """From any of them: nobody else is left whom a launcher could end. Who does not wait any more may stand still."""
+    ranks = world(3)
+    ranks[0].waits(ranks[0].message("recv float32 [4] from rank any tag 0"), 21)
+    for one in ranks[1:]:
+        one.finishes()
+    said = watched.sees(ranks)
+    assert said[0] == "lockstep: HANG: nothing has moved for 21.0 s in step 1.  Culprits: ranks 1,2"
+    assert said[-1] == "Likely fix: as many receives from any rank as sends: nobody is left who could send."
+    ranks[0].status_fields["stalled"] = Stalled("hang", (1, 2), (-1, -1), "")
+    if not waits:
+        ranks[0].open.clear()
+    watched.sees(ranks)
+    assert watched.guard.stuck_s == stuck_s
 
 
 def test_time_in_which_nobody_looked_is_not_held_against_anybody(

@@ -32,7 +32,6 @@ _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a loo
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
-_UNENDED = ("hang", "unreachable")  # kinds of findings after which a launcher may have to end a rank
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
 
 
@@ -52,7 +51,7 @@ class Lookout:
         self._looked_s = self._blind_until_s = 0.0
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
         self.is_calm = False  # nothing hurries
-        self.stuck_s = 0.0  # for how long this rank has stood still, if a hang has been said that is its doing
+        self.stuck_s = 0.0  # for how long this rank has stood still, where its launcher may end it for that
         self._looks = 0
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
         self._lock = threading.RLock()  # what a look calls may find a new group
@@ -129,9 +128,8 @@ class Lookout:
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)
         told = [sight.status.stalled for sight in sights.values() if sight.status.stalled is not None]
-        # whose launcher cannot be reached nobody ends: who waits for them is ended
-        is_named = any((self._rank in one.ranks) is (one.kind == "hang") for one in told if one.kind in _UNENDED)
-        self.stuck_s = sights[self._rank].status.unmoved_s if is_named else 0.0
+        is_stuck = any(self._may_be_ended(one, self._scene(sights)) for one in told)
+        self.stuck_s = sights[self._rank].status.unmoved_s if is_stuck else 0.0
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():
@@ -151,6 +149,13 @@ class Lookout:
         elif speaks_here:  # only said: it may pass
             self.finding, self._stood = found, stalled_by(found, sights, "")
             self._voice.say_with_evidence(found, sights)
+
+    def _may_be_ended(self, told: Stalled, scene: Scene) -> bool:
+        """This rank, by its launcher: a hang is its doing, or that of ranks which have ended or cannot be reached."""
+        is_hang = told.kind == "hang"
+        if is_hang and scene.ended.issuperset(told.ranks):
+            return self._rank in scene.blocked
+        return (is_hang or told.kind == "unreachable") and (self._rank in told.ranks) is is_hang
 
     def _look_at_messages(self, sights: Mapping[int, Sight], *, is_last: bool) -> None:
         """Of both ends: when they are twice as many, after a while, and at the end; for all records have to be read."""

@@ -32,13 +32,7 @@ class GuardLayer(TransportLayer):
     """
 
     def __init__(
-        self,
-        inner: Transport,
-        guard: Guard,
-        *,
-        name: str = "world",
-        is_world: bool = False,
-        owns_guard: bool = False,
+        self, inner: Transport, guard: Guard, *, name: str = "world", is_world: bool = False, owns_guard: bool = False
     ) -> None:
         """is_world: of all ranks, as `lockstep.init` makes it. owns_guard: so it is, and closed with this layer."""
         super().__init__(inner)

@@ -21,6 +21,6 @@ def find_idle(scene: Scene) -> Finding | None:
         return None
     done, lines = scene.done_by(ranks), wording.whereabouts(scene, dict.fromkeys(ranks, "is idle"))
     head = f"no rank has moved for {seconds(still_s)} in {step_after(done)}, and none waits for another"
-    fix = "see what they wait for, which is no operation: a lock, a file, a key of a store, another program."
+    fix = "see what they wait for: a lock, a file, a key of a store, another program; at _shutdown, a thread."
     key = ",".join(f"{rank}@{scene.status(rank).stack[-1:]}" for rank in ranks)
     return wording.compose(scene, "idle", key, head + wording.NO_FAULT, ranks, lines, fix=fix, done=done)

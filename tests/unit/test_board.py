@@ -128,6 +128,13 @@ def test_a_silent_rank_works_while_its_process_uses_a_core(make: Make, monkeypat
     assert seen == [False, False, False, True, True, False, True, False, False, False]
 
 
+def test_a_rank_that_has_not_told_a_word_is_of_this_machine(make: Make) -> None:
+    """C code may hold Python's lock from before the guard's first look; of another machine it would be cut off."""
+    _, mine = make(1, [1, 2], 3)
+    make(2, [1, 2], 3)
+    assert mine.sights(is_urgent=True)[2].status.machine == 1
+
+
 def test_a_store_that_does_not_answer_makes_nobody_silent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does the rank of the other machine get through to it meanwhile."""
     now_s, store = 100.0, DictStore()

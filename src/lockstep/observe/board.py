@@ -7,6 +7,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
@@ -114,6 +115,8 @@ class Board:
             how, mine = record and self._how_it_ended(rank, record), None if rank in self._here else self._mine
             sight = record and sight_of(record, mine, how=how, is_urgent=is_urgent)
             if sight is not None:
+                if sight.status.machine != self._first:  # it has not told a word yet
+                    sight = sight._replace(status=replace(sight.status, machine=self._first))
                 seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)
@@ -247,9 +250,7 @@ def tell_ends(folder: Path, ends: Mapping[int, str]) -> None:
 
 
 def send_ends(folder: Path, ends: Mapping[int, str | None], store: Store) -> None:
-    """A launcher says how processes of this machine ended, by rank, to the guards of the others; None: it is stopped,
-    until it speaks again.
-    """
+    """As `tell_ends`, to the guards of the other machines; None: it is stopped, until it speaks again."""
     for rank, how in ends.items():
         with contextlib.suppress(OSError, ConfigError, RuntimeError):  # it never had a guard, or nobody holds the store
             record = FlightRecord(flight_path(folder, rank))

@@ -18,15 +18,13 @@ def find_unreachable(scene: Scene) -> Finding | None:
     waits = [one for one in waits if set(lost).intersection(one.ranks)]
     if not waits:
         return None
-    machines, lines = alike({rank: scene.status(rank).machine for rank in lost}), list[str]()
+    machines, lines = alike({rank: scene.status(rank).machine for rank in lost}), wording.waiters(waits)
     for ranks in machines.values():
-        since, host = seconds(min(scene.sights[rank].age_s for rank in ranks)), scene.status(ranks[0]).host
-        why = "the network is cut, or it stands still"
-        lines.append(f"nothing has come from {host} ({names(ranks)}) for {since}: {why}")
+        ago, host = seconds(min(scene.sights[rank].age_s for rank in ranks)), scene.status(ranks[0]).host
+        lines.append(f"nothing has come from {host} ({names(ranks)}) for {ago}: the network is cut, or it stands still")
     lines += wording.whereabouts(scene, dict.fromkeys(lost, "was last heard"))
     host = scene.status(lost[0]).host
     way = f"`ping {host}`" if host != scene.status(scene.me).host else f"ping the other {host}"
     fix = f"{way}, and see there whether its ranks run; `lockstep doctor` tries all ways."
     key, head = ",".join(map(str, machines)), f"UNREACHABLE in {step_after(scene.step)}."
-    least = wording.waiters(waits)
-    return wording.compose(scene, "unreachable", key, head, lost, [*least, *lines], fix=fix, done=scene.step)
+    return wording.compose(scene, "unreachable", key, head, lost, lines, fix=fix, done=scene.step)

@@ -409,3 +409,21 @@ def test_who_lost_a_rank_that_is_gone_is_not_said_to_be_the_one_that_raised() ->
     assert diagnosed(ranks) is None
     ranks[1].age_s = 1.5
     assert found_in(ranks).text.startswith("lockstep: GONE in step 4.  Culprit: rank 1")
+
+
+def test_only_a_receive_from_any_rank_is_told_to_send_as_many() -> None:
+    """A collective is not, whose missing rank has just been killed: that is said a moment later."""
+    ranks = waiting_for_rank_1(3)
+    ranks[1].is_gone, ranks[1].how = True, "was killed by SIGKILL"
+    assert "as many receives" not in found_in(ranks).text
+
+
+def test_a_rank_that_nobody_waits_for_does_not_hide_who_lost_another() -> None:
+    """Rank 3 is gone, of another group: what rank 2 raised is told all the same."""
+    ranks = waiting_for_rank_1(4, 4.3)
+    for one in ranks[:3]:
+        one.folds["world"].ranks = (0, 1, 2)
+    ranks[2].raises("PeerLost", "connection closed by peer", "train.py:40", is_consequence=True)
+    ranks[3].open.clear()
+    ranks[3].is_gone, ranks[3].how = True, "was killed by SIGKILL"
+    assert (found_in(ranks).kind, found_in(ranks).culprits) == ("raised", (2,))

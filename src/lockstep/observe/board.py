@@ -7,7 +7,6 @@ import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
@@ -68,13 +67,13 @@ class Board:
         self._away = tuple([rank for rank in range(recorder.world_size) if rank not in here])
         self.use(store)
         self._records: dict[int, FlightRecord] = {recorder.rank: FlightRecord(recorder.path)}
-        recorder.machine = self._first = min(here)  # whose record holds what was found on this machine
+        self._first = min(here)  # whose record holds what was found on this machine
+        recorder.set_machine(self._first)
         self._peers: dict[int, Peers] = {}
         self._ended_s: dict[int, float] = {}  # when the process of a rank of this machine was first seen to be gone
         self._heard: dict[int, _Heard] = {}  # of ranks of other machines
         self._mine: Status | None = None  # what this rank said last
-        self._told_s, self._has_left = 0.0, False
-        self._answered = ""
+        self._told_s, self._has_left, self._answered = 0.0, False, ""
         self._calls = StoreCalls(lost_by=RuntimeError)
         self._spent_s = 0.0  # until it answered: meanwhile no rank can be heard, and none is silent
         self._gone: set[int] = set()  # ranks of this machine whose end the others know of
@@ -115,8 +114,6 @@ class Board:
             how, mine = record and self._how_it_ended(rank, record), None if rank in self._here else self._mine
             sight = record and sight_of(record, mine, how=how, is_urgent=is_urgent)
             if sight is not None:
-                if sight.status.machine != self._first:  # it has not told a word yet
-                    sight = sight._replace(status=replace(sight.status, machine=self._first))
                 seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)

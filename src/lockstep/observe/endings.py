@@ -137,7 +137,7 @@ def find_raised(scene: Scene) -> Finding | None:
     ended = {rank for rank in left if scene.status(rank).state == RAISED or saw_another(scene.status(rank))}
     waits = [wait for wait in scene.waits if ended.intersection(_without(scene, wait))]
     missed = sorted({rank for wait in waits for rank in _without(scene, wait)} & ended)
-    has_gone = any(_has_vanished(scene.sights[rank], scene.sights) for rank in left)  # as `find_gone` will say
+    has_gone = any(_has_vanished(scene.sights[r], scene.sights) for wait in waits for r in _without(scene, wait))
     is_due = not has_gone and any(wait.age_s >= SILENT_S for wait in waits)
     origins = [rank for rank in missed if not saw_another(scene.status(rank))] or (missed if is_due else [])
     if not origins:

@@ -34,7 +34,7 @@ RECORDS = 1024
 _CHANNELS = 4 * RECORDS  # whose messages are numbered
 _TEXT_BYTES = (24, 96, 56, 27)  # of group, text, site, label; what is longer is cut
 
-MAGIC = int.from_bytes(b"lkstpfl1", "little")
+MAGIC = int.from_bytes(b"lkstpfl2", "little")
 HEADER_BYTES = 8 * 64
 STATUS_AT, NOTICE_AT, RING_AT = HEADER_BYTES, 56 << 10, 64 << 10
 _STATUS_BYTES, NOTICE_BYTES = NOTICE_AT - STATUS_AT, RING_AT - NOTICE_AT
@@ -46,7 +46,7 @@ _write_record, _write_word = RECORD.pack_into, WORD.pack_into  # of all ways to 
 _LEFT_AT, _DIGEST_AT, _MESSAGE_AT = 32, 40, 48
 
 # words of the header
-IS, RANK, WORLD, PID, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE = range(10)
+IS, RANK, WORLD, PID, MACHINE, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE = range(11)
 _COUNT_AT = 8 * COUNT
 
 
@@ -131,7 +131,6 @@ class FlightRecorder:
         self.path = Path(path)
         self.rank = rank
         self.world_size = world_size
-        self.machine = rank  # the first rank that shares its memory, once that is known
         self.step = 0
         self.started = 0  # operations so far
         self.left: deque[Callable[[], object]] = deque()  # to be done by `take_up`
@@ -144,6 +143,7 @@ class FlightRecorder:
         self._thread = _Caller(self._owner)
         self._words[RANK], self._words[WORLD], self._words[PID] = rank, world_size, os.getpid()
         self._words[ALIVE_NS] = monotonic_ns()
+        self.set_machine(rank)
         self._words[IS] = MAGIC
 
     def enter(self, seq: int, words: Words, is_message: bool = False, now_ns: int = 0) -> int:
@@ -226,6 +226,10 @@ class FlightRecorder:
     def count_this_thread(self) -> None:
         """What the calling thread enters belongs to the rank's steps, though the program has started the thread."""
         self._thread.has_steps = True
+
+    def set_machine(self, first: int) -> None:
+        """This rank is on the machine of which rank `first` is the first: those that share its memory."""
+        self.machine = self._words[MACHINE] = first
 
     def set_step(self, step: int) -> None:
         """Operations from now on belong to `step`."""

@@ -215,7 +215,7 @@ def _report_hang(scene: Scene, wait: Wait, ranks: Sequence[int], more: Mapping[i
     if all(text == _COMPUTES for text in how.values()):
         why = "the GPU does what it is given in order: it comes to the collective when that is done, if ever."
         fix = f"see what the GPU of {names(ranks)} was given before: CUDA_LAUNCH_BLOCKING=1 shows the line."
-    if scene.ended.issuperset(ranks):
+    if scene.ended.issuperset(ranks) and any(one.is_any for one in waits):
         why, fix = "", "as many receives from any rank as sends: nobody is left who could send."
     if alone:
         what, why, fix, lines = "no match of messages", "", PAIR_UP, [*odd.values()]

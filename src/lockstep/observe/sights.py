@@ -33,6 +33,7 @@ class Header(NamedTuple):
     rank: int
     world_size: int
     pid: int
+    machine: int  # the first rank that shares its memory; itself until that is known
     step: int
     alive_ns: int  # when its guard last said so, by time.monotonic_ns
     started: int  # operations so far
@@ -154,8 +155,7 @@ def sight_of(
 def from_record(record: FlightRecord, said: Status | None) -> Status:
     """The status of a rank that does not speak any more: what it `said` last, with what its record shows."""
     header, records = record.header(), record.records()
-    if said is None:
-        said = Status(header.rank, header.world_size, header.pid, socket.gethostname(), header.rank)
+    said = said or Status(header.rank, header.world_size, header.pid, socket.gethostname(), header.machine)
     members: dict[str, tuple[int, ...]] = {name: progress.ranks for name, progress in said.groups.items()}
     folds: dict[str, Folding] = {}
     for one in records:

@@ -103,6 +103,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.observe.process_guard import current_guard
+from lockstep.observe.sights import FlightRecord
 
 dist.init_process_group("gloo")
 dist.all_reduce(torch.ones(1))
@@ -147,7 +148,7 @@ for way in ("leave", "train", "fail"):
             raise ConnectionResetError("Connection reset by peer")
         sys.exit(7)
 codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
-step = guard.recorder._words[4]
+step = FlightRecord(guard.recorder.path).header().step
 is_over.set()
 thread.join()
 train(2)

@@ -32,8 +32,8 @@ print(f"rank {rank} is up: pid {os.getpid()}", flush=True)
 model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 for step in range(count):
-    is_culprit = (rank, step) == (size - 1, 30)
-    if is_culprit and case == "raise":
+    is_culprit = (rank, step) == (0 if case == "first alone" else size - 1, 30)
+    if is_culprit and case in ("raise", "alone", "first alone"):
         raise ValueError("a broken sample")  # raise
     if is_culprit and case == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -41,8 +41,14 @@ for step in range(count):
         os.kill(os.getpid(), signal.SIGSTOP)
     if is_culprit and case == "exit":
         sys.exit()
+    while is_culprit and case == "loop":
+        pass
+    if is_culprit and case == "c":
+        sum(range(10**12))  # all in C: no other thread of this process runs
     while is_culprit and case == "hang":
         time.sleep(0.1)  # hang
+    while step == 30 and case.endswith("alone"):
+        time.sleep(0.1)  # for no other rank
     of = dist.ReduceOp.MAX if is_culprit and case == "reduction" else dist.ReduceOp.SUM
     values = torch.ones(5 if is_culprit and case == "shape" else 4)
     dist.all_reduce(values, op=of)  # all
@@ -121,6 +127,33 @@ def test_a_culprit_on_the_other_machine_is_named(start: Start, case: str) -> Non
     assert re.search(_SAID[case], text), text
     if case in ("hang", "shape", "reduction"):
         assert re.search(_SAID[case], its), its
+
+
+@pytest.mark.parametrize("case", ["alone", "first alone"])
+def test_a_failure_ends_also_the_machine_whose_ranks_wait_for_nobody(start: Start, case: str) -> None:
+    """No connection tells them: they would sleep for ever. Also where the store goes with the machine that fails."""
+    runs = start(case)
+    failing, other = runs if case == "first alone" else runs[::-1]
+    culprit = 0 if case == "first alone" else 1
+    said = rf"rank {culprit} \(pid \d+, machine{culprit}\) failed at {_AT['raise']}: ValueError: a broken sample"
+    first, second = failing.end(1), other.end(1)
+    assert re.search(said, first)
+    assert len(re.findall(rf"lockstep: {said}; rank {1 - culprit} was ended by the launcher here\n", second)) == 1
+    assert "DistNetworkError" not in first + second
+    (record,) = (other.output.parent / "runs").iterdir()
+    source, status = look(RunReader(record))
+    assert re.search(said, str(document_of(source, status, 0)["cards"]))
+
+
+@pytest.mark.parametrize(("case", "is_at"), [("c", "C code that holds Python's lock"), ("loop", r"in one loop for .*")])
+def test_who_is_at_work_and_cannot_say_so_is_not_cut_off(start: Start, case: str, is_at: str) -> None:
+    """The only rank of its machine: its launcher speaks for it, or it says the same again and again."""
+    first, _ = start(case, "--record=off", "--hang-limit-s=9")
+    first.await_text(rf"  rank 1 is at work \({is_at}\)")
+    (said,) = first.said()
+    assert said.startswith("waiting for rank 1 for ")
+    assert said.endswith("no fault so far" if case == "c" else "is that a loop without an end?")
+    assert first.process.poll() is None
 
 
 def _in_one_line(text: str) -> str:

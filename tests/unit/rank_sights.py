@@ -34,7 +34,7 @@ class PaperRank:
         self.age_s = 0.0
         self.is_gone = False
         self.how = ""
-        self.is_stopped = self.is_working = False
+        self.is_stopped = self.is_working = self.is_seen = False
         self.open: set[int] = set()
         self.is_readable = True
         self.kept = 1024
@@ -102,9 +102,8 @@ class PaperRank:
             **self.status_fields,
         }
         status = Status(self.rank, self.world_size, 4710 + self.rank, self.host, **fields)  # type: ignore[arg-type]
-        return Sight(
-            Status.from_json(status.to_json()), self.age_s, self.is_gone, self.how, self.is_stopped, self.is_working
-        )
+        kernel = (self.is_stopped, self.is_working, self.is_seen)
+        return Sight(Status.from_json(status.to_json()), self.age_s, self.is_gone, self.how, *kernel)
 
 
 def world(size: int) -> list[PaperRank]:

@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from lockstep.observe.board import Board, send_ends
+from lockstep.observe.board import Board, send_ends, send_silent
+from lockstep.observe.cores import Cores
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.onlooker import noticed
 from lockstep.observe.sights import FlightRecord, flight_path, sight_of
@@ -115,16 +116,15 @@ def test_a_status_comes_through_whole(make: Make) -> None:
     assert recorder.rank == 0
 
 
-def test_a_silent_rank_works_while_its_process_uses_a_core(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_silent_rank_works_while_its_process_uses_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
     """Or would, if it got one."""
-    _, mine = make(0, [0, 1])
-    seen = []
+    cores, seen = Cores(), []
     for age_s, state, used_s in (
         (0.9, "R", 0.0), (1.1, "S", 5.0), (1.9, "S", 5.5), (2.2, "S", 5.6), (3.0, "S", 5.7),
         (3.3, "S", 5.6), (4.4, "R", 5.6), (5.5, "S", 5.61), (0.2, "S", 5.7), (1.1, "S", 6.0),
     ):  # fmt: skip
-        monkeypatch.setattr("lockstep.observe.board.state_and_cpu_s", lambda path, said=(state, used_s): said)
-        seen.append(mine._is_working(Sight(status(1), age_s, is_gone=False), 100 + age_s))
+        monkeypatch.setattr("lockstep.observe.cores.state_and_cpu_s", lambda path, said=(state, used_s): said)
+        seen.append(cores.seen(Sight(status(1), age_s, is_gone=False), 100 + age_s).is_working)
     assert seen == [False, False, False, True, True, False, True, False, False, False]
 
 
@@ -402,6 +402,39 @@ def test_a_launcher_says_who_is_stopped_until_that_one_speaks_again(make: Make, 
     theirs._told_s = 0.0
     theirs.tell(status(1, step=4))
     assert not mine.sights()[1].is_stopped
+
+
+def test_a_rank_that_says_the_same_again_is_not_silent(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that goes round a loop does, of which no look sees that it moves."""
+    store, now_s = DictStore(), 100.0
+    monkeypatch.setattr("lockstep.observe.board.time.monotonic", lambda: now_s)
+    _, mine = make(0, [0], folder="a", store=store)
+    _, theirs = make(1, [1], folder="b", store=store)
+    for _ in range(9):
+        now_s += 1.0
+        theirs.tell(status(1))
+        assert mine.sights()[1].age_s == 0.0
+
+
+def test_a_launcher_speaks_for_a_rank_whose_guard_cannot(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until it is silent itself, as where the cable is cut, or the guard speaks again."""
+    store, now_s = DictStore(), 100.0
+    monkeypatch.setattr("lockstep.observe.board.time.monotonic", lambda: now_s)
+    monkeypatch.setattr("lockstep.observe.board.time.sleep", never)
+    _, mine = make(0, [0], folder="a", store=store)
+    _, theirs = make(1, [1], folder="b", store=store)
+    theirs.tell(status(1))
+    for age_s, works in ((1.25, False), (2.25, True)):
+        send_silent([Sight(status(1, step=3), age_s, is_gone=False, is_working=works)], store)
+        sight = mine.sights()[1]
+        assert sight == Sight(status(1, step=3), age_s, is_gone=False, is_working=works, is_seen=True)
+        now_s += 1.0
+    assert mine.records_of(1) == [], "nor is it asked"
+    assert (mine.sights()[1].age_s, mine.sights()[1].is_seen) == (3.25, True)
+    now_s += 2.5
+    assert mine.sights()[1] == Sight(status(1, step=3), 5.75, is_gone=False)
+    theirs.tell(status(1, step=4))
+    assert mine.sights()[1] == Sight(status(1, step=4), 0.0, is_gone=False)
 
 
 def never(*_: object) -> None:

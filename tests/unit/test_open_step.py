@@ -51,6 +51,16 @@ def rank_in(
     return recorder
 
 
+@pytest.mark.parametrize("lost", [False, True])
+def test_who_is_on_another_machine_was_not_waited_for_by_who_has_left(tmp_path: Path, lost: bool) -> None:
+    """The records of the others are not here. With an error that came of another the newest has not ended."""
+    words = LastWords("PeerFailed", "rank 1 has gone", "t.py:2 f", is_consequence=True) if lost else None
+    rank_in(tmp_path, 0, 2, is_open=False, words=words).close()
+    (moment,) = moments_in([tmp_path])
+    assert [list(op.absent) for op in moment.ops] == [[], [1, 2] if lost else []]
+    assert ("waited for" in moment.says) == lost
+
+
 @pytest.mark.parametrize(
     ("said", "says"),
     [

@@ -48,6 +48,15 @@ def test_starts_their_ends_and_their_causes(tmp_path: Path) -> None:
     assert times == sorted(times)
 
 
+def test_ranks_that_were_ended_for_a_failure_on_another_machine_have_that_cause(tmp_path: Path) -> None:
+    log = LaunchLog(tmp_path)
+    log.ended("x/0", [ended(0, -9, was_ended=True)], elsewhere="rank 1 (pid 7, far) failed")
+    log.ended("x/0", [ended(0, 3)], elsewhere="rank 1 (pid 7, far) failed")
+    log.ended("x/0", [ended(0, 0)])
+    told = [(line["code"], line["causes"]) for line in lines_of(tmp_path)]
+    assert told == [(1, ["rank 1 (pid 7, far) failed"]), (3, ["rank 0 ended with exit code 3"]), (0, [])]
+
+
 def test_folder_of_a_trainer_is_left_alone_until_a_rank_has_made_it(tmp_path: Path) -> None:
     older, log = tmp_path / "rank-0.jsonl", LaunchLog(tmp_path, is_ours=False)
     older.touch()

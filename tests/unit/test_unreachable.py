@@ -78,3 +78,33 @@ def test_whom_its_launcher_says_to_be_stopped_is_no_machine() -> None:
         has_not_come(one)
         one.is_stopped = True
     assert (found_in(ranks).kind, found_in(ranks).culprits) == ("stopped", (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("unmoved_s", "is_working", "is_told"), [(60.5, False, True), (59.0, False, False), (60.5, True, False)]
+)
+def test_a_lost_machine_is_named_where_the_others_do_nothing(unmoved_s: float, is_working: bool, is_told: bool) -> None:
+    """A key of the store, a lock, a file: no guard can see whether they wait for a rank there."""
+    ranks = two_machines(silent_s=62.0)
+    for one in ranks:
+        has_not_come(one)
+        one.is_at("train.py:77 get_key", unmoved_s=unmoved_s)
+    ranks[1].is_working = is_working
+    found = diagnosed(ranks)
+    assert (found and (found.kind, found.culprits, found.is_certain)) == (
+        ("unreachable", (2, 3), False) if is_told else None
+    )
+    assert not is_told or "\n  nothing has come from far (ranks 2,3) for 62.0 s: " in str(found and found.text)
+
+
+@pytest.mark.parametrize("is_working", [False, True])
+def test_of_whom_its_launcher_tells_no_machine_is_lost(is_working: bool) -> None:
+    """The only rank there is in C code that holds Python's lock, or the kernel does not run it."""
+    ranks = two_machines(silent_s=21.0, age_s=21.0)[:3]
+    for one in ranks:
+        one.world_size = 3
+    has_not_come(ranks[2])
+    ranks[2].is_seen, ranks[2].is_working = True, is_working
+    found = found_in(ranks)
+    assert (found.kind, found.culprits) == ("waiting" if is_working else "stopped", (2,))
+    assert not is_working or "rank 2 is at work (C code that holds Python's lock)" in found.text

@@ -87,6 +87,14 @@ def test_step_counts_before_operations_and_equal_ranks_are_all_named() -> None:
     assert stuck(beats(7, 7, 7)) == (0, 1, 2)
 
 
+def test_silence_of_ranks_that_wait_for_another_machine_is_left_to_its_launcher_for_a_while() -> None:
+    for is_elsewhere, limit_s in ((True, 65), (False, 60)):
+        watch = Watch(hang_limit_s=60)
+        found = [watch.look(float(s), RUNNING, beats(3, 3, 3), lambda says=is_elsewhere: says) for s in range(66)]
+        assert found[:limit_s] == [None] * limit_s
+        assert found[limit_s] is not None
+
+
 def test_one_rank_that_gets_on_keeps_all_alive() -> None:
     watch = Watch(hang_limit_s=5)
     for second in range(500):

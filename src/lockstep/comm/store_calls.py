@@ -23,7 +23,7 @@ class StoreCalls:
     made, and whoever asks has the default at once.
     """
 
-    def __init__(self, lost_by: type[Exception]) -> None:
+    def __init__(self, *lost_by: type[Exception]) -> None:
         """lost_by: what calls raise once the process that held the store has gone; after that none is made."""
         self._lost_by = lost_by
         self.is_lost = False  # the store

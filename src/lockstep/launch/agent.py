@@ -27,8 +27,9 @@ from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError, 
 
 from lockstep.comm.pulse import NONE
 from lockstep.errors import LaunchError
-from lockstep.launch.attempt import Attempt, Guards, Outcome
+from lockstep.launch.attempt import Attempt, Outcome
 from lockstep.launch.ended import Ended, first_failure
+from lockstep.launch.guards import Guards
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
 from lockstep.launch.meeting import Meeting
@@ -37,6 +38,7 @@ from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StoppedEarly, StopSignals
 from lockstep.launch.words import say, tell
 from lockstep.launch.worker import ERROR_FILE, REQUEUE
+from lockstep.observe.wording import names
 
 _OTHERS_END_S = 300.0  # torchrun's: programs of other machines may end later
 _CUT_OFF_S = 30.0  # without an answer of the store, before the start: what may be mended has been
@@ -63,6 +65,7 @@ class Agent(SimpleElasticAgent):
         self._generation = -1
         self._attempt: Attempt | None = None
         self._history: list[Fault] = []
+        self._reported = ""  # of the last failure
         self._committed = NONE  # last step of which any start has told that there is a checkpoint
         self.exit_code = 1
 
@@ -105,10 +108,14 @@ class Agent(SimpleElasticAgent):
     def _decide(self, outcome: Outcome) -> Decision | None:
         """What follows from how they ended, said to the user; None where none failed."""
         limits, processes = self._supervision, self._worker_group.spec.local_world_size
-        ended, beats, lived_s, shall_stop = outcome
+        ended, beats, lived_s, shall_stop, given_up = outcome
         fault, first = fault_of(ended, beats, processes, lived_s), first_failure(ended)
         if fault is None or first is None:
-            return None
+            their = [one.rank for one in ended if one.was_ended]
+            if shall_stop or not given_up or not their:
+                return None
+            say(f"{given_up}; {names(their)} {'were' if len(their) > 1 else 'was'} ended by the launcher here")
+            return Decision(restart=False, processes=processes, why="")
         if first.is_consequence:
             if shall_stop:
                 return None
@@ -116,6 +123,8 @@ class Agent(SimpleElasticAgent):
                 fault = replace(fault, cause=Cause("the failure of another machine"))  # which decides for itself
         self._history.append(fault)
         decision = decide(limits.policy, self._history, limits.fits)
+        if given_up and decision.restart:
+            decision = replace(decision, restart=False, why=f"no restart: {given_up}")
         told = decision
         if decision.restart and shall_stop:
             told = replace(decision, restart=False, why="no restart: the run was asked to stop")
@@ -127,11 +136,12 @@ class Agent(SimpleElasticAgent):
         if limits.tells_traces and first.failure is not None and not first.failure.is_expected:
             tell(first.failure.trace)
         if first.failure is not None and first.failure.is_expected and first.failure.exit_code == USER_ERROR:
-            say(first.failure.message)  # no rank's own trouble, and no more than its words
+            self._reported = first.failure.message
+            say(self._reported)  # no rank's own trouble, and no more than its words
             return
         host = "" if self._is_alone else socket.gethostname()
-        report = report_of(ended, outcome.beats, decision, newest=self.newest, host=host, again=limits.again)
-        for line in report.split("\n"):
+        self._reported = report_of(ended, outcome.beats, decision, newest=self.newest, host=host, again=limits.again)
+        for line in self._reported.split("\n"):
             say(line)
 
     def _end(self, outcome: Outcome, attempt: Attempt, decision: Decision | None) -> RunResult:
@@ -145,14 +155,16 @@ class Agent(SimpleElasticAgent):
         elif machines is not None and not failures:
             self._meet(machines, _OTHERS_END_S)
         elif machines is not None:
-            machines.linger()
+            if decision is not None and not outcome.given_up:
+                machines.give_up(self._reported.partition("\n")[0])
             attempt.record_news(is_over=not outcome.shall_stop)
+            self._part(machines)
         newest = self.newest
         self.exit_code = exit_code_of(ended, decision, newest=newest, will_not_wait=self._signals.count > 1)
         if failures and decision is not None and not decision.restart:
             first = first_failure(ended)
-            assert first is not None
-            _tell_launcher_above(attempt.workers.error_files, first, attempt.ranks)
+            if first is not None:
+                _tell_launcher_above(attempt.workers.error_files, first, attempt.ranks)
         elif failures and (any(e.was_ended for e in ended) or not any(e.exit_code == REQUEUE for e in ended)):
             how, lost = "stopped", ""
             if any(e.was_ended for e in ended):  # they may have saved before, without a word to us
@@ -167,6 +179,11 @@ class Agent(SimpleElasticAgent):
     def _meet(self, machines: Machines, limit_s: float) -> None:
         """Wait for the other machines' ends: who holds the store leaves last, and all know of the same checkpoints."""
         self._committed = machines.meet(self._committed, limit_s)
+
+    def _part(self, machines: Machines) -> None:
+        """All is said, of a run that has failed here."""
+        limit_s = self._supervision.failure_grace_s + _STOPPING_S
+        self._committed = machines.meet(self._committed, limit_s, has_failed=True)
 
     # ------------------------------------------------------------------ what torch's agent asks for
 
@@ -195,7 +212,10 @@ class Agent(SimpleElasticAgent):
             here, count = worker_group.group_rank or 0, worker_group.group_world_size or 1
             store, can_spare_one = worker_group.store, count > self._least
             run = self._meeting.store if self._meeting is not None and self._least == self._most else None
-            self._machines = Machines(store, self._signals, here, count, can_spare_one=can_spare_one, run=run)
+            is_holder = self._meeting is not None and self._meeting.channel.is_holder
+            self._machines = Machines(
+                store, self._signals, here, count, can_spare_one=can_spare_one, is_holder=is_holder, run=run
+            )
 
     def _look_around(self) -> None:
         """What other machines say while they are awaited.
@@ -207,6 +227,8 @@ class Agent(SimpleElasticAgent):
             say(told.words)
             self._signals.arrived.append(told.number)
             raise StoppedEarly
+        if self._machines is not None and (why := self._machines.given_up()):
+            raise LaunchError(f"no restart: {why}")
         if self._machines is not None and self._meeting is not None:
             now_s, where = time.monotonic(), self._meeting.where
             if not self._machines.is_mute:
@@ -229,11 +251,18 @@ class Agent(SimpleElasticAgent):
         guards = Guards()
         if store is not None:
             prefix = f"lockstep/guard/{worker_group.spec.rdzv_handler.get_run_id()}/{self._generation}"
-            guards = Guards(PrefixStore(prefix, store), f"{store.host}:{store.port}/{prefix}")
-        self._attempt = Attempt(
-            self._job, worker_group, self._generation, self._starter, self._signals, self._machines, guards
-        )
-        self._attempt.start()
+            guards = Guards(self._machines, PrefixStore(prefix, store), f"{store.host}:{store.port}/{prefix}")
+        machines = self._machines
+        try:
+            self._attempt = Attempt(
+                self._job, worker_group, self._generation, self._starter, self._signals, machines, guards
+            )
+            self._attempt.start()
+        except LaunchError as error:
+            if machines is not None:
+                machines.give_up(f"{socket.gethostname()} could not start its ranks: {error}")
+                self._part(machines)
+            raise
         return self._attempt.workers.pids()
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:

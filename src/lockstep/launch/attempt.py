@@ -7,9 +7,8 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from string import Template
 from typing import Any, NamedTuple, final
 
@@ -20,6 +19,7 @@ from lockstep.launch.course import Course, Seen
 from lockstep.launch.crash import place_in, stacks_of
 from lockstep.launch.ended import Ended, apart, describe, first_failure, with_aborts
 from lockstep.launch.fork_server import Start
+from lockstep.launch.guards import Guards
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
 from lockstep.launch.out_of_memory import out_of_memory_kills
@@ -29,7 +29,7 @@ from lockstep.launch.stop_signals import StopSignals
 from lockstep.launch.watch import STOPPED, Watch, process_states
 from lockstep.launch.words import say, tell
 from lockstep.launch.workers import Workers, environment_of
-from lockstep.observe.board import put_up_in, send_ends, tell_ends
+from lockstep.observe.board import tell_ends
 from lockstep.observe.endings import BECAUSE_OF_ANOTHER
 from lockstep.observe.hang import FAILING
 from lockstep.observe.onlooker import noticed, post_mortem, told_in
@@ -39,14 +39,8 @@ from lockstep.observe.profile.run_record import attempt_of
 from lockstep.observe.wording import Finding
 
 _NEWS_S = 2.0  # for what has happened here to be seen from other machines
+_LAST_NEWS_S = 4.0  # and to be said there, before the last rank has been ended for it
 _LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
-
-
-class Guards(NamedTuple):
-    """Where the guards of several machines meet; without a store they do not."""
-
-    store: Any = None
-    place: str = ""
 
 
 class Outcome(NamedTuple):
@@ -56,6 +50,7 @@ class Outcome(NamedTuple):
     beats: list[Beat]
     lived_s: float  # until the last of them ended
     shall_stop: bool  # the run: somebody has asked for it
+    given_up: str  # how it has failed on another machine
 
 
 @final
@@ -79,6 +74,7 @@ class Attempt:
         self._pulses, self._flights = job.folder / f"pulse-{generation}", job.folder / f"flight-{generation}"
         create_pulses(self._pulses, self._spec.local_world_size)
         self._flights.mkdir()
+        guards.follow(self._flights)
         envs = {worker.local_rank: self._environment(worker, group, generation) for worker in group.workers}
         logs, prefix = job.config.logs_specs, job.config.log_line_prefix_template
         assert logs is not None
@@ -99,6 +95,7 @@ class Attempt:
         self._stopped: set[int] = set()  # ranks that were, at the last look
         self._lacks_room = False  # where that is written
         self._noticed = ""  # what guards of this machine know of that has been found, on any
+        self._given_up = ""  # how the run has failed on another machine
         self._look_s = self._ask_s = 0.0  # when the watch looks next, and when the other machines are asked
 
     def _environment(self, worker: Any, group: Any, generation: int) -> dict[str, str]:
@@ -153,7 +150,7 @@ class Attempt:
 
     def _seen(self, now_s: float, beats: list[Beat]) -> Seen:
         machines = self._machines if self._course.request is None and not self._signals.count else None
-        has_failed = self.workers.failed()
+        has_failed = self.workers.failed() or bool(self._given_up)
         told = told_in(self._flights) if has_failed else {}
         left = [told[rank] for local in self.workers.running() if (rank := self.ranks[local]) in told]
         # not every wait fails, as one at a store or of a GPU: then the guard sees it, and finds why
@@ -182,10 +179,14 @@ class Attempt:
             self.workers.pass_on(heard.number, but=[beat.pid for beat in beats if beat.asked])
 
     def _others_wait(self, now_s: float) -> bool:
-        """True where machines have come that this start has no place for, or one of it has begun anew."""
+        """True where machines have come that this start has no place for, or one of it has begun anew.
+
+        One that has given up will not: all ends here too.
+        """
         if self._machines is None or now_s < self._ask_s:
             return False
         self._ask_s = now_s + self._spec.monitor_interval
+        self._given_up = self._given_up or self._machines.given_up()
         return self._machines.ask(self._spec.rdzv_handler.num_nodes_waiting, 0) > 0
 
     def _look_at_states(self, now_s: float, beats: list[Beat]) -> None:
@@ -196,10 +197,11 @@ class Attempt:
         self._limits.log.flush()
         states = process_states(pids)
         stopped = {rank for rank, state in states.items() if state == STOPPED}
-        self._send(dict.fromkeys(stopped - self._stopped))
+        self._guards.tell_ends(dict.fromkeys(stopped - self._stopped))
         self._stopped = stopped
-        stuck = self._watch.look(now_s, states, beats)
-        if stuck is not None:
+        self._guards.look(now_s)
+        stuck = self._watch.look(now_s, states, beats, self._guards.are_waiting)
+        if stuck is not None and not self._given_up:
             what = f"{stuck.what} ({stuck.detail})" if stuck.detail else stuck.what
             self.workers.kill_stuck({local: what for local, rank in self.ranks.items() if rank in stuck.ranks})
 
@@ -221,12 +223,7 @@ class Attempt:
                 say(f"the guards hear less of how ranks end: {error.strerror}; make room in $TMPDIR")
             self._lacks_room = True
             return
-        self._send(ends)
-
-    def _send(self, ends: Mapping[int, str | None]) -> None:
-        """To the guards of other machines: see `send_ends`."""
-        if ends and self._machines is not None and self._guards.store is not None:
-            self._machines.ask(partial(send_ends, self._flights, ends, self._guards.store), None)
+        self._guards.tell_ends(ends)
 
     # ------------------------------------------------------------------ when all have ended
 
@@ -243,39 +240,31 @@ class Attempt:
         if found:
             tell(found + "\n")
         ended = with_aborts(ended, found)
-        self._limits.log.ended(self._name, ended, found_here, self._flights)
+        self._limits.log.ended(self._name, ended, found_here, self._flights, elsewhere=self._given_up)
         self._noticed = noticed(self._flights)
+        self._guards.close()
         shutil.rmtree(self._flights)
         heard = self._course.hear(self._seen(time.monotonic(), beats))
         if heard is not None and self._machines is not None:
             self._machines.tell_stop(heard.number)
         shall_stop = self._course.request is not None or any(one.was_stopped for one in ended)
-        return Outcome(ended, beats, max(one.at_s for one in ended) - self._started_s, shall_stop)
+        lived_s = max(one.at_s for one in ended) - self._started_s
+        return Outcome(ended, beats, lived_s, shall_stop, self._given_up)
 
     def _found_elsewhere(self, ended: Sequence[Ended]) -> str:
         """Of ranks that C++ has aborted here before their guards looked: what those of other machines see in that."""
         is_known = any(one.words is not None or one.failure is not None for one in ended)
         if is_known or all(one.exit_code != -signal.SIGABRT for one in ended):
             return ""
-        found = Finding.from_json(up) if (up := self._news(_NEWS_S)) else None
+        found = Finding.from_json(up) if (up := self._guards.news(_NEWS_S)) else None
         return found.text if found is not None and found.kind == "mismatch" else ""
 
     def record_news(self, *, is_over: bool) -> None:
         """What a guard of another machine has found stands in the record of this one too. is_over: wait for it."""
-        if self._limits.log.folder and (up := self._noticed or self._news(_NEWS_S * is_over)):
+        if self._limits.log.folder and (up := self._noticed or self._guards.news(_LAST_NEWS_S * is_over)):
             *place, rank = Finding.from_json(up).said_to.split()
             if int(rank) not in self.ranks.values():
                 self._limits.log.found_elsewhere(self._name, json.loads(up), "".join(place[:1]))
-
-    def _news(self, limit_s: float) -> str:
-        """What a guard of any machine has found, as soon as one has; "" after `limit_s`, or where none can be heard."""
-        deadline = time.monotonic() + limit_s
-        while self._guards.store is not None and self._machines is not None and not self._machines.is_mute:
-            up = self._machines.ask(partial(put_up_in, self._guards.store), "")
-            if up or time.monotonic() >= deadline:
-                return up
-            self._signals.wait([], _LOOK_S)
-        return ""
 
     def _ended(self) -> list[Ended]:
         words = {rank: status.words for rank, status in told_in(self._flights).items()}

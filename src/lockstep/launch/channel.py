@@ -17,6 +17,7 @@ from lockstep.errors import LaunchError
 T = TypeVar("T")
 Slow = Callable[[], None]
 
+LOST_BY = LaunchError, DistError  # what is raised of a store once the process that holds it has gone
 _GREETING_S = 10.0  # a store answers in milliseconds, one on a machine that is out of memory in seconds
 _ANSWER = timedelta(seconds=60)
 _SIGN = "sign"

@@ -63,8 +63,13 @@ class LaunchLog:
         """The ranks are about to be started."""
         self._write("attempt", name, world_size=world_size, flights=str(flights))
 
-    def ended(self, name: str, ended: Sequence[Ended], found: str = "", flights: Path | None = None) -> None:
-        """All processes of this machine have ended. found: what their flight records, in `flights`, show."""
+    def ended(
+        self, name: str, ended: Sequence[Ended], found: str = "", flights: Path | None = None, *, elsewhere: str = ""
+    ) -> None:
+        """All processes of this machine have ended.
+
+        found: what their flight records, in `flights`, show. elsewhere: how the run failed on another machine.
+        """
         if found:
             self._write("found", found)
         first = first_failure(ended)
@@ -73,8 +78,8 @@ class LaunchLog:
             others = {one.rank for one in ended if one.was_ended}
             self._write("left", name, ranks=[moment.told(moment.rank in others) for moment in moments_in([flights])])
         failed = [] if first is None else [first, *(one for one in ended if one.failed and one is not first)]
-        causes = [f"rank {one.rank} {describe(one, above='')}" for one in failed]
-        self._write("ended", name, code=0 if first is None else first.exit_code, causes=causes)
+        causes = [f"rank {one.rank} {describe(one, above='')}" for one in failed] or [elsewhere] * bool(elsewhere)
+        self._write("ended", name, code=first.exit_code if first is not None else int(bool(elsewhere)), causes=causes)
 
     def found_elsewhere(self, name: str, finding: Mapping[str, Any], host: str) -> None:
         """A guard on `host` has."""

@@ -119,7 +119,7 @@ def _supervise(job: Launch, starter: Starter, signals: StopSignals) -> int:
         is_over = not signals.count and (agent is None or agent.exit_code not in (REQUEUE, INTERRUPTED))
         is_cut_off = agent is not None and agent.is_cut_off
         if handler is not None and is_over and not is_cut_off:  # or no other machine could join later
-            with suppress(Deadline):  # where nothing comes back from the store
+            with suppress(Deadline, DistError):  # where nothing comes back from the store, or it has gone first
                 within(_CLOSE_S, handler.shutdown)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, final
 
 from lockstep.comm.kernel import process_state
@@ -16,6 +16,7 @@ from lockstep.comm.pulse import NONE, Beat
 STOPPED = "T"  # by SIGSTOP, or by Ctrl-Z
 TRACED = "t"  # at a debugger's breakpoint
 _BLIND_S = 5.0  # between two looks: nobody knows what happened in more time than that
+_ELSEWHERE_S = 5.0  # more, for the launcher of whom the ranks here wait for: it may see that one stand still later
 
 
 class Stuck(NamedTuple):
@@ -43,12 +44,20 @@ class Watch:
         self._looked_s: float | None = None
         self._stopped_s: dict[int, float] = {}  # rank -> for how long
         self._silent_s = 0.0
+        self._more_s = -1.0  # for another launcher; once asked, or ranks that it has let go would be ended meanwhile
         self._heard: dict[int, Beat] = {}
 
-    def look(self, now_s: float, states: Mapping[int, str], beats: Sequence[Beat]) -> Stuck | None:
+    def look(
+        self,
+        now_s: float,
+        states: Mapping[int, str],
+        beats: Sequence[Beat],
+        is_elsewhere: Callable[[], bool] = lambda: False,
+    ) -> Stuck | None:
         """What is stuck at `now_s` of a clock that never goes back; None while all is well.
 
-        states: rank -> one letter, of the processes that run. beats: what the ranks last wrote.
+        states: rank -> one letter, of the processes that run. beats: what the ranks last wrote. is_elsewhere: whether
+        they may all wait for ranks of another machine, whose launcher ends those.
         """
         passed_s = 0.0 if self._looked_s is None else min(now_s - self._looked_s, _BLIND_S)
         self._looked_s = now_s
@@ -64,7 +73,11 @@ class Watch:
         if too_long:
             return Stuck(too_long, f"stopped (SIGSTOP) for {self._stopped_limit_s:g} s")
         still = tuple(beat.rank for beat in beats if beat.stuck_s >= self._hang_limit_s and beat.rank in states)
-        if self._silent_s < self._hang_limit_s:
+        if self._silent_s == 0.0:
+            self._more_s = -1.0
+        if self._silent_s >= self._hang_limit_s and self._more_s < 0.0:
+            self._more_s = _ELSEWHERE_S if is_elsewhere() else 0.0
+        if self._more_s < 0.0 or self._silent_s < self._hang_limit_s + self._more_s:
             return Stuck(still, f"no progress for {self._hang_limit_s:g} s") if still else None
         ranks, detail = _behind([beat for beat in heard.values() if beat.rank in states])
         return Stuck(ranks or tuple(sorted(states)), f"no progress for {self._hang_limit_s:g} s", detail)

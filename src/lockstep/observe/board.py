@@ -6,17 +6,17 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar, final
 
 from lockstep.comm.handshake import Store
-from lockstep.comm.kernel import state_and_cpu_s
 from lockstep.comm.shm.peers import Peers
 from lockstep.comm.store_calls import StoreCalls
 from lockstep.errors import ConfigError
+from lockstep.observe.cores import Cores
 from lockstep.observe.flight import FlightRecorder, Record
-from lockstep.observe.sights import SILENT_S, FlightRecord, flight_path, sight_of, status_of
+from lockstep.observe.sights import FlightRecord, flight_path, sight_of, status_of
 from lockstep.observe.status import RUNNING, Sight, Status
 
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
@@ -28,7 +28,8 @@ _KEPT = "guard/last/{}"  # records of a rank that has ended
 _PERIOD_S = 0.3  # at least, between two statuses through the store: two looks, or one in calm hours
 _GONE = "gone "  # before the status of a rank whose process has ended, and how; the status is in the next line
 _STOPPED = "stopped"  # before that of one that is
-_WORKS = 0.02  # of a core: less is not work
+_SEEN = "seen "  # before that of one whose guard is silent: whether it works, and for how long
+_SEEN_S = 3.0  # after which that is old
 
 _T = TypeVar("_T")
 
@@ -74,10 +75,11 @@ class Board:
         self._heard: dict[int, _Heard] = {}  # of ranks of other machines
         self._mine: Status | None = None  # what this rank said last
         self._told_s, self._has_left, self._answered = 0.0, False, ""
-        self._calls = StoreCalls(lost_by=RuntimeError)
+        self._calls = StoreCalls(RuntimeError)
         self._spent_s = 0.0  # until it answered: meanwhile no rank can be heard, and none is silent
         self._gone: set[int] = set()  # ranks of this machine whose end the others know of
-        self._used: dict[int, tuple[float, float, bool]] = {}  # by silent rank: when, time on cores until then, works
+        self._cores = Cores()
+        self._times_told = 0  # or one that says the same again would seem silent
 
     def use(self, store: Store | None) -> None:
         """See the ranks of other machines through `store`, which nobody else uses, from now on."""
@@ -99,7 +101,8 @@ class Board:
             if status.state != RUNNING and not self._has_left:
                 self._has_left = True
                 self._put(_KEPT.format(self._recorder.rank), _in_json(self._records[self._recorder.rank]))
-            self._put(f"guard/status/{self._recorder.rank}", text.decode())
+            self._times_told += 1
+            self._put(f"guard/status/{self._recorder.rank}", f"{self._times_told}\n{text.decode()}")
             self._answer()
 
     def sights(self, *, is_urgent: bool = False) -> dict[int, Sight]:
@@ -114,7 +117,7 @@ class Board:
             how, mine = record and self._how_it_ended(rank, record), None if rank in self._here else self._mine
             sight = record and sight_of(record, mine, how=how, is_urgent=is_urgent)
             if sight is not None:
-                seen[rank] = sight._replace(is_working=self._is_working(sight, now_s))
+                seen[rank] = self._cores.seen(sight, now_s)
                 if sight.is_gone and self._store is not None and rank not in self._gone and not self._has_launcher:
                     self._gone.add(rank)
                     self._put(_KEPT.format(rank), _in_json(self._records[rank]))
@@ -125,29 +128,15 @@ class Board:
         for rank, said in zip(self._away, told or [None] * len(keys), strict=True):
             heard = self._heard.get(rank)
             if said is not None and (heard is None or heard.text != said):
-                how, _, last = said.decode().rpartition("\n")
-                status = status_of(last.encode())
-                if status is not None:
-                    is_gone = how.startswith(_GONE)
-                    sight = Sight(status, 0.0, is_gone, how[len(_GONE) :] if is_gone else "", how == _STOPPED)
+                sight = _sight_in(said.decode())
+                if sight is not None:
                     heard = self._heard[rank] = _Heard(said, sight, now_s)
             if heard is not None:
-                seen[rank] = heard.sight._replace(age_s=now_s - heard.at_s)
+                passed_s = now_s - heard.at_s
+                seen[rank] = heard.sight._replace(age_s=heard.sight.age_s + passed_s)
+                if passed_s > _SEEN_S:
+                    seen[rank] = seen[rank]._replace(is_seen=False, is_working=False)
         return seen
-
-    def _is_working(self, sight: Sight, now_s: float) -> bool:
-        """Whether the process of a guard that is silent uses a core: C code may hold Python's lock for long."""
-        rank = sight.status.rank
-        if sight.age_s <= SILENT_S or sight.is_gone:
-            self._used.pop(rank, None)
-            return False
-        state, used_s = state_and_cpu_s(f"/proc/{sight.status.pid}/stat")
-        since_s, before_s, works = self._used.get(rank, (now_s, used_s, False))
-        if now_s - since_s >= SILENT_S:
-            works = state == "R" or used_s - before_s > _WORKS * (now_s - since_s)
-            since_s, before_s = now_s, used_s
-        self._used[rank] = since_s, before_s, works
-        return works
 
     def records_of(self, rank: int) -> list[Record]:
         """What `rank` did last, oldest first; [] where that cannot be had. May block for a second or two."""
@@ -158,7 +147,8 @@ class Board:
             return []
         if heard.sight.is_gone or heard.sight.status.state != RUNNING:
             return _from_json(self._ask(_KEPT.format(rank)))
-        if time.monotonic() - self._spent_s - heard.at_s > _ANSWER_S:  # nor will it answer now
+        silent_s = heard.sight.age_s + time.monotonic() - self._spent_s - heard.at_s
+        if silent_s > _ANSWER_S:  # nor will it answer now
             return []
         key = f"guard/records/{rank}/{self._recorder.rank}-{time.monotonic_ns()}"
         deadline = time.monotonic() + _ANSWER_S
@@ -258,6 +248,13 @@ def send_ends(folder: Path, ends: Mapping[int, str | None], store: Store) -> Non
                 store.set(f"guard/status/{rank}", _last_status(sight))
 
 
+def send_silent(sights: Iterable[Sight], store: Store) -> None:
+    """A launcher says to the guards of other machines that processes are there whose own guards do not speak."""
+    for sight in sights:
+        said = f"{_SEEN}{sight.is_working:d} {sight.age_s:.2f}\n{sight.status.to_json().decode()}"
+        store.set(f"guard/status/{sight.status.rank}", said)
+
+
 def put_up_in(store: Store) -> str:
     """What a guard of any machine has found; "" where none has."""
     return store.get(_FINDING).decode() if store.check([_FINDING]) else ""
@@ -269,6 +266,19 @@ def _in_json(record: FlightRecord) -> str:
 
 def _from_json(said: bytes | None) -> list[Record]:
     return [Record(*fields) for fields in json.loads(said or "[]")]
+
+
+def _sight_in(said: str) -> Sight | None:
+    """Of what a rank or its launcher has said."""
+    how, _, last = said.rpartition("\n")
+    status = status_of(last.encode())
+    if status is None:
+        return None
+    if how.startswith(_SEEN):
+        works, age = how.removeprefix(_SEEN).split()
+        return Sight(status, float(age), is_gone=False, is_working=works == "1", is_seen=True)
+    is_gone = how.startswith(_GONE)
+    return Sight(status, 0.0, is_gone, how.removeprefix(_GONE) if is_gone else "", how == _STOPPED)
 
 
 def _last_status(sight: Sight) -> str:

@@ -33,6 +33,7 @@ _STALE_S = 1.5  # a guard that has said nothing for so long does not look any mo
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
+_FAILING_S = 5.0  # for an operation to fail by the end of whom it waits for
 
 
 @final
@@ -128,8 +129,7 @@ class Lookout:
             self._account.facts.compare(sights, self._rank)
         self._voice.say_if_over(sights)
         told = [sight.status.stalled for sight in sights.values() if sight.status.stalled is not None]
-        is_stuck = any(self._may_be_ended(one, self._scene(sights)) for one in told)
-        self.stuck_s = sights[self._rank].status.unmoved_s if is_stuck else 0.0
+        self.stuck_s = max([self._stood_s(one, self._scene(sights)) for one in told], default=0.0)
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():
@@ -150,12 +150,12 @@ class Lookout:
             self.finding, self._stood = found, stalled_by(found, sights, "")
             self._voice.say_with_evidence(found, sights)
 
-    def _may_be_ended(self, told: Stalled, scene: Scene) -> bool:
-        """This rank, by its launcher: a hang is its doing, or that of ranks which have ended or cannot be reached."""
-        is_hang = told.kind == "hang"
-        if is_hang and scene.ended.issuperset(told.ranks):
-            return self._rank in scene.blocked
-        return (is_hang or told.kind == "unreachable") and (self._rank in told.ranks) is is_hang
+    def _stood_s(self, told: Stalled, scene: Scene) -> float:
+        """See `stuck_s`: a hang is this rank's doing, or that of ranks which have ended or cannot be reached."""
+        is_hang, stood_s = told.kind == "hang", scene.status(self._rank).unmoved_s
+        if is_hang and scene.ended.issuperset(told.ranks):  # most operations fail by that, sooner or later
+            return max(0.0, stood_s - _FAILING_S) if self._rank in scene.blocked else 0.0
+        return stood_s if (is_hang or told.kind == "unreachable") and (self._rank in told.ranks) is is_hang else 0.0
 
     def _look_at_messages(self, sights: Mapping[int, Sight], *, is_last: bool) -> None:
         """Of both ends: when they are twice as many, after a while, and at the end; for all records have to be read."""
@@ -276,7 +276,7 @@ class Lookout:
 def _fell_silent(mine: Sight, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
     """Of another machine, where nobody is left to tell how they ended: not even their launcher."""
     away = [one for one in sights.values() if one.status.state == RUNNING and one.status.machine != mine.status.machine]
-    quiet = [one.status for one in away if one.age_s > _STALE_S and not one.is_gone]
+    quiet = [one.status for one in away if one.age_s > _STALE_S and not (one.is_gone or one.is_seen)]
     if not quiet:
         return None
     who = names([one.rank for one in quiet if one.machine == quiet[0].machine])

@@ -168,7 +168,8 @@ class Sight(NamedTuple):
     is_gone: bool  # its process has ended; only known of this machine, and through a launcher
     how: str = ""  # it ended, as its launcher says: "was killed by SIGKILL"; "" where none does
     is_stopped: bool = False  # by SIGSTOP, as the kernel says; of another machine through its launcher
-    is_working: bool = False  # its guard is silent, but its process uses a core; only known of this machine
+    is_working: bool = False  # its guard is silent, but its process uses a core; of another machine as above
+    is_seen: bool = False  # its guard is silent, but the launcher of its machine sees it
 
 
 @final

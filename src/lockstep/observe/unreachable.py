@@ -1,8 +1,9 @@
-"""Machines of which nothing is heard any more, while ranks of others wait for theirs. Pure."""
+"""Machines of which nothing is heard any more, while ranks of others wait for theirs, or do nothing. Pure."""
 
 from __future__ import annotations
 
 from lockstep.observe import wording
+from lockstep.observe.idle import idle_s
 from lockstep.observe.replica_diff import alike
 from lockstep.observe.scene import SILENT_S, Scene
 from lockstep.observe.wording import Finding, names, seconds, step_after
@@ -11,12 +12,13 @@ from lockstep.observe.wording import Finding, names, seconds, step_after
 def find_unreachable(scene: Scene) -> Finding | None:
     """All ranks of a machine fell silent: of one alone it is known that it does not run, of all it may be the way."""
     running = [rank for rank in sorted(scene.sights) if scene.is_running(rank)]
-    silent = [rank for rank in running if scene.is_silent(rank) and not scene.sights[rank].is_stopped]
+    told = {rank for rank, sight in scene.sights.items() if sight.is_stopped or sight.is_seen}  # by a launcher there
+    silent = [rank for rank in running if scene.is_silent(rank) and rank not in told]
     heard = {scene.status(rank).machine for rank in running if rank not in silent}
     lost = [rank for rank in silent if scene.status(rank).machine not in heard]
     waits = [one for one in scene.blocked.values() if one.age_s >= SILENT_S and not one.is_any]
     waits = [one for one in waits if set(lost).intersection(one.ranks)]
-    if not waits:
+    if not waits and not (lost and idle_s(scene, [rank for rank in running if rank not in silent])):
         return None
     machines, lines = alike({rank: scene.status(rank).machine for rank in lost}), wording.waiters(waits)
     for ranks in machines.values():

@@ -72,14 +72,15 @@ def _moment(rank: int, before: Scene, as_they_are: Scene) -> Moment:
     says = str(stand._replace(age_s=0.0))
     newest = before.records_of(rank)[-_OPS_MAX:]  # also of steps before: by then it was alive
     records = [record for record in newest if record.step == status.step]
+    words = status.words
+    is_left = words is not None and (words.is_consequence or words.kind in ("KeyboardInterrupt", "SystemExit"))
     ops = [
-        OpenOp(r.group, r.seq, r.text, r.site, r.label, r.entered_ns, r.left_ns, _absent(before, rank, r))
+        OpenOp(r.group, r.seq, r.text, r.site, r.label, r.entered_ns, r.left_ns, _absent(before, rank, r, is_left))
         for r in records
     ]
     seen_ns = time.monotonic_ns() - (round(1e9 * sight.age_s) if sight.is_gone else 0)
     until_ns = max([seen_ns, *(max(record.entered_ns, record.left_ns) for record in newest)])
-    missed, words = next((op for op in ops if op.absent), None), status.words
-    is_left = words is not None and (words.is_consequence or words.kind in ("KeyboardInterrupt", "SystemExit"))
+    missed = next((op for op in ops if op.absent), None)
     waited = "" if missed is None else f"waited for {names(missed.absent)}: {missed.text} at {missed.site}"
     if waited and words is not None and is_left:
         says = f"{waited}; then {words.kind}"
@@ -91,12 +92,16 @@ def _moment(rank: int, before: Scene, as_they_are: Scene) -> Moment:
     return Moment(rank, status.step, until_ns, says, ops, phases)
 
 
-def _absent(scene: Scene, rank: int, record: Record) -> list[int]:
-    """Without whom it cannot have ended."""
+def _absent(scene: Scene, rank: int, record: Record, was_cut: bool) -> list[int]:
+    """Without whom it cannot have ended. was_cut: the newest may have, by an error or a signal.
+
+    Of ranks of other machines nothing is known here: whoever has left it otherwise has not waited for them.
+    """
     if record.is_message:
         message = read_message(record.text)
         return [message.peer] if message and message.peer is not None and not record.left_ns else []
-    return [*scene.wait_of(rank, Waiting(record, 0.0)).absent]
+    may_be_cut = not record.left_ns or (was_cut and record == scene.records_of(rank)[-1])
+    return [one for one in scene.wait_of(rank, Waiting(record, 0.0)).absent if may_be_cut or one in scene.sights]
 
 
 def moment_of(values: Sequence[Any]) -> Moment:

@@ -464,4 +464,6 @@ def test_machines_restart_and_stop_together(start: Callable[..., Run]) -> None:
     one.end(75)
     other.end(75)
     assert "was killed by SIGKILL" in one.said()[0]
-    assert other.said()[0] == f"{socket.gethostname()} was asked to stop by SIGTERM: stopping"
+    began, stopped, *_ = other.said()
+    assert began == "a machine has come, or begun anew: the ranks here begin anew with it"
+    assert stopped == f"{socket.gethostname()} was asked to stop by SIGTERM: stopping"

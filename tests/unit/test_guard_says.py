@@ -160,6 +160,15 @@ def test_who_waits_for_a_message_of_ranks_that_have_ended_is_stuck(
     assert watched.guard.stuck_s == stuck_s
 
 
+def test_who_waits_for_one_that_has_failed_has_more_time_to_fail_by_it(watched: Watched) -> None:
+    """The launcher of that one has ended it; those of other machines are about to hear of that."""
+    ranks = waiting_for_rank_1(3, 21)
+    ranks[0].status_fields["stalled"] = Stalled("hang", (1,), (5,), "")
+    ranks[1].is_gone, ranks[1].how = True, "was ended by its launcher: no progress for 20 s"
+    watched.sees(ranks)
+    assert watched.guard.stuck_s == 16.0
+
+
 def test_time_in_which_nobody_looked_is_not_held_against_anybody(
     watched: Watched, monkeypatch: pytest.MonkeyPatch
 ) -> None:

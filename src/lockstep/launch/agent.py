@@ -82,6 +82,7 @@ class Agent(SimpleElasticAgent):
             attempt = self._attempt
             assert attempt is not None
             if not attempt.attend():
+                say("a machine has come, or begun anew: the ranks here begin anew with it")
                 self._restart_workers(self._worker_group)  # pyright: ignore[reportCallIssue] - machines came or went
                 continue
             attempt.close()  # the last lines are printed before anything is said about them

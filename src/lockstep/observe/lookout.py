@@ -33,7 +33,7 @@ _STALE_S = 1.5  # a guard that has said nothing for so long does not look any mo
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
-_FAILING_S = 5.0  # for an operation to fail by the end of whom it waits for
+_FAILING_S = 5.0  # for what waits for a rank that has failed to be ended by that
 
 
 @final
@@ -153,8 +153,9 @@ class Lookout:
     def _stood_s(self, told: Stalled, scene: Scene) -> float:
         """See `stuck_s`: a hang is this rank's doing, or that of ranks which have ended or cannot be reached."""
         is_hang, stood_s = told.kind == "hang", scene.status(self._rank).unmoved_s
-        if is_hang and scene.ended.issuperset(told.ranks):  # most operations fail by that, sooner or later
-            return max(0.0, stood_s - _FAILING_S) if self._rank in scene.blocked else 0.0
+        if is_hang and scene.ended.issuperset(told.ranks):
+            have_failed = any(scene.status(rank).state != FINISHED for rank in told.ranks)
+            return max(0.0, stood_s - _FAILING_S * have_failed) if self._rank in scene.blocked else 0.0
         return stood_s if (is_hang or told.kind == "unreachable") and (self._rank in told.ranks) is is_hang else 0.0
 
     def _look_at_messages(self, sights: Mapping[int, Sight], *, is_last: bool) -> None:

@@ -25,7 +25,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work, signature
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError, LockstepError, PeerLost
-from lockstep.observe import board, call_site, flight, guard, lookout, motion, sights
+from lockstep.observe import board, call_site, cores, flight, guard, lookout, motion, sights
 from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
@@ -211,7 +211,7 @@ class Job:
             # all ranks are this one process, which does much else
             patch.setattr(motion, "transferred_bytes", lambda: 0)
             patch.setattr(motion, "state_and_cpu_s", lambda _: ("S", 0.0))
-            patch.setattr(board, "state_and_cpu_s", lambda _: ("S", 0.0))
+            patch.setattr(cores, "state_and_cpu_s", lambda _: ("S", 0.0))
             kind_of = call_site._kind_of
             patch.setattr(call_site, "_kind_of", lambda file: call_site._OTHER if file in files else kind_of(file))
             yield

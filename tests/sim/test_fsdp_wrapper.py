@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lockstep.errors import ConfigError, UnsupportedArgument
 from lockstep.parallel.dtensors import DTensor, local_tensor
 from lockstep.parallel.fsdp import FullyShardedDataParallel as Fsdp
 from lockstep.parallel.fsdp1.tensors import full_tensor
+from lockstep.parallel.initialisers import drawn_seed, random_from
 from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.torch_fsdp import (
     BackwardPrefetch,
@@ -209,6 +212,25 @@ def test_meta_modules_are_filled() -> None:
             Fsdp(nn.Sequential(left), comm, param_init_fn=lambda module: None)
 
     run_threads(2, body)
+
+
+def test_no_two_units_have_the_same_seed_where_ranks_are_threads() -> None:
+    """One that is drawn while another thread has the generator would be forgotten, and come again."""
+    has_it, is_over = threading.Event(), threading.Event()
+
+    def initialise() -> None:
+        with random_from(7, torch.device("cpu")):
+            has_it.set()
+            is_over.wait(10)
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(initialise)
+        assert has_it.wait(10)
+        first = pool.submit(drawn_seed)
+        assert not wait([first], 0.2).done
+        is_over.set()
+        other.result(10)
+        assert first.result(10) != drawn_seed()
 
 
 def test_rank_0_alone_has_the_values() -> None:

@@ -68,6 +68,12 @@ def seed_of(seed: int, initialiser: Initialiser, owner: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
+def drawn_seed() -> int:
+    """A new one each time, of the default generator."""
+    with _GENERATOR_IN_USE:  # else another rank's thread may put back what it was before
+        return int(torch.randint(1 << 62, ()))
+
+
 @contextlib.contextmanager
 def random_from(number: int, device: torch.device) -> Iterator[None]:
     """Random numbers on the CPU and on `device` follow from `number`; afterwards the generators are as they were."""

@@ -13,6 +13,7 @@ from lockstep.errors import ConfigError
 from lockstep.parallel.dtensors import DTensor
 from lockstep.parallel.fsdp1.arguments import Ignored
 from lockstep.parallel.fsdp1.unit import FsdpUnit, clean_name, modules_outside_units, unit_of
+from lockstep.parallel.initialisers import drawn_seed
 from lockstep.parallel.materialize import materialize
 from lockstep.parallel.replica import broadcast_coalesced
 from lockstep.parallel.shard_mesh import ShardMesh
@@ -62,7 +63,7 @@ def fill_meta(module: Module, init: Callable[[Module], object] | None, ignored: 
     found = _meta_tensors(module, ignored)
     if init is None:
         if found:  # the seed: units have the same names inside, and must not have the same numbers
-            materialize(module, seed=int(torch.randint(1 << 62, ())), device=device)
+            materialize(module, seed=drawn_seed(), device=device)
         return
     for part in dict.fromkeys(found.values()):
         init(part)

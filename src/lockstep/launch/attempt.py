@@ -40,6 +40,7 @@ from lockstep.observe.wording import Finding
 
 _NEWS_S = 2.0  # for what has happened here to be seen from other machines
 _LAST_NEWS_S = 4.0  # and to be said there, before the last rank has been ended for it
+_FAILING_S = 3.0  # for operations to fail by what has happened elsewhere
 _LOOK_S = 0.25  # between two looks at what processes do; their ends are seen at once
 
 
@@ -95,7 +96,7 @@ class Attempt:
         self._stopped: set[int] = set()  # ranks that were, at the last look
         self._lacks_room = False  # where that is written
         self._noticed = ""  # what guards of this machine know of that has been found, on any
-        self._given_up = ""  # how the run has failed on another machine
+        self._given_up, self._heard_s = "", 0.0  # how the run has failed on another machine; since when that is known
         self._look_s = self._ask_s = 0.0  # when the watch looks next, and when the other machines are asked
 
     def _environment(self, worker: Any, group: Any, generation: int) -> dict[str, str]:
@@ -150,7 +151,8 @@ class Attempt:
 
     def _seen(self, now_s: float, beats: list[Beat]) -> Seen:
         machines = self._machines if self._course.request is None and not self._signals.count else None
-        has_failed = self.workers.failed() or bool(self._given_up)
+        ends_soon = now_s < self._heard_s + _FAILING_S and self._guards.are_waiting()  # each by itself, with its words
+        has_failed = self.workers.failed() or bool(self._given_up and not ends_soon)
         told = told_in(self._flights) if has_failed else {}
         left = [told[rank] for local in self.workers.running() if (rank := self.ranks[local]) in told]
         # not every wait fails, as one at a store or of a GPU: then the guard sees it, and finds why
@@ -186,7 +188,8 @@ class Attempt:
         if self._machines is None or now_s < self._ask_s:
             return False
         self._ask_s = now_s + self._spec.monitor_interval
-        self._given_up = self._given_up or self._machines.given_up()
+        if not self._given_up and (why := self._machines.given_up()):
+            self._given_up, self._heard_s = why, now_s
         return self._machines.ask(self._spec.rdzv_handler.num_nodes_waiting, 0) > 0
 
     def _look_at_states(self, now_s: float, beats: list[Beat]) -> None:

@@ -151,8 +151,7 @@ class Attempt:
 
     def _seen(self, now_s: float, beats: list[Beat]) -> Seen:
         machines = self._machines if self._course.request is None and not self._signals.count else None
-        ends_soon = now_s < self._heard_s + _FAILING_S and self._guards.are_waiting()  # each by itself, with its words
-        has_failed = self.workers.failed() or bool(self._given_up and not ends_soon)
+        has_failed = self.workers.failed() or self._ends_by_another(now_s)
         told = told_in(self._flights) if has_failed else {}
         left = [told[rank] for local in self.workers.running() if (rank := self.ranks[local]) in told]
         # not every wait fails, as one at a store or of a GPU: then the guard sees it, and finds why
@@ -167,6 +166,11 @@ class Attempt:
             has_failed and self.workers.cause_is_known(),
             is_seen or any(one.activity == FAILING for one in left),
         )
+
+    def _ends_by_another(self, now_s: float) -> bool:
+        """Whether a failure elsewhere ends ranks here. Those that wait may fail by it first, in their own words."""
+        fails_soon = now_s < self._heard_s + _FAILING_S and self._guards.are_waiting()
+        return bool(self._given_up) and not fails_soon
 
     def _act(self, now_s: float, beats: list[Beat]) -> None:
         heard, act = self._course.look(self._seen(now_s, beats))

@@ -177,14 +177,13 @@ class Agent(SimpleElasticAgent):
         well = [rank for rank in attempt.ranks.values() if rank not in failures]
         return RunResult(state, return_values=dict.fromkeys(well), failures=failures)
 
-    def _meet(self, machines: Machines, limit_s: float) -> None:
+    def _meet(self, machines: Machines, limit_s: float, *, has_failed: bool = False) -> None:
         """Wait for the other machines' ends: who holds the store leaves last, and all know of the same checkpoints."""
-        self._committed = machines.meet(self._committed, limit_s)
+        self._committed = machines.meet(self._committed, limit_s, has_failed=has_failed)
 
     def _part(self, machines: Machines) -> None:
         """All is said, of a run that has failed here."""
-        limit_s = self._supervision.failure_grace_s + _STOPPING_S
-        self._committed = machines.meet(self._committed, limit_s, has_failed=True)
+        self._meet(machines, self._supervision.failure_grace_s + _STOPPING_S, has_failed=True)
 
     # ------------------------------------------------------------------ what torch's agent asks for
 

@@ -121,6 +121,7 @@ class Attempt:
 
     def close(self) -> None:
         """End the workers, if they have not ended, and print the last of what they wrote."""
+        self._guards.close()
         self.workers.close(signal.SIGKILL)
         self._starter.look(self.workers.running().values())
 
@@ -249,7 +250,6 @@ class Attempt:
         ended = with_aborts(ended, found)
         self._limits.log.ended(self._name, ended, found_here, self._flights, elsewhere=self._given_up)
         self._noticed = noticed(self._flights)
-        self._guards.close()
         shutil.rmtree(self._flights)
         heard = self._course.hear(self._seen(time.monotonic(), beats))
         if heard is not None and self._machines is not None:

@@ -58,7 +58,7 @@ bench: $(STAMP) ## measure against torch in the same run; results go into benchm
 
 # One line for each thing that can be missing. STARTED marks an install that did not end: the next one begins anew.
 # A .venv that someone else made is kept and completed.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/lockstep/observe/native/*.[ch])
 	@rm -f $@
 	@say() { echo "make: $$*" >&2; exit 1; }; \
 	if [ -e $(STARTED) ] || ! $(BIN)/python -c '' >/dev/null 2>&1; then \

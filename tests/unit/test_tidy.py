@@ -20,9 +20,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 55_430  # of src/lockstep, without its programs: small enough to read
+LIBRARY_LINES_MAX = 55_490  # of src/lockstep, without its programs: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
-TEXT_SUFFIXES = ("", ".py", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
+TEXT_SUFFIXES = ("", ".py", ".c", ".h", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
 # Programs as users of stock torch write them, which we ship to be broken: not ours in style, or in what they import.
 PROGRAMS = ("src/lockstep/demos/", "src/lockstep/lessons/", "src/lockstep/puzzles/")
 HOUSE_CODE_THERE = ("catalog.py", "__init__.py")

@@ -28,6 +28,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import NamedTuple, final
 
+from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.profile.step_clock import WAITS, StepClock
 
 RECORDS = 1024
@@ -117,8 +118,14 @@ class MessageNumbers(OrderedDict[object, Iterator[int]]):
 
 
 @final
+@read_in_c
 class FlightRecorder:
     """Writes one rank's record. `enter` and `leave` cost about a microsecond together and never raise."""
+
+    __slots__ = (
+        *("_digests", "_memory", "_numbers", "_owner", "clock", "left", "started", "step"),
+        *("__dict__", "__weakref__"),
+    )
 
     def __init__(self, path: str | os.PathLike[str], rank: int, world_size: int) -> None:
         """Make the file `path`, which must not exist."""
@@ -146,6 +153,7 @@ class FlightRecorder:
         self.set_machine(rank)
         self._words[IS] = MAGIC
 
+    @in_c
     def enter(self, seq: int, words: Words, is_message: bool = False, now_ns: int = 0) -> int:
         """An operation begins; its number. The step counts in the digest: else one that was skipped is invisible.
 
@@ -211,6 +219,7 @@ class FlightRecorder:
             if number >= oldest:
                 _write_word(memory, RING_AT + number % RECORDS * RECORD_BYTES + _LEFT_AT, now_ns)
 
+    @in_c
     def stood(self, number: int, since_ns: int, ended_ns: int = 0) -> None:
         """Operation `number` has ended; the thread that calls has stood still for it. ended_ns: if that is known."""
         now_ns = monotonic_ns()

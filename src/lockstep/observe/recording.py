@@ -18,6 +18,7 @@ from lockstep.observe.call_site import call_site
 from lockstep.observe.flight import MessageNumbers, Words
 from lockstep.observe.guard import Guard
 from lockstep.observe.line_words import Line, LineWords
+from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.scene import message_text
 
 _SIZES_MAX = 8  # of uneven parts that are written out
@@ -25,11 +26,14 @@ _NAME_CHARS = 24  # that a record has for the name of a group
 
 
 @final
+@read_in_c
 class GuardLayer(TransportLayer):
     """Records of every operation what it is, where in the user's code it was asked for, and when it began and ended.
 
     A work nobody waits for any more counts as ended: nothing on this rank hangs on it.
     """
+
+    __slots__ = ("_collectives", "_of_lines", "inner", "is_queued", "recorder")
 
     def __init__(
         self, inner: Transport, guard: Guard, *, name: str = "world", is_world: bool = False, owns_guard: bool = False
@@ -46,6 +50,7 @@ class GuardLayer(TransportLayer):
         self._messages = MessageNumbers()
         guard.group(name, inner.global_ranks)
 
+    @in_c
     def submit(self, op: CommOp) -> Work:
         # In caches that a step has left cold each call of Python's costs half a microsecond: so few are made.
         _, kind, inputs, _, _, reduce, _, label, parts, async_op, algorithm = op
@@ -142,6 +147,7 @@ class GuardLayer(TransportLayer):
 
 
 @final
+@read_in_c
 class RecordedWork(Work):
     """The completion of what stands in the record under `number` and the numbers of `others`."""
 
@@ -154,6 +160,7 @@ class RecordedWork(Work):
         self._others = others
         self._errors: tuple[CommError, CommError] | None = None  # what the transport raised, and what is raised for it
 
+    @in_c
     def wait(self, timeout_s: float | None = None) -> None:
         began_ns = self._layer.recorder.clock.time()
         try:
@@ -196,6 +203,7 @@ class RecordedWork(Work):
                 self._layer.recorder.leave(number)
         self._number, self._others = -1, ()
 
+    @in_c
     def __del__(self) -> None:
         for number in (self._number, *self._others) if self._number >= 0 else ():
             self._layer.recorder.let_go(number)

@@ -14,6 +14,7 @@ CHECKED_STEPS = 3  # of the mode "check"
 FIRST_STEPS = 10  # of which all gradients are looked at
 GUARD, HANG_S, EVIDENCE = "LOCKSTEP_GUARD", "LOCKSTEP_HANG_S", "LOCKSTEP_EVIDENCE"
 REPLICA_EVERY = "LOCKSTEP_REPLICA_EVERY"
+NATIVE = "LOCKSTEP_NATIVE"
 
 
 @dataclass(frozen=True)
@@ -46,4 +47,6 @@ class GuardSettings:
         every = environ.get(REPLICA_EVERY, "")
         if every and not every.isdecimal():
             raise ConfigError(f"{REPLICA_EVERY}={every!r}: give a number of steps, or 0 for never")
+        if (native := environ.get(NATIVE, "")) not in ("", "on", "off"):
+            raise ConfigError(f"{NATIVE}={native!r}: it is on or off")
         return cls(cast(Mode, word), hang_s, evidence=environ.get(EVIDENCE, ".lockstep"))

@@ -9,6 +9,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import final
 
+from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.profile import stream_times
 from lockstep.observe.profile.phases import (
     BACKWARD,
@@ -46,6 +47,7 @@ def _made(ended: Ended, operations: tuple[int, int], tokens: int) -> Step:
 
 
 @final
+@read_in_c
 class StepClock:
     """Stamps of one thread, the one that makes it; calls of others do nothing.
 
@@ -54,6 +56,8 @@ class StepClock:
     is not ours does not call `switch`: it appends to `marks` itself, if the thread is `owner`, and calls `sum_up` where
     there are MARKS of them.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "close_reader", "is_brief", "marks", "owner", "time", "waits")
 
     def __init__(self) -> None:
         self._left: deque[tuple[Ended, tuple[int, int], int]] = deque(maxlen=_STEPS)  # steps that have ended
@@ -85,6 +89,7 @@ class StepClock:
         self._next: Step | None = None  # the first that a GPU has not come to the end of
         self._typical = Typical()
 
+    @in_c
     def switch(self, phase: int) -> int:
         """From now on the thread is in `phase`; the one before, to be given back by the next call."""
         marks = self.marks

@@ -1,0 +1,77 @@
+/* What the guard does at every operation, in C: to find its words, to enter it, to see it end.
+
+   Each `quick_` function does what one method does in Python, for the case that steps are made of: lines that are known,
+   the rank's own thread, tensors on the CPU, no failure. All else it declines, before it has changed anything, and the
+   method itself is called. So the Python is whole without these files, which are compiled where there is a compiler.
+   They read what objects hold by the offsets of their `__slots__`. */
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+#include <stdint.h>
+
+#define DECLINED Py_NotImplemented /* borrowed: the method is to be called */
+enum { LISTED_MAX = 4096 };        /* WAITS and MARKS of `step_clock.py` */
+
+typedef PyObject *(*Way)(PyObject *const *args, Py_ssize_t count);
+PyObject *quick_enter(PyObject *const *, Py_ssize_t), *quick_stood(PyObject *const *, Py_ssize_t);
+PyObject *quick_switch(PyObject *const *, Py_ssize_t), *quick_submit(PyObject *const *, Py_ssize_t);
+PyObject *quick_wait(PyObject *const *, Py_ssize_t), *quick_del(PyObject *const *, Py_ssize_t);
+
+/* ---------------------------------------------------------------- classes, and what is in their slots */
+
+typedef struct {
+    const char *name;
+    PyTypeObject *type; /* once `read_in_c` has been told */
+    const char *slots[9];
+    Py_ssize_t at[9]; /* of its slots */
+} Class;
+
+enum { RECORDER, CLOCK, LAYER, WORK, CLASSES };
+enum { R_DIGESTS, R_MEMORY, R_NUMBERS, R_OWNER, R_CLOCK, R_LEFT, R_STARTED, R_STEP };
+enum { C_CLOSE_READER, C_IS_BRIEF, C_MARKS, C_OWNER, C_TIME, C_WAITS };
+enum { L_COLLECTIVES, L_OF_LINES, L_INNER, L_IS_QUEUED, L_RECORDER };
+enum { W_ERRORS, W_LAYER, W_NUMBER, W_OTHERS, W_WORK };
+extern Class classes[];
+
+/* Whether this is one of that class. */
+#define IS(object, class) ((object) != NULL && Py_TYPE(object) == classes[class].type)
+/* What it holds in a slot: borrowed, and NULL before it is set. */
+#define HELD(object, class, slot) (*(PyObject **)((char *)(object) + classes[class].at[slot]))
+
+/* `value` is the object's own from now on. */
+static inline void
+hold(PyObject *object, int class, int slot, PyObject *value)
+{
+    Py_XSETREF(HELD(object, class, slot), value);
+}
+
+/* A number that it holds. */
+static inline long long
+number_in(PyObject *object, int class, int slot)
+{
+    PyObject *held = HELD(object, class, slot);
+    return held == NULL ? -1 : PyLong_AsLongLong(held);
+}
+
+/* Whether the thread that calls is the one whose number it holds. */
+static inline int
+is_owner(PyObject *object, int class, int slot)
+{
+    PyObject *held = HELD(object, class, slot);
+    return held != NULL && PyLong_AsUnsignedLongMask(held) == PyThread_get_thread_ident();
+}
+
+/* ---------------------------------------------------------------- names, and the functions of `record.c` */
+
+extern PyObject *comm_error, *monotonic_ns;
+extern PyObject *nothing; /* () */
+extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_leave, *name_shape, *name_submit;
+extern PyObject *name_wait, *name_waited;
+
+int64_t now(void);
+long long next_of(PyObject *numbers);
+int can_enter(PyObject *recorder, PyObject *words);
+long long enter(PyObject *recorder, long long seq, PyObject *words, int is_message, int64_t now_ns);
+void leave(PyObject *recorder, long long number, int64_t ended_ns);
+int can_stand(PyObject *recorder);
+int stood(PyObject *recorder, long long number, int64_t since_ns, int64_t ended_ns);

@@ -1,0 +1,164 @@
+/* The module `_methods`: which classes it reads, which methods it tries. */
+
+#include "held.h"
+#include <stddef.h>
+#include <structmember.h>
+
+Class classes[] = {
+    {.name = "FlightRecorder",
+     .slots = {"_digests", "_memory", "_numbers", "_owner", "clock", "left", "started", "step"}},
+    {.name = "StepClock", .slots = {"close_reader", "is_brief", "marks", "owner", "time", "waits"}},
+    {.name = "GuardLayer", .slots = {"_collectives", "_of_lines", "inner", "is_queued", "recorder"}},
+    {.name = "RecordedWork", .slots = {"_errors", "_layer", "_number", "_others", "_work"}},
+};
+
+PyObject *comm_error, *monotonic_ns, *nothing;
+PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_leave, *name_shape, *name_submit;
+PyObject *name_wait, *name_waited;
+
+/* ---------------------------------------------------------------- a method that is tried here first */
+
+typedef struct {
+    PyObject_HEAD
+    vectorcallfunc vectorcall;
+    PyObject *plain; /* the method in Python */
+    Way way;
+} Quick;
+
+static PyObject *
+quick_call(Quick *self, PyObject *const *args, size_t count, PyObject *names)
+{
+    PyObject *answer = names == NULL ? self->way(args, PyVectorcall_NARGS(count)) : DECLINED;
+    return answer == DECLINED ? PyObject_Vectorcall(self->plain, args, count, names) : answer;
+}
+
+static PyObject *
+quick_get(PyObject *self, PyObject *owner, PyObject *Py_UNUSED(type))
+{
+    return owner == NULL ? Py_NewRef(self) : PyMethod_New(self, owner);
+}
+
+static PyObject *
+quick_getattro(Quick *self, PyObject *name)
+{
+    PyObject *found = PyObject_GenericGetAttr((PyObject *)self, name);
+    if (found != NULL || !PyErr_ExceptionMatches(PyExc_AttributeError))
+        return found;
+    PyErr_Clear();
+    return PyObject_GetAttr(self->plain, name); /* its name, its code */
+}
+
+static void
+quick_dealloc(Quick *self)
+{
+    Py_XDECREF(self->plain);
+    PyObject_Free(self);
+}
+
+static PyMemberDef quick_members[] = {{"__wrapped__", T_OBJECT, offsetof(Quick, plain), READONLY, NULL}, {NULL}};
+
+static PyTypeObject QuickType = {
+    PyVarObject_HEAD_INIT(NULL, 0).tp_name = "lockstep.observe.native._methods.Quick",
+    .tp_basicsize = sizeof(Quick),
+    .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR,
+    .tp_vectorcall_offset = offsetof(Quick, vectorcall),
+    .tp_call = PyVectorcall_Call,
+    .tp_descr_get = quick_get,
+    .tp_getattro = (getattrofunc)quick_getattro,
+    .tp_dealloc = (destructor)quick_dealloc,
+    .tp_members = quick_members,
+};
+
+static const struct {
+    const char *name;
+    Way way;
+} ways[] = {
+    {"FlightRecorder.enter", quick_enter}, {"FlightRecorder.stood", quick_stood}, {"StepClock.switch", quick_switch},
+    {"GuardLayer.submit", quick_submit},   {"RecordedWork.wait", quick_wait},     {"RecordedWork.__del__", quick_del},
+};
+
+/* in_c(method): that, tried here first. */
+static PyObject *
+in_c(PyObject *Py_UNUSED(module), PyObject *plain)
+{
+    PyObject *name = PyObject_GetAttrString(plain, "__qualname__");
+    const char *wanted = name == NULL ? NULL : PyUnicode_AsUTF8(name);
+    Way way = NULL;
+    for (size_t at = 0; wanted != NULL && at < sizeof(ways) / sizeof(*ways); at++)
+        if (strcmp(wanted, ways[at].name) == 0)
+            way = ways[at].way;
+    if (wanted != NULL && way == NULL)
+        PyErr_Format(PyExc_LookupError, "%s is not in C", wanted);
+    Py_XDECREF(name);
+    Quick *made = way == NULL ? NULL : PyObject_New(Quick, &QuickType);
+    if (made != NULL) {
+        made->vectorcall = (vectorcallfunc)quick_call;
+        made->plain = Py_NewRef(plain);
+        made->way = way;
+    }
+    return (PyObject *)made;
+}
+
+/* read_in_c(class): that, whose objects are read here from now on. */
+static PyObject *
+read_in_c(PyObject *Py_UNUSED(module), PyObject *type)
+{
+    Class *its = classes;
+    if (!PyType_Check(type))
+        return PyErr_Format(PyExc_TypeError, "a class is expected");
+    while (its < classes + CLASSES && strcmp(its->name, ((PyTypeObject *)type)->tp_name) != 0)
+        its++;
+    if (its == classes + CLASSES)
+        return PyErr_Format(PyExc_LookupError, "%R is not in C", type);
+    for (int slot = 0; its->slots[slot] != NULL; slot++) {
+        PyObject *member = PyObject_GetAttrString(type, its->slots[slot]);
+        if (member == NULL || !Py_IS_TYPE(member, &PyMemberDescr_Type)) {
+            Py_XDECREF(member);
+            return PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, its->slots[slot]);
+        }
+        its->at[slot] = ((PyMemberDescrObject *)member)->d_member->offset;
+        Py_DECREF(member);
+    }
+    its->type = (PyTypeObject *)Py_NewRef(type); /* for good */
+    return Py_NewRef(type);
+}
+
+static PyMethodDef methods[] = {{"in_c", in_c, METH_O, NULL}, {"read_in_c", read_in_c, METH_O, NULL}, {NULL}};
+static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_methods", .m_size = -1, .m_methods = methods};
+
+static const struct {
+    PyObject **place;
+    const char *module, *name; /* an attribute of the module; without one a name itself */
+} known[] = {
+    {&comm_error, "lockstep.errors", "CommError"},
+    {&monotonic_ns, "time", "monotonic_ns"},
+    {&name_all_reduce, NULL, "all_reduce"},
+    {&name_submit, NULL, "submit"},
+    {&name_wait, NULL, "wait"},
+    {&name_waited, NULL, "waited"},
+    {&name_leave, NULL, "_leave"},
+    {&name_fail, NULL, "_fail"},
+    {&name_shape, NULL, "shape"},
+    {&name_dtype, NULL, "dtype"},
+    {&name_ended_ns, NULL, "ended_ns"},
+};
+
+PyMODINIT_FUNC
+PyInit__methods(void)
+{
+    for (size_t at = 0; at < sizeof(known) / sizeof(*known); at++) {
+        PyObject *module = known[at].module == NULL ? NULL : PyImport_ImportModule(known[at].module);
+        if (known[at].module == NULL)
+            *known[at].place = PyUnicode_InternFromString(known[at].name);
+        else if (module != NULL)
+            *known[at].place = PyObject_GetAttrString(module, known[at].name);
+        Py_XDECREF(module);
+        if (*known[at].place == NULL)
+            return NULL;
+    }
+    nothing = PyTuple_New(0);
+    PyObject *module = nothing == NULL || PyType_Ready(&QuickType) < 0 ? NULL : PyModule_Create(&definition);
+    if (module != NULL && PyModule_AddIntConstant(module, "SOURCES", SOURCES) < 0)
+        Py_CLEAR(module);
+    return module;
+}

@@ -1,0 +1,126 @@
+"""What a rank records of a random program: to be told by the methods in C and by those in Python, and to be compared.
+
+    python native_stories.py FOLDER SEEDS
+
+Prints whether the methods are those in C, then a story a line.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+from lockstep.comm.communicator import Communicator
+from lockstep.comm.op import Work
+from lockstep.errors import PeerLost
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.profile.phases import PHASES
+from lockstep.observe.recording import GuardLayer
+from recorded_ranks import Silent, Watcher
+
+_ACTS = 250
+
+
+class Story:
+    """One rank alone, over a transport that moves nothing; `told` is what the program itself has seen."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random = Random(seed)
+        self.watcher, self.transport = Watcher(folder, 0, 2), Silent(2)
+        self.recorder, self.clock = self.watcher.recorder, self.watcher.recorder.clock
+        self.comm = Communicator(GuardLayer(self.transport, self.watcher))
+        self.tensors = [torch.ones(2, 3), torch.ones(4), torch.ones(3, 2).t(), torch.ones(4, dtype=torch.int64)]
+        self.works: list[Work] = []
+        self.told: list[object] = []
+        if self.random.random() < 0.7:
+            self.clock.close_reader = lambda: None
+
+    def reduce(self) -> None:
+        tensor, label = self.random.choice(self.tensors), self.random.choice(["", "bucket", "grad_norm"])
+        reduce: Any = self.random.choice(["sum", "max"])
+        if self.random.random() < 0.5:
+            self.works.append(self.comm.all_reduce(tensor, reduce, async_op=True, label=label))
+        else:
+            self.comm.all_reduce(tensor, reduce, label=label)
+
+    def resize(self) -> None:
+        """The same tensor, of another shape."""
+        self.tensors[1].resize_(self.random.choice([4, 5, 6])).zero_()
+
+    def another_kind(self) -> None:
+        self.comm.broadcast(self.tensors[0], src=self.random.randrange(2))
+        self.comm.send(self.tensors[1], dst=1, tag=self.random.randrange(3))
+
+    def wait(self) -> None:
+        if self.works:
+            work = self.random.choice(self.works)  # maybe for a second time
+            work.wait(self.random.choice([None, 1.0]))
+
+    def drop(self) -> None:
+        if self.works:
+            self.works.pop(self.random.randrange(len(self.works)))
+
+    def look(self) -> None:
+        self.transport.works[-1].done = True
+        self.told.append([work.is_done() for work in self.works])
+
+    def break_(self) -> None:
+        """What is started from now on fails in some way, or does not."""
+        errors = [None, None, PeerLost("rank 1 is gone", 1), KeyboardInterrupt("Ctrl-C"), ValueError("no")]
+        self.transport.error = self.random.choice(errors)
+        refusal = self.random.choice([None, None, ConnectionError("refused"), PeerLost("rank 1 is gone", 1)])
+        self.transport.refuses = refusal
+
+    def elsewhere(self) -> None:
+        """From a thread of the program's own, whose operations belong to no step."""
+        thread = threading.Thread(target=self.act, args=(self.reduce,))
+        thread.start()
+        thread.join()
+
+    def end_step(self) -> None:
+        self.recorder.set_step(self.recorder.step + 1)
+        self.told.append([phase for phase, _ in self.clock.marks])
+        self.told.append([number for number, *_ in self.clock.waits])
+        self.clock.step_done(self.recorder.step, self.recorder.started, is_brief=self.random.random() < 0.5)
+
+    def switch(self) -> None:
+        self.told.append(self.clock.switch(self.random.randrange(-1, len(PHASES))))
+
+    def leave_for_later(self) -> None:
+        words = pack_words("later", "all_reduce float32 [1] sum", "train.py:1")
+        self.recorder.left.append(lambda: self.recorder.enter_all(iter([7]), words, 1, 3))
+
+    def act(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except BaseException as error:  # noqa: BLE001
+            self.told.append([repr(error), repr(error.__cause__)])
+
+    def tell(self) -> str:
+        often = [self.reduce] * 6 + [self.wait] * 4 + [self.switch] * 3
+        seldom = [self.resize, self.another_kind, self.drop, self.look, self.break_, self.elsewhere, self.end_step]
+        acts = [*often, *seldom, self.leave_for_later]
+        for _ in range(_ACTS):
+            self.act(self.random.choice(acts))
+        self.works.clear()
+        records = [
+            one._replace(entered_ns=one.entered_ns > 0, left_ns=one.left_ns > 0) for one in self.watcher.records()
+        ]
+        lost = [repr(error) for error in self.watcher.asked]
+        self.watcher.give_back()
+        return json.dumps([records, self.told, lost, self.recorder.started])
+
+
+if __name__ == "__main__":
+    print(hasattr(FlightRecorder.enter, "__wrapped__"))
+    for number in range(int(sys.argv[2])):
+        here = Path(sys.argv[1], str(number))
+        here.mkdir()
+        print(Story(here, number).tell())

@@ -1,0 +1,136 @@
+"""The methods that are in C where there is a compiler: built, alike with those in Python, leaving nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from lockstep.comm.communicator import Communicator
+from lockstep.errors import ConfigError
+from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.profile.step_clock import StepClock
+from lockstep.observe.recording import GuardLayer, RecordedWork
+from lockstep.observe.settings import NATIVE, GuardSettings
+from recorded_ranks import Silent, Watcher
+
+ROOT = Path(__file__).resolve().parents[2]
+STORIES = 40
+IN_C = [FlightRecorder.enter, FlightRecorder.stood, StepClock.switch]
+IN_C += [GuardLayer.submit, RecordedWork.wait, RecordedWork.__del__]
+CAN_BUILD = (
+    sys.platform == "linux" and bool(shutil.which("cc")) and Path(sysconfig.get_path("include"), "Python.h").exists()
+)
+needs_compiler = pytest.mark.skipif(not CAN_BUILD, reason="needs Linux, a C compiler and the headers of this Python")
+
+
+def stories(folder: Path, word: str) -> list[str]:
+    folder.mkdir()
+    program = [sys.executable, str(Path(__file__).with_name("native_stories.py")), str(folder), str(STORIES)]
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])
+    done = subprocess.run(
+        program, env={**os.environ, NATIVE: word, "PYTHONPATH": paths}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@needs_compiler
+@pytest.mark.skipif(os.environ.get(NATIVE) == "off", reason=f"{NATIVE}=off")
+def test_they_are_built_of_these_sources() -> None:
+    """Else: make install."""
+    assert all(hasattr(method, "__wrapped__") for method in IN_C)
+
+
+@needs_compiler
+def test_a_program_is_recorded_alike_in_c_and_in_python(tmp_path: Path) -> None:
+    """Failures, threads, steps that are only counted, tensors of another shape: all that one of them has, both have."""
+    (is_c, *ours), (is_c_too, *theirs) = stories(tmp_path / "c", "on"), stories(tmp_path / "python", "off")
+    assert (is_c, is_c_too) == ("True", "False")
+    assert len(ours) == len(theirs) == STORIES
+    for one, other in zip(ours, theirs, strict=True):
+        assert json.loads(one) == json.loads(other)
+    assert len(set(ours)) == STORIES
+    for word in ("rank 1 failed", "Ctrl-C", "refused"):
+        assert word in "".join(ours)
+
+
+def blocks_of(comm: Communicator, tensors: list[torch.Tensor], times: int) -> int:
+    for number in range(times):
+        comm.all_reduce(tensors[number % len(tensors)])
+        work = comm.all_reduce(tensors[0], async_op=True)
+        work.wait()
+        work.wait()
+        comm.all_reduce(tensors[0], async_op=True)
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
+def test_they_leave_nothing_behind(tmp_path: Path) -> None:
+    """Nor does what has failed."""
+    watcher, transport = Watcher(tmp_path, 0, 2), Silent(2)
+    comm = Communicator(GuardLayer(transport, watcher))
+    kept, transport.works = transport.works, Forgetful()
+    tensors = [torch.ones(size) for size in (1, 2, 3)]
+    blocks_of(comm, tensors, 100)
+    before = blocks_of(comm, tensors, 100)
+    after = blocks_of(comm, tensors, 1000)
+    assert after - before < 500  # of 4000 operations
+    assert kept == []
+    watcher.give_back()
+
+
+class Forgetful(list):
+    """Of the works of `Silent` only the last is kept."""
+
+    def append(self, one: object) -> None:
+        self[:] = [one]
+
+
+def test_who_gives_the_layers_up_gives_all_up(tmp_path: Path) -> None:
+    watcher = Watcher(tmp_path, 0, 2)
+    layer = GuardLayer(Silent(2), watcher)
+    comm = Communicator(layer)
+    for _ in range(3):
+        comm.all_reduce(torch.ones(3), async_op=True).wait()
+    counts = sys.getrefcount(layer), sys.getrefcount(watcher.recorder)
+    for _ in range(100):
+        comm.all_reduce(torch.ones(3), async_op=True).wait()
+        comm.all_reduce(torch.ones(3))
+    assert (sys.getrefcount(layer), sys.getrefcount(watcher.recorder)) == counts
+    watcher.give_back()
+
+
+def test_no_other_word_is_taken() -> None:
+    assert GuardSettings.of({NATIVE: "off"}) == GuardSettings.of({NATIVE: "on"}) == GuardSettings.of({})
+    with pytest.raises(ConfigError, match="LOCKSTEP_NATIVE='no': it is on or off"):
+        GuardSettings.of({NATIVE: "no"})
+
+
+@needs_compiler
+@pytest.mark.parametrize(("compiler", "name"), [("cc", "linux"), ("false", "py3-none-any")])
+def test_a_wheel_has_them_or_is_for_every_machine(tmp_path: Path, compiler: str, name: str) -> None:
+    """Without a compiler that works the library is Python, whole."""
+    copied = tmp_path / "copy"
+    shutil.copytree(ROOT / "src", copied / "src", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for each in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / each, copied)
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
+    done = subprocess.run(
+        [*build, "-w", str(tmp_path), str(copied)], env={**os.environ, "CC": compiler}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert name in wheel.name
+    names = [Path(each).name for each in zipfile.ZipFile(wheel).namelist()]
+    assert any(each.startswith("_methods.") for each in names) == (compiler == "cc")
+    assert {"held.h", "record.c"} <= {*names}

@@ -371,6 +371,13 @@ def test_versions() -> None:
     assert verdicts(machine.check_versions({**right, "torch": ""}, (3, 8, 1))) == ["FAIL", "FAIL"]
 
 
+def test_methods_in_c() -> None:
+    assert machine.check_native(is_in_c=True, word="") == ("ok", "native", "the guard's calls are in C", "")
+    assert machine.check_native(is_in_c=False, word="off").status == "ok"
+    check = machine.check_native(is_in_c=False, word="")
+    assert (check.status, "compiler" in check.fix) == ("warn", True)
+
+
 @pytest.mark.parametrize(
     ("devices", "driver", "visible", "status"),
     [

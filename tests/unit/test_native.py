@@ -125,9 +125,8 @@ def test_a_wheel_has_them_or_is_for_every_machine(tmp_path: Path, compiler: str,
     for each in ("pyproject.toml", "hatch_build.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / each, copied)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q"]
-    done = subprocess.run(
-        [*build, "-w", str(tmp_path), str(copied)], env={**os.environ, "CC": compiler}, capture_output=True, text=True
-    )
+    environ = {**os.environ, "CC": compiler, NATIVE: "on"}
+    done = subprocess.run([*build, "-w", str(tmp_path), str(copied)], env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (wheel,) = tmp_path.glob("*.whl")
     assert name in wheel.name

@@ -172,6 +172,14 @@ def check_versions(versions: Mapping[str, str], python: tuple[int, ...]) -> list
     return checks or [Check("ok", "versions", f"python {'.'.join(map(str, python[:3]))}, {there}")]
 
 
+def check_native(is_in_c: bool, word: str) -> Check:
+    """word: of LOCKSTEP_NATIVE."""
+    if is_in_c or word == "off":
+        return Check("ok", "native", "the guard's calls are in C" if is_in_c else "LOCKSTEP_NATIVE=off: all is Python")
+    text = "the guard's calls are Python, at two to three times the cost: they were built without a compiler"
+    return Check("warn", "native", text, "install a C compiler and the headers of this Python, then lockstep once more")
+
+
 def _number(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in version.split("+")[0].split(".")[:2])
 

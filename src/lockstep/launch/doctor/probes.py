@@ -21,6 +21,8 @@ from lockstep.launch.doctor.asked import Asked
 from lockstep.launch.doctor.check import Check
 from lockstep.launch.doctor.machine import Limits, Memory, Port
 from lockstep.launch.doctor.variables import check_variables
+from lockstep.observe.native import IS_IN_C
+from lockstep.observe.settings import NATIVE
 
 PACKAGES = ("torch", "numpy", "transformers", "safetensors", "tokenizers")
 _LISTEN = "0A"  # state of a socket in /proc/net/tcp
@@ -32,6 +34,7 @@ def examine_machine(asked: Asked, environ: Mapping[str, str]) -> Iterator[Check]
     cores = kernel.core_mask().bit_count()
     processes = asked.processes
     yield from machine.check_versions(installed(), tuple(sys.version_info[:3]))
+    yield machine.check_native(IS_IN_C, environ.get(NATIVE, ""))
     yield from check_variables(environ, asked, cores)
     yield machine.check_cores(cores, core_quota(), processes)
     yield from machine.check_memory(memory(), processes)

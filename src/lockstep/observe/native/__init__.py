@@ -25,7 +25,9 @@ try:
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     if zlib.crc32(b"".join([path.read_bytes() for path in sources])) != SOURCES:  # it was built of others
         raise ImportError
+    IS_IN_C = True
 except (ImportError, OSError):
+    IS_IN_C = False
 
     def in_c(method: _Method) -> _Method:
         """`method`, tried in C first, which declines all that is not as usual."""

@@ -9,14 +9,16 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import weakref
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
 from lockstep.comm.communicator import Communicator
-from lockstep.errors import ConfigError
+from lockstep.errors import ConfigError, PeerFailed, PeerLost
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.recording import GuardLayer, RecordedWork
@@ -64,13 +66,23 @@ def test_a_program_is_recorded_alike_in_c_and_in_python(tmp_path: Path) -> None:
         assert word in "".join(ours)
 
 
-def blocks_of(comm: Communicator, tensors: list[torch.Tensor], times: int) -> int:
+def blocks_of(comm: Communicator, watcher: Watcher, transport: Silent, times: int) -> int:
+    """How many blocks Python holds after so many rounds of operations that end well, and of such that fail."""
+    tensors = [torch.ones(size) for size in (1, 2, 3)]
     for number in range(times):
         comm.all_reduce(tensors[number % len(tensors)])
         work = comm.all_reduce(tensors[0], async_op=True)
         work.wait()
         work.wait()
         comm.all_reduce(tensors[0], async_op=True)
+        transport.error = PeerLost("rank 1 is gone", 1)
+        failing = comm.all_reduce(tensors[0], async_op=True)
+        for call in (failing.wait, partial(comm.all_reduce, tensors[0])):
+            with pytest.raises(PeerFailed, match="rank 1 failed"):
+                call()
+        transport.error = None
+        watcher.asked.clear()
+        transport.works.clear()
     gc.collect()
     return sys.getallocatedblocks()
 
@@ -79,21 +91,11 @@ def test_they_leave_nothing_behind(tmp_path: Path) -> None:
     """Nor does what has failed."""
     watcher, transport = Watcher(tmp_path, 0, 2), Silent(2)
     comm = Communicator(GuardLayer(transport, watcher))
-    kept, transport.works = transport.works, Forgetful()
-    tensors = [torch.ones(size) for size in (1, 2, 3)]
-    blocks_of(comm, tensors, 100)
-    before = blocks_of(comm, tensors, 100)
-    after = blocks_of(comm, tensors, 1000)
-    assert after - before < 500  # of 4000 operations
-    assert kept == []
+    blocks_of(comm, watcher, transport, 100)
+    before = blocks_of(comm, watcher, transport, 100)
+    after = blocks_of(comm, watcher, transport, 1000)
+    assert after - before < 500  # of 5000 operations
     watcher.give_back()
-
-
-class Forgetful(list):
-    """Of the works of `Silent` only the last is kept."""
-
-    def append(self, one: object) -> None:
-        self[:] = [one]
 
 
 def test_who_gives_the_layers_up_gives_all_up(tmp_path: Path) -> None:
@@ -107,6 +109,9 @@ def test_who_gives_the_layers_up_gives_all_up(tmp_path: Path) -> None:
         comm.all_reduce(torch.ones(3), async_op=True).wait()
         comm.all_reduce(torch.ones(3))
     assert (sys.getrefcount(layer), sys.getrefcount(watcher.recorder)) == counts
+    is_there = weakref.ref(layer)
+    del layer, comm
+    assert is_there() is None
     watcher.give_back()
 
 

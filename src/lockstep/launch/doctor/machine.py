@@ -176,7 +176,7 @@ def check_native(is_in_c: bool, word: str) -> Check:
     """word: of LOCKSTEP_NATIVE."""
     if is_in_c or word == "off":
         return Check("ok", "native", "the guard's calls are in C" if is_in_c else "LOCKSTEP_NATIVE=off: all is Python")
-    text = "the guard's calls are Python, at two to three times the cost: they were built without a compiler"
+    text = "the guard's calls are Python, at two to three times the cost: C was not built, or of other sources"
     return Check("warn", "native", text, "install a C compiler and the headers of this Python, then lockstep once more")
 
 

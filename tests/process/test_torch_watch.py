@@ -26,11 +26,11 @@ from torch.nn.parallel import DistributedDataParallel
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecorder, Record, pack_words
-from lockstep.observe.guard import Started
 from lockstep.observe.motion import Motion
 from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.sights import FlightRecord
+from lockstep.observe.step_ends import Started
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.torch_watch import attach
 from lockstep.testing.waiting import wait_until
@@ -52,7 +52,7 @@ class Listener:
         self.finding = None
         self.seen: list[BaseException] = []
         self.causes = SimpleNamespace(failed_at="")
-        self.operations = 0
+        self.step_ends = SimpleNamespace(operations=0)
         self.motion, self.stream_ends = Motion(threading.get_ident()), StreamEnds(self.recorder)
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
@@ -67,7 +67,7 @@ class Listener:
     def step_done(self, started: Sequence[Started] = ()) -> None:
         for watched, number, site in started:
             watched.catch_up(number, site)
-        self.operations = self.recorder.started
+        self.step_ends.operations = self.recorder.started
         self.recorder.set_step(self.recorder.step + 1)
 
     def saw(self, error: BaseException) -> None:

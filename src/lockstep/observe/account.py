@@ -7,13 +7,13 @@ import math
 import os
 import socket
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from operator import sub
 from typing import Any, final
 
 from lockstep.observe.facts import Facts
-from lockstep.observe.flight import FlightRecorder, Record, mark_of
+from lockstep.observe.flight import FlightRecorder, Record
 from lockstep.observe.last_words import handled, last_words, users_line
 from lockstep.observe.motion import Motion, is_traced
 from lockstep.observe.scene import STILL_S, channel, read_message
@@ -62,33 +62,42 @@ class Account:
 
     def catch_up(self) -> None:
         """Read what was recorded since the last time, and what has ended."""
-        under_way, folds = self._under_way, self._folds
+        under_way, said, read = self._under_way, self._record.said, self._read
+        begun: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # by group, as in a `Mark`
+        are_open: list[int] = []
         self._recorder.take_up()
-        for record in self._record.records(min(under_way, default=self._read)):
-            number = record.number
-            if number >= self._read:
-                if number > self._read:  # some were overwritten before
+        for number, seq, step, left_ns, digest, is_message, words in self._record.in_brief(
+            min(under_way, default=read)
+        ):
+            if number >= read:
+                if number > read:  # some were overwritten before
                     self._channels = None
-                self._read, self.motion.has_begun = number + 1, True  # also in a group that others are not in
-                if record.is_message:
-                    self._count(record)
-                elif record.group in folds:
-                    folds[record.group].add(mark_of((record.seq, record.step, record.digest)))
-            if not record.left_ns:
-                under_way[number] = record
-            elif number in under_way:
-                del under_way[number]
-                if record.site in self.motion.stand.stack:  # what the thread stood in has come through
-                    self.motion.has_begun = True
+                read = number + 1
+                if is_message:
+                    self._count(*said[words][:2], seq)
+                else:
+                    begun[said[words][0]].append((seq, step, digest))
+            if not left_ns:
+                are_open.append(number)
+            elif number in under_way and under_way.pop(number).site in self.motion.stand.stack:
+                self.motion.has_begun = True  # what the thread stood in has come through
+        if read > self._read:  # also in a group that others are not in
+            self._read, self.motion.has_begun = read, True
+        for group in begun.keys() & self._folds.keys():
+            self._folds[group].add(*begun[group])
+        for number in are_open[-_OPEN_MAX:]:
+            if number not in under_way:
+                found = self._record.records(number, number + 1)
+                under_way |= {record.number: record for record in found if not record.left_ns}  # it may have ended now
         for number in sorted(under_way)[:-_OPEN_MAX]:
             del under_way[number]
 
-    def _count(self, record: Record) -> None:
-        message = read_message(record.text)
+    def _count(self, group: str, text: str, seq: int) -> None:
+        message = read_message(text)
         if message is None or message.peer is None:
             self._channels = None
         elif self._channels is not None:
-            self._channels[channel(record.group, message.is_send, message.peer, message.tag)] = record.seq + 1
+            self._channels[channel(group, message.is_send, message.peer, message.tag)] = seq + 1
             if len(self._channels) > _CHANNELS_MAX:  # they are too many to be told
                 self._channels = None
 
@@ -131,7 +140,8 @@ class Account:
     def status(self, now_s: float, **said: Any) -> Status:
         """All of it, at `now_s` by time.monotonic(). said: see `Voice.shown`."""
         step, stand = self._recorder.step, self.motion.look(now_s)
-        steps = sorted([(after - before) / 1e9 for before, after in pairwise([*self.ended_ns])])
+        ended_ns = [*self.ended_ns]
+        steps_ns = sorted(map(sub, ended_ns[1:], ended_ns))
         newest = self._record.records(self._read - 1)
         phases = tuple(self._recorder.clock.so_far(_PHASES))
         phase_s = now_s - phases[-1][1] / 1e9 if phases else math.inf  # it has moved since that began
@@ -141,7 +151,7 @@ class Account:
         is_asked = may_stand and (bool(self._under_way) or stand.unmoved_s >= STILL_S)
         return self.brief(
             step,
-            step_s=steps[int(0.99 * len(steps))] if steps else 0.0,
+            step_s=steps_ns[int(0.99 * len(steps_ns))] / 1e9 if steps_ns else 0.0,
             groups={name: fold.progress() for name, fold in self._folds.items()},
             messages=dict(self._channels or {}),
             queued=self.motion.queued(),

@@ -14,39 +14,30 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable
 from threading import get_ident
-from time import monotonic_ns
-from typing import TYPE_CHECKING, Any, NoReturn, final
+from typing import Any, NoReturn, final
 
 from lockstep.errors import CommError
-from lockstep.observe.account import JOIN, Account
+from lockstep.observe.account import Account
 from lockstep.observe.board import Board
-from lockstep.observe.call_site import call_site
 from lockstep.observe.causes import Causes
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.lookout import Lookout
-from lockstep.observe.profile.step_clock import Ended
 from lockstep.observe.scene import Limits
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.stacks import is_in_torch
 from lockstep.observe.status import RUNNING
+from lockstep.observe.step_ends import StepEnds
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.voice import Voice
 from lockstep.observe.wording import Finding
 
-if TYPE_CHECKING:
-    from lockstep.observe.torch_groups import WatchedGroup  # it imports this module
-
-_LEFT_MAX = 256  # steps
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
 _CALM = 1.6  # times as long from one look to the next
 _DRAIN_S = 0.02
 _UNREACHED_S = 10.0  # after which a thread that stands in C++ will not come back to hear of an error
 _BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
-
-Started = tuple["WatchedGroup", int, str]  # a group, torch's number of its last operation, the line
 
 
 @final
@@ -81,7 +72,6 @@ class Guard:
         self.aborts: list[Callable[[CommError], None]] = []  # what ends waits that cannot end
         self.parts: Counter[tuple[int, ...]] = Counter()  # by their ranks, the groups that were made of others
         self.step_before = 0  # of which checkpoint the program goes on
-        self.operations = 0  # started by the end of the last step that was taken up
         self._worlds = 0
         self._aborted_s = math.inf  # when what is under way was ended by force, by time.monotonic()
         self._stop = threading.Event()
@@ -91,6 +81,8 @@ class Guard:
         self.causes = causes = Causes(recorder, self._account, self._lookout, self._voice, self._stop)
         self.raise_if_found, self.lost, self.saw = causes.raise_if_found, causes.lost, causes.saw
         self.cause_of, self.as_shown = causes.cause_of, self._voice.as_shown
+        self.step_ends = StepEnds(recorder, self._account, self._lookout, causes)
+        self.step_done, self.passing = self.step_ends.step_done, self.step_ends.passing
 
     # ------------------------------------------------------------------ what the rank tells it
 
@@ -107,77 +99,6 @@ class Guard:
         """The program goes on from a checkpoint of `step`, alike on all ranks."""
         self.step_before = self._account.step_before = step
         self.recorder.set_step(step)
-
-    def step_done(self, started: Sequence[Started] = ()) -> None:
-        """This rank has ended a step; what was found meanwhile is raised here.
-
-        started: what C++ has started in it and is still to be entered. That can wait, as all that is not needed here:
-        see `FlightRecorder.take_up`.
-        """
-        recorder, now_ns = self.recorder, monotonic_ns()
-        if JOIN not in self._account.activities:  # some ranks have steps there that others have not
-            step, clock = recorder.step + 1, recorder.clock
-            is_followed = not clock.is_marked and get_ident() == clock.owner
-            ended = clock.cut(step, now_ns) if is_followed else None
-            if started or recorder.left:
-                recorder.left.append(partial(self._keep, step, now_ns, ended, started))
-            else:  # as `_keep`
-                self._account.ended_ns.append(now_ns)
-                self.operations = recorder.started
-                if ended is not None:
-                    clock.keep(ended, recorder.started)
-            recorder.set_step(step)  # now that whoever enters finds what is of the one before
-            if is_followed and clock.after_step is not None and step >= clock.after_from:
-                clock.after_step(step)
-        elif started:
-            recorder.left.append(partial(_enter, started, recorder.step, now_ns))
-        if len(recorder.left) > _LEFT_MAX:  # the guard's thread is held up
-            recorder.take_up()
-        if self._lookout.finding is not None:
-            self.raise_if_found()
-
-    def passing(self, groups: Sequence[WatchedGroup]) -> Callable[[str], int]:
-        """As `step_done`, by the thread whose steps these are, for such as are only counted: see `pace`.
-
-        The result is called with the line whose backward has started what C++ has; it returns the step's number, or 0
-        where `step_done` has to end it. groups: all there are; no more is known of others.
-        """
-        recorder, lookout, activities, keep = self.recorder, self._lookout, self._account.activities, self._keep
-        clock, left, set_step, rest = recorder.clock, recorder.left, recorder.set_step, recorder.clock.rest
-        followed = [(watched, watched.group) for watched in groups]
-
-        def passed(site: str) -> int:
-            if lookout.finding is not None or activities or clock.summed_ns or len(left) > _LEFT_MAX:
-                return 0
-            now_ns, step, started = monotonic_ns(), recorder.step + 1, []
-            for watched, group in followed:
-                of_torch = group()
-                if of_torch is None:  # gone, and another one has come
-                    return 0
-                if not watched.inside:
-                    number = of_torch._get_sequence_number_for_group()
-                    if number != watched.seen:
-                        started.append((watched, number, site or call_site()))
-            ended: Ended = step, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
-            clock.step, clock.began_ns, clock.samples, clock.marks = step, now_ns, 0, [(rest, now_ns)]
-            if started or left:
-                left.append(partial(keep, step, now_ns, ended, started))
-            else:  # whoever enters next would do it: that costs five times as much
-                keep(step, now_ns, ended, started)
-            set_step(step)
-            return step
-
-        return passed
-
-    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started]) -> None:
-        """What is left to be done of `step`, which ended at `now_ns`."""
-        recorder = self.recorder
-        if started:
-            _enter(started, step - 1, now_ns)
-        self._account.ended_ns.append(now_ns)
-        self.operations = recorder.started
-        if ended is not None:
-            recorder.clock.keep(ended, recorder.started)
 
     # ------------------------------------------------------------------ what it has found
 
@@ -296,8 +217,3 @@ class Guard:
         self._account.close()
         self.board.close()
         self.recorder.close()
-
-
-def _enter(started: Iterable[Started], step: int, now_ns: int) -> None:
-    for watched, number, site in started:
-        watched.catch_up(number, site, step=step, now_ns=now_ns)

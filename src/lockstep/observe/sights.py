@@ -6,6 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
+import struct
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ _OPEN = 8  # operations under way that are shown
 _WRITERS = 64  # threads that may be about to store a record
 
 _record_of = partial(tuple.__new__, Record)  # as Record._make, without a call of Python
+_BRIEF = struct.Struct("<qqq8xqqB1x206s")  # of `flight.RECORD`: number, seq, step, left, digest, is_message, words
 
 
 class Header(NamedTuple):
@@ -37,6 +39,17 @@ class Header(NamedTuple):
     step: int
     alive_ns: int  # when its guard last said so, by time.monotonic_ns
     started: int  # operations so far
+
+
+@final
+class _Said(dict[bytes, tuple[str, str, str, str]]):
+    """Group, text, site and label of what is stored: operations repeat."""
+
+    def __missing__(self, words: bytes) -> tuple[str, str, str, str]:
+        if len(self) >= RECORDS:
+            self.clear()
+        group, text, site, label, *_ = (*words.rstrip(b"\0").decode(errors="replace").split("\0"), "", "", "", "")
+        return self.setdefault(words, (group, text, site, label))
 
 
 @final
@@ -56,7 +69,7 @@ class FlightRecord:
             os.close(self._fd)
             raise
         self._words = memoryview(self._memory)[: flight.HEADER_BYTES].cast("q")
-        self._said: dict[bytes, tuple[str, ...]] = {}  # group, text, site, label of what is stored: operations repeat
+        self.said = _Said()
         if self._words[flight.IS] != flight.MAGIC:
             self.close()
             raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
@@ -76,17 +89,27 @@ class FlightRecord:
 
     def records(self, since: int = 0, until: int | None = None) -> list[Record]:
         """Those with number `since` and later, below `until`, that are still there, oldest first."""
+        return [self._record_of(fields) for fields in self._stored(flight.RECORD, since, until)]
+
+    def in_brief(self, since: int = 0) -> list[tuple[int, int, int, int, int, int, bytes]]:
+        """As `records`, at a fourth of the cost: number, seq, step, left_ns, digest, is_message, the key of `said`."""
+        return self._stored(_BRIEF, since)
+
+    def _stored(self, layout: struct.Struct, since: int, until: int | None = None) -> list[Any]:
+        """Their fields, of which the first is the number."""
         count = self._words[flight.COUNT]
-        found: list[Record] = []
+        found: list[Any] = []
         first, end = max(since, count - RECORDS, 0), min(count, until or count)
         while first < end:
             last = min(end, first - first % RECORDS + RECORDS)  # up to where the ring begins anew
             at = flight.RING_AT + first % RECORDS * flight.RECORD_BYTES
             stored = self._memory[at : at + (last - first) * flight.RECORD_BYTES]
             oldest = self._words[flight.COUNT] - RECORDS + _WRITERS  # before it, some may have been overwritten since
-            for number, fields in enumerate(flight.RECORD.iter_unpack(stored), first):
-                if fields[0] == number and (number >= oldest or self._is_there(number)):
-                    found.append(self._record_of(fields))
+            found += [
+                fields
+                for number, fields in enumerate(layout.iter_unpack(stored), first)
+                if fields[0] == number and (number >= oldest or self._is_there(number))
+            ]
             first = last
         return found
 
@@ -113,13 +136,7 @@ class FlightRecord:
 
     def _record_of(self, fields: tuple[Any, ...]) -> Record:
         number, seq, step, entered_ns, left_ns, digest, is_message, _, words = fields
-        said = self._said.get(words)
-        if said is None:
-            if len(self._said) >= RECORDS:
-                self._said.clear()
-            said = (*words.rstrip(b"\0").decode(errors="replace").split("\0"), "", "", "", "")[:4]
-            self._said[words] = said
-        return _record_of((number, seq, step, entered_ns, left_ns, digest, bool(is_message), *said))
+        return _record_of((number, seq, step, entered_ns, left_ns, digest, bool(is_message), *self.said[words]))
 
     def close(self) -> None:
         """Give back the memory."""

@@ -179,16 +179,17 @@ class Folding:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = tuple(ranks)
         self.count = 0
-        self._marks: list[Mark] = []
+        self._marks: list[tuple[int, int, int]] = []  # of `Mark`: those that are shown are made to one
 
-    def add(self, mark: Mark) -> None:
-        """Of a collective, in the order of their numbers; some may be left out."""
-        self.count = mark.seq + 1
-        self._marks.append(mark)
+    def add(self, *marks: tuple[int, int, int]) -> None:
+        """What a `Mark` has of collectives, in the order of their numbers; some may be left out."""
+        newest, *_ = marks[-1]
+        self.count = newest + 1
+        self._marks += marks
         if len(self._marks) > 2 * _NEWEST + _SPAN // _EVERY:
             old, new = self._marks[:-_NEWEST], self._marks[-_NEWEST:]
-            self._marks = [m for m in old if m.seq % _EVERY == 0 and m.seq > mark.seq - _SPAN] + new
+            self._marks = [mark for mark in old if mark[0] % _EVERY == 0 and mark[0] > newest - _SPAN] + new
 
     def progress(self) -> Progress:
         """What the others are shown."""
-        return Progress(self.ranks, self.count, tuple(self._marks))
+        return Progress(self.ranks, self.count, tuple(map(mark_of, self._marks)))

@@ -23,7 +23,7 @@ from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
 
 if TYPE_CHECKING:
-    from lockstep.observe.guard import Started
+    from lockstep.observe.step_ends import Started
     from lockstep.observe.torch_gradients import GradientFacts
     from lockstep.observe.torch_steps import TorchSteps
 
@@ -89,7 +89,7 @@ class Optimizers(SharedPatches):
                 self._ends(optimizer, args, kwargs)
                 return
             site, BACKWARDS.step_site = BACKWARDS.step_site, ""
-            step = passed(site)
+            step = passed(site, 0, 0)
             if not step:
                 BACKWARDS.step_site = site
                 PACE.turn(is_brief=False)

@@ -13,7 +13,8 @@ from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_optimizers import params_of
 
 if TYPE_CHECKING:
-    from lockstep.observe.guard import Guard, Started
+    from lockstep.observe.guard import Guard
+    from lockstep.observe.step_ends import Started
     from lockstep.observe.torch_groups import TorchGroups
 
 _TAKES_OVER = 2  # steps of another optimizer without one of the leading one between them
@@ -132,7 +133,7 @@ class TorchSteps:
         begun = None if self._has_counted or BACKWARDS.are_shared else self._begun
         if begun is not None and all(one.is_message for one in self.guard.records(begun, recorder.started)):
             begun = recorder.started  # nothing was averaged: only some stages of a pipeline send behind their backward
-        counted = self.counter.stepped(optimizer, recorder.started, self.guard.operations, begun)
+        counted = self.counter.stepped(optimizer, recorder.started, self.guard.step_ends.operations, begun)
         self._has_counted |= counted > 0
         for _ in range(counted):
             self.guard.step_done()
@@ -150,9 +151,7 @@ class TorchSteps:
     def look_closely(self) -> None:
         """From the step on that begins."""
         PACE.turn(is_brief=False)
-        self.clock.is_brief = False
-        if self.clock.gpu is not None:
-            self.clock.follow_gpu()
+        self.clock.time_all()
 
     def _is_shared(self, optimizer: Any) -> bool:
         """Whether the ranks share parameters of `optimizer`."""

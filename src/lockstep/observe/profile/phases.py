@@ -69,14 +69,14 @@ class Typical:
 
     def __init__(self) -> None:
         self._timed: deque[Step] = deque(maxlen=_TYPICAL_OF)
-        self._middle: Step | None = None
+        self._like: tuple[Sequence[int], int, Times | None] | None = None  # of the typical one: parts, of how much
 
     def timed(self, step: Step) -> None:
         """`step` was."""
         if self._timed and (self._timed[-1].times is None) != (step.times is None):  # of another clock
             self._timed.clear()
         self._timed.append(step)
-        self._middle = None
+        self._like = None
 
     def shared_out(self, step: Step) -> Step:
         """`step`, which was only counted: as it is where none was timed before.
@@ -87,20 +87,32 @@ class Typical:
         """
         if not self._timed:
             return step
-        if self._middle is None:
-            by_length = sorted(self._timed, key=lambda one: one.ended_ns - one.began_ns)
-            middle = by_length[(len(by_length) - 1) // 2]
-            self._middle = middle._replace(summed_ns=spent_in(middle))
-        spent, like, times = spent_in(step), [*self._middle.summed_ns], self._middle.times
-        data = 0
-        if times is None:
-            data, like[DATA] = spent[DATA], 0
-        whole = max(1, sum(like))
-        usual = min(sum(spent) - data, 2 * whole)
+        like, whole, times = self._like = self._like or self._middle()
+        number, began_ns, ended_ns, tokens, samples, operations, waits, marks, summed_ns, values, is_brief, _ = step
+        if waits or summed_ns:
+            by_phase = spent_in(step)
+            data, spent = by_phase[DATA], sum(by_phase)
+        else:  # as nearly always
+            data, until_ns, spent = 0, ended_ns, ended_ns - marks[0][1]
+            for phase, at_ns in reversed(marks):
+                if phase == DATA:
+                    data += until_ns - at_ns
+                until_ns = at_ns
+        data = data if times is None else 0
+        usual = min(spent - data, 2 * whole)
         parts = [usual * part // whole for part in like]
         parts[DATA] += data
-        parts[OTHER] += sum(spent) - sum(parts)
-        return step._replace(summed_ns=parts, marks=(), waits=(), times=times)
+        parts[OTHER] += spent - sum(parts)
+        shared = number, began_ns, ended_ns, tokens, samples, operations, (), (), parts, values, is_brief, times
+        return tuple.__new__(Step, shared)
+
+    def _middle(self) -> tuple[Sequence[int], int, Times | None]:
+        by_length = sorted(self._timed, key=lambda one: one.ended_ns - one.began_ns)
+        middle = by_length[(len(by_length) - 1) // 2]
+        like = [*spent_in(middle)]
+        if middle.times is None:
+            like[DATA] = 0
+        return like, max(1, sum(like)), middle.times
 
 
 def sums_of(marks: Sequence[Mark], waits: Iterable[Wait], ended_ns: int) -> tuple[int, ...]:

@@ -43,6 +43,7 @@ class Profile:
         self._writer = writer
         self._window = window
         self._guard = guard
+        self._passed = None if guard is None else guard.passing()
         if guard is not None:
             guard.before_look.append(writer.look)
             guard.before_close.append(self.close)
@@ -79,6 +80,11 @@ class Profile:
 
     def step_done(self, step: int, tokens: int = 0) -> None:
         """A step has ended whose phases the program has marked.  Raises: as `Guard.step_done`."""
+        if PACE.is_brief and self._passed is not None and (number := self._passed("", step, tokens)):
+            if number + 1 >= PACE.until:
+                PACE.turn(is_brief=False)
+                self.clock.time_all()
+            return
         guard, operations = self._guard, 0
         if guard is not None:
             guard.step_done()

@@ -42,8 +42,7 @@ Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int],
 
 
 def _made(ended: Ended, operations: tuple[int, int], tokens: int) -> Step:
-    number, began_ns, ended_ns, samples, *others = ended
-    return tuple.__new__(Step, (number, began_ns, ended_ns, tokens, samples, operations, *others, None))
+    return tuple.__new__(Step, (*ended[:3], tokens, ended[3], operations, *ended[4:], None))
 
 
 @final
@@ -123,14 +122,9 @@ class StepClock:
         """
         if get_ident() != self.owner:
             return
-        now_ns = monotonic_ns()
-        if is_brief and self.is_brief and not self.summed_ns:  # as `cut`
-            ended: Ended = step, self.began_ns, now_ns, self.samples, (), self.marks, (), None, True
-            self.step, self.began_ns, self.samples, self.marks = step, now_ns, 0, [(self.rest, now_ns)]
-        else:
-            ended = self.cut(step, now_ns)
-            if is_brief:
-                self.time_batches_only()
+        ended = self.cut(step, monotonic_ns())
+        if is_brief:
+            self.time_batches_only()
         self.keep(ended, operations, tokens)
         if self.after_step is not None and step >= self.after_from:
             self.after_step(step)
@@ -139,6 +133,12 @@ class StepClock:
         """Of the step that has just begun."""
         self.is_brief = True
         self.leave_gpu()
+
+    def time_all(self) -> None:
+        """Of the step that has just begun."""
+        self.is_brief = False
+        if self.gpu is not None:
+            self.follow_gpu()
 
     def cut(self, step: int, now_ns: int) -> Ended:
         """A step ends and the next one begins, now; the thread itself says so. For `keep`."""

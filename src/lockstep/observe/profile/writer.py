@@ -65,8 +65,8 @@ class _Line:
 
     def add(self, step: Step) -> None:
         """The next one."""
-        number, began_ns, ended_ns, tokens, samples, (first, end), *_, is_brief, times = step
-        self.spent_ns = [*map(add, self.spent_ns, spent_in(step))]
+        number, began_ns, ended_ns, tokens, samples, (first, end), _, _, summed_ns, _, is_brief, times = step
+        self.spent_ns = [*map(add, self.spent_ns, summed_ns or spent_in(step))]
         self.step = number
         self.count += 1
         self.counted += is_brief

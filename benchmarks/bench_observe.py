@@ -2,23 +2,23 @@
 
     python benchmarks/bench_observe.py [--quick] [--rounds 4000] [--record]
 
-A step is arithmetic that takes some 10 ms, as many turns of it on every rank, and in between 8 all-reduces over shared
-memory, as the buckets of a model have them: half of them asynchronous, all from the user's own code. Before them comes
-a backward, after them an optimizer's step, of one number each. Steps with lockstep have all that `lockstep train` has:
-marks, what the guard has put into torch, the record. Steps without have none of it. The first hundred of a run are
-looked at closely, later ones one in sixteen, see `pace`: both are measured.
+A step is 10 ms of arithmetic, and in between 8 all-reduces over shared memory, as the buckets of a model have them:
+half of them asynchronous, all from the user's own code. Before them comes a backward, after them an optimizer's step,
+of one number each. Steps with lockstep have all that `lockstep train` has: marks, what the guard has put into torch,
+the record. Steps without have none of it. The first hundred of a run are looked at closely, later ones one in sixteen,
+see `pace`: both are measured.
 
 Every round runs sixteen steps of each kind, in changing order, so that all see the machine in the same mood: the median
 of the rounds' own ratios is the figure. Two before them do not count: they find caches that steps of the other kind
 have used, where in a run each step finds those of its own kind. All kinds work on the same tensors. Two figures: the
 wall time of the slower rank, and the processor time of the ranks' main threads, which no neighbour on the machine can
-lengthen much.
+lengthen much. The arithmetic goes by the processor's time, not by its amount; whether it gets less done in that, among
+caches that are shared with the guard, is a figure of its own.
 
-The noise of the arithmetic is still larger than what is looked for. So all but the arithmetic is measured alone, too,
-where it stands: processor time from after one piece of it to before the next, over a transport that moves nothing. What
-that takes more with than without is what the step takes more, for nothing else differs. The same for torch's own
-all_reduce over Gloo, as in an unchanged script. The guard's own thread runs during all of it; what it takes of a core
-is a figure of its own, from seconds in which the rank does nothing else.
+All but the arithmetic is measured alone, too, where it stands: processor time from after one piece of it to before the
+next, over a transport that moves nothing. What that takes more with than without is what the step takes more. The same
+for torch's own all_reduce over Gloo, as in an unchanged script. The guard's own thread runs during all of it; what it
+takes of a core is a figure of its own, in steps of both kinds, and in seconds in which the rank does nothing else.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ from lockstep.observe.pace import EVERY, FIRST
 from lockstep.observe.profile.session import open_profile
 from lockstep.observe.recording import GuardLayer
 from lockstep.observe.torch_training import attach_training
-from observe_steps import BUCKET, COLLECTIVES, Loop, Nothing, Variant, averaging, buckets_of, fewest, work_of
+from observe_steps import BUCKET, COLLECTIVES, Arithmetic, Loop, Nothing, Variant, averaging, buckets_of
 
 STEP_MS = 10.0
 GOAL = "under 1 % of the step"
@@ -69,6 +69,7 @@ _FIRST = f"the first {FIRST} steps"
 _TURN = EVERY, 2  # steps that count, after so many that do not: what comes once in EVERY is in each, on average
 _BEHIND = 10_000  # steps: of those before nearly all are listed one by one, however short they are
 _WARM = 3  # operations after torch's calls were exchanged, which Python looks up anew then
+_FEWER = 6  # rounds of steps as at first, of which a run has a hundred
 
 
 def alone(
@@ -123,6 +124,19 @@ def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Varia
     return run
 
 
+def beside(run: Variant, work: Arithmetic) -> Variant:
+    """The same, with what a product of its arithmetic has taken, and the guard's own thread meanwhile."""
+    thread = clock_of_guard()
+
+    def block(number: int) -> dict[str, float]:
+        done, spent_s, start, start_cpu = work.done, work.spent_s, time.perf_counter(), time.clock_gettime(thread)
+        figures = run(number)
+        share = 100 * (time.clock_gettime(thread) - start_cpu) / (time.perf_counter() - start)
+        return {**figures, "product": 1e6 * (work.spent_s - spent_s) / (work.done - done), "share": share}
+
+    return block
+
+
 def measure(rank: Rank) -> dict[str, Samples]:
     """One rank: steps and bare operations, with everything on and off, over the same shared memory."""
     torch.set_num_threads(1)  # as torchrun has it; more would wait on the cores that the guard's thread needs
@@ -138,24 +152,23 @@ def measure(rank: Rank) -> dict[str, Samples]:
     nothing = Nothing(transport)
     still, still_guarded = Communicator(nothing), Communicator(GuardLayer(nothing, guard, name="nothing"))
     buckets, apart = buckets_of(plain), buckets_of(still)
-    work = work_of(STEP_MS / COLLECTIVES, fewest(plain))
+    work = Arithmetic(STEP_MS / COLLECTIVES)
     tensor = plain.empty(8).zero_()
     rounds, calls = rank.settings["rounds"], rank.settings["calls"]
     gc.collect()
     gc.freeze()  # collections need not walk what torch has brought along; those of the loop count
+    figures: dict[str, Samples] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         profile = open_profile(folder, guard, {}, rank=rank.rank, world_size=rank.world_size, begins_after=_BEHIND)
         loop = Loop(guard, profile)
         off, on = loop.bare(averaging(plain, buckets, work)), loop.marked(averaging(guarded, buckets, work))
-        figures = interleaved(
-            loop.variants(per_call(off, *_TURN), per_call(on, *_TURN)),
-            rounds // EVERY,
-            warmup=2,
-            together=plain.barrier,
-        )
+        steps = loop.variants(beside(per_call(off, *_TURN), work), beside(per_call(on, *_TURN), work))
+        for kinds, count in (("off", "later"), rounds // EVERY), (("off", "first"), max(3, rounds // EVERY // _FEWER)):
+            found = interleaved({kind: steps[kind] for kind in kinds}, count, warmup=2, together=plain.barrier)
+            figures |= {f"{metric}, {kinds[1]}": samples for metric, samples in found.items()}
         # before torch's own calls are swapped: the guard would look for those that it was not shown
-        figures["own thread"] = {"share": [idle_share(rank.settings["idle_s"]) for _ in range(5)]}
+        figures["own thread"] = {"idle": [idle_share(rank.settings["idle_s"]) for _ in range(5)]}
         parts = loop.variants(
             alone(lambda each: loop.bare(averaging(still, apart, each)), work, *_TURN),
             alone(lambda each: loop.marked(averaging(still_guarded, apart, each)), work, *_TURN),
@@ -224,20 +237,24 @@ class Stock:
         return {"off": run(self._before), "on": run(self._watched)}
 
 
-def idle_share(seconds: float) -> float:
-    """Per cent of a core that the guard's thread takes while the rank's own does nothing."""
+def clock_of_guard() -> int:
+    """Of the processor time of its thread alone: Gloo's own wakes up a hundred times a second."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "lockstep-guard")
     assert thread.ident is not None
-    clock = time.pthread_getcpuclockid(
-        thread.ident
-    )  # of this thread alone: Gloo's own wakes up a hundred times a second
+    return time.pthread_getcpuclockid(thread.ident)
+
+
+def idle_share(seconds: float) -> float:
+    """Per cent of a core that the guard's thread takes while the rank's own does nothing."""
+    clock = clock_of_guard()
     start, start_cpu = time.perf_counter(), time.clock_gettime(clock)
     time.sleep(seconds)
     return 100 * (time.clock_gettime(clock) - start_cpu) / (time.perf_counter() - start)
 
 
-def ratio(metric: str, on: Sequence[float], off: Sequence[float]) -> Result:
-    """How much longer a step is."""
+def ratio(metric: str, figures: Samples, kind: str) -> Result:
+    """How much longer a step of that kind is."""
+    on, off = figures[kind], figures["off"]
     return compare(
         f"{COLLECTIVES} all_reduces in a {STEP_MS:g} ms step, {metric}: all on / all off",
         on,
@@ -267,6 +284,13 @@ def added(what: str, on: Sequence[float], off: Sequence[float], goal: str, opera
     )
 
 
+def own_thread(when: str, shares: Sequence[float]) -> Result:
+    """What the guard's thread takes: the mean, for it looks less often than a round begins."""
+    rounds, mean = len(shares), statistics.fmean(shares)
+    of_core = {"unit": "% of a core", "better": "less", "world_size": 2, "goal": "under 1 %"}
+    return Result.of_value(f"the guard's own thread{when}", mean, rounds=rounds, **of_core)
+
+
 def mean_rank(by_rank: Sequence[dict[str, Samples]], metric: str) -> Samples:
     """Of every round the mean over the ranks."""
     return {
@@ -278,7 +302,7 @@ def mean_rank(by_rank: Sequence[dict[str, Samples]], metric: str) -> Samples:
 def main() -> None:
     """Measure on two ranks of this machine."""
     parser = arguments("cost of the guard and the record")
-    parser.add_argument("--rounds", type=int, default=4000, help="of steps; a quarter does on a machine that is quiet")
+    parser.add_argument("--rounds", type=int, default=12_000, help="of steps; a tenth does on a machine that is quiet")
     options = parser.parse_args()
     settings = {
         "rounds": 50 if options.quick else options.rounds,
@@ -286,21 +310,25 @@ def main() -> None:
         "idle_s": 0.5 if options.quick else 2.0,
     }
     by_rank = run_ranks(measure, 2, settings)
-    wall, share = (slowest_rank(by_rank)[metric] for metric in ("wall", "own thread"))
-    metrics = ("main thread", "step alone", "operations alone", "stock", "call")
-    cpu, bare, operations, stock, call = (mean_rank(by_rank, metric) for metric in metrics)
+    slowest = slowest_rank(by_rank)
+    bare, operations, stock, call = (
+        mean_rank(by_rank, metric) for metric in ("step alone", "operations alone", "stock", "call")
+    )
     operations_of = f"step with {COLLECTIVES} operations"
     found = [
-        ratio("wall", wall["later"], wall["off"]),
-        ratio("main thread", cpu["later"], cpu["off"]),
-        ratio(f"{_FIRST}, wall", wall["first"], wall["off"]),
-        ratio(f"{_FIRST}, main thread", cpu["first"], cpu["off"]),
+        ratio("wall", slowest["wall, later"], "later"),
+        ratio("main thread", mean_rank(by_rank, "main thread, later"), "later"),
+        ratio(f"{_FIRST}, wall", slowest["wall, first"], "first"),
+        ratio(f"{_FIRST}, main thread", mean_rank(by_rank, "main thread, first"), "first"),
+        ratio("one product of its arithmetic", mean_rank(by_rank, "product, later"), "later"),
         added(f"{operations_of}, all on", bare["later"], bare["off"], GOAL_US, COLLECTIVES),
         added(f"{operations_of}, all on, {_FIRST}", bare["first"], bare["off"], GOAL_US, COLLECTIVES),
         added(f"{operations_of}, these alone", operations["on"], operations["off"], GOAL_US, COLLECTIVES),
         added(f"step with {COLLECTIVES} of torch's all_reduce", stock["on"], stock["off"], GOAL_US, COLLECTIVES),
         added("all_reduce of 8 floats, one after the other", call["on"], call["off"], "", 1),
-        compare("the guard's own thread", share["share"], None, unit="% of a core", world_size=2, goal="under 1 %"),
+        own_thread("", slowest["own thread"]["idle"]),
+        own_thread(", while a rank takes such steps", slowest["share, later"]["later"]),
+        own_thread(", while it takes steps without", slowest["share, later"]["off"]),
     ]
     report("observe", found, record=options.record)
 

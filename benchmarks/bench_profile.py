@@ -37,7 +37,7 @@ from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.profile.run_record import file_of, is_listed
 from lockstep.observe.profile.session import open_profile
 from lockstep.observe.recording import GuardLayer
-from observe_steps import COLLECTIVES, averaging, buckets_of, work_of
+from observe_steps import COLLECTIVES, Arithmetic, averaging, buckets_of
 
 
 def measure(rank: Rank) -> dict[str, Samples]:
@@ -48,7 +48,7 @@ def measure(rank: Rank) -> dict[str, Samples]:
     guard = meet(GuardSettings(evidence=""), transport, ["here"] * rank.world_size, None)
     assert guard is not None
     comm = Communicator(GuardLayer(transport, guard))
-    step = averaging(comm, buckets_of(comm), work_of(STEP_MS / COLLECTIVES))
+    step = averaging(comm, buckets_of(comm), Arithmetic(STEP_MS / COLLECTIVES))
     steps = rank.settings["steps"]
     done = [0]
 

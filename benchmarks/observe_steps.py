@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-import timeit
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
@@ -26,35 +26,26 @@ BUCKET = 16_384  # elements of each
 Variant = Callable[[int], dict[str, float]]
 
 
-def work_of(milliseconds: float, agree: Callable[[int], int] = int) -> Callable[[], None]:
-    """Arithmetic that takes about so long here, out of the caches of the operations between.
+@final
+class Arithmetic:
+    """Matrix products for so long of this thread's processor time, out of the caches of the operations between.
 
-    agree: from the number of turns that this rank would take to that of all ranks.
+    Not a number of them: by how much a machine that others share is slower from one moment to the next is many times
+    what is looked for. Where the thread is held up it takes longer all the same.
     """
-    matrix = torch.randn(160, 160)
 
-    def turn() -> None:
-        torch.mm(matrix, matrix)
+    def __init__(self, milliseconds: float) -> None:
+        self.done, self.spent_s = 0, 0.0  # so many products, in so much time
+        self._due_s = milliseconds / 1e3
+        self._matrix = torch.randn(160, 160)
 
-    best = min(timeit.repeat(turn, number=10, repeat=100)) / 10  # the others of this machine come and go
-    turns = agree(max(1, round(milliseconds / 1e3 / best)))
-
-    def work() -> None:
-        for _ in range(turns):
-            turn()
-
-    return work
-
-
-def fewest(comm: Communicator) -> Callable[[int], int]:
-    """The smallest number of all ranks'."""
-
-    def agree(mine: int) -> int:
-        number = torch.tensor([mine])
-        comm.all_reduce(number, "min")
-        return int(number)
-
-    return agree
+    def __call__(self) -> None:
+        began_s = now_s = time.thread_time()
+        until_s, matrix, done = began_s + self._due_s, self._matrix, 0
+        while now_s < until_s:
+            torch.mm(matrix, matrix)
+            now_s, done = time.thread_time(), done + 1
+        self.done, self.spent_s = self.done + done, self.spent_s + now_s - began_s
 
 
 def buckets_of(comm: Communicator) -> list[Tensor]:

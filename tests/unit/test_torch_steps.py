@@ -136,8 +136,9 @@ def test_what_was_asked_for_before_another_phase_of_training_says_nothing_of_its
     """Its own model may be one that this rank trains for itself."""
     recorder = SimpleNamespace(started=0, take_up=list, clock=SimpleNamespace(owner=0))
     found = [SimpleNamespace(is_message=False)]
+    ends = SimpleNamespace(operations=0)
     guard = SimpleNamespace(
-        recorder=recorder, world_size=2, operations=0, step_done=list, records=lambda since, until: found
+        recorder=recorder, world_size=2, step_ends=ends, step_done=list, records=lambda since, until: found
     )
     steps = TorchSteps(cast("Any", guard), cast("Any", SimpleNamespace(listed={}, followed={})))
     BACKWARDS.once.remove(steps._backward_begins)

@@ -36,6 +36,19 @@ class Step(NamedTuple):
     values: Values | None = None
     is_brief: bool = False  # only its batches were timed: `summed_ns` has the rest as in a `Typical` step
     times: Times | None = None  # all times are those of a GPU's stream, by these
+    together: int = 1  # so many brief ones in a row, of which this is the last, are told as one
+    longest_ns: int = 0  # of these
+
+
+# step, began_ns, ended_ns, samples, waits, marks, summed_ns, values, is_brief: as in Step
+Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int], Values | None, bool]
+Left = tuple[Ended, tuple[int, int], int]  # with operations and tokens: a step as its thread leaves it
+
+
+def step_of(left: Left) -> Step:
+    """What a thread has left."""
+    ended, operations, tokens = left
+    return tuple.__new__(Step, (*ended[:3], tokens, ended[3], operations, *ended[4:], None, 1, 0))
 
 
 def outermost(waits: Iterable[Wait], since_ns: int) -> list[Wait]:
@@ -78,33 +91,44 @@ class Typical:
         self._timed.append(step)
         self._like = None
 
-    def shared_out(self, step: Step) -> Step:
-        """`step`, which was only counted: as it is where none was timed before.
+    @property
+    def is_known(self) -> bool:
+        """Whether one was timed."""
+        return bool(self._timed)
 
-        It has spent on data what it has, of the rest such parts as the typical one. What it has beyond twice as much as
-        that is nobody's part: nothing is known of it, so it is in OTHER. Whether a GPU waited for data its thread's
+    def shared_out(self, run: Sequence[Left]) -> Step:
+        """Steps in a row that were only counted, as one; there is one that was timed before.
+
+        Each has spent on data what it has, of the rest such parts as the typical one. What it has beyond twice as much
+        as that is nobody's part: nothing is known of it, so it is in OTHER. Whether a GPU waited for data its thread's
         wait does not tell: then that is such a part too.
         """
-        if not self._timed:
-            return step
         like, whole, times = self._like = self._like or self._middle()
-        number, began_ns, ended_ns, tokens, samples, operations, waits, marks, summed_ns, values, is_brief, _ = step
-        if waits or summed_ns:
-            by_phase = spent_in(step)
-            data, spent = by_phase[DATA], sum(by_phase)
-        else:  # as nearly always
-            data, until_ns, spent = 0, ended_ns, ended_ns - marks[0][1]
-            for phase, at_ns in reversed(marks):
-                if phase == DATA:
-                    data += until_ns - at_ns
-                until_ns = at_ns
-        data = data if times is None else 0
-        usual = min(spent - data, 2 * whole)
-        parts = [usual * part // whole for part in like]
-        parts[DATA] += data
-        parts[OTHER] += spent - sum(parts)
-        shared = number, began_ns, ended_ns, tokens, samples, operations, (), (), parts, values, is_brief, times
-        return tuple.__new__(Step, shared)
+        all_ns = all_data_ns = usual_ns = longest_ns = tokens = samples = 0
+        for left in run:
+            (_, began_ns, ended_ns, its_samples, waits, marks, summed_ns, _, _), _, its_tokens = left
+            if waits or summed_ns:
+                by_phase = spent_in(step_of(left))
+                spent_ns, data_ns = sum(by_phase), by_phase[DATA]
+            else:  # as nearly always
+                spent_ns, data_ns, until_ns = ended_ns - marks[0][1], 0, ended_ns
+                for phase, at_ns in reversed(marks):
+                    if phase == DATA:
+                        data_ns += until_ns - at_ns
+                    until_ns = at_ns
+            if times is not None:
+                data_ns = 0
+            all_ns, all_data_ns = all_ns + spent_ns, all_data_ns + data_ns
+            usual_ns += min(spent_ns - data_ns, 2 * whole)
+            longest_ns = max(longest_ns, ended_ns - began_ns)
+            tokens, samples = tokens + its_tokens, samples + its_samples
+        parts = [usual_ns * part // whole for part in like]
+        parts[DATA] += all_data_ns
+        parts[OTHER] += all_ns - sum(parts)
+        (_, first_ns, *_), (first, _), _ = run[0]
+        (number, _, last_ns, *_), (_, end), _ = run[-1]
+        told = number, first_ns, last_ns, tokens, samples, (first, end), (), (), parts, None, True, times
+        return Step(*told, len(run), longest_ns)
 
     def _middle(self) -> tuple[Sequence[int], int, Times | None]:
         by_length = sorted(self._timed, key=lambda one: one.ended_ns - one.began_ns)

@@ -17,6 +17,8 @@ from lockstep.observe.profile.phases import (
     FORWARD,
     OTHER,
     UNKNOWN,
+    Ended,
+    Left,
     Mark,
     Step,
     Typical,
@@ -24,9 +26,11 @@ from lockstep.observe.profile.phases import (
     Wait,
     outermost,
     spans_in,
+    step_of,
     sums_of,
     without_queued,
 )
+from lockstep.observe.profile.run_record import is_listed, last_in_line
 from lockstep.observe.profile.stream_times import Stamped, StreamClock, on_stream
 
 _RECENT = 256  # marks of a step that has not ended
@@ -35,14 +39,6 @@ _STEPS = 4096  # that nobody has taken yet
 _AHEAD = 256  # steps that a GPU has not come to, as far as is known: of more no events are kept
 _WEIGH_NS = 1_000_000_000  # between two looks at the memory
 WAITS = MARKS = 4096  # of one step
-
-
-# step, began_ns, ended_ns, samples, waits, marks, summed_ns, values, is_brief: as in Step
-Ended = tuple[int, int, int, int, Sequence[Wait], Sequence[Mark], Sequence[int], Values | None, bool]
-
-
-def _made(ended: Ended, operations: tuple[int, int], tokens: int) -> Step:
-    return tuple.__new__(Step, (*ended[:3], tokens, ended[3], operations, *ended[4:], None))
 
 
 @final
@@ -59,7 +55,7 @@ class StepClock:
     __slots__ = ("__dict__", "__weakref__", "close_reader", "is_brief", "marks", "owner", "time", "waits")
 
     def __init__(self) -> None:
-        self._left: deque[tuple[Ended, tuple[int, int], int]] = deque(maxlen=_STEPS)  # steps that have ended
+        self._left: deque[Left] = deque(maxlen=_STEPS)  # steps that have ended
         self._steps: deque[Step] = deque(maxlen=_STEPS)  # those that a reader has asked for
         self.is_brief = False  # of the step under way only batches are timed, see `pace`
         self.is_marked = False  # by the program itself: hooks into torch keep quiet
@@ -186,7 +182,7 @@ class StepClock:
         """Those that have ended, to be taken by any one thread: it makes them of what their own thread has left."""
         left, steps = self._left, self._steps
         while left or self._next is not None:
-            step, self._next = self._next or _made(*left.popleft()), None
+            step, self._next = self._next or self._taken(), None
             if type(step.marks) is Stamped:
                 gpu, events = step.marks.gpu, step.marks.events
                 if not gpu.have_fired(events, self.until_ns):
@@ -194,12 +190,26 @@ class StepClock:
                     break
                 times = gpu.times_of(events, [*(at_ns for _, at_ns in step.marks), step.ended_ns])
                 step = without_queued(step, events.queued) if times is None else on_stream(step, times)
-            if step.is_brief:
-                step = self._typical.shared_out(step)
-            else:
+            if not step.is_brief:
                 self._typical.timed(step)
             steps.append(step)
         return steps
+
+    def _taken(self) -> Step:
+        """The next that has ended; of those that were only counted all in a row that the record has in one line."""
+        left, run = self._left, [self._left.popleft()]
+        number, is_brief = run[0][0][0], run[0][0][-1]
+        if not is_brief or not self._typical.is_known:
+            return step_of(run[0])
+        last = number if is_listed(number) else last_in_line(number)
+        while left and number < last:
+            one = left.popleft()
+            if one[0][0] != number + 1 or not one[0][-1]:
+                left.appendleft(one)
+                break
+            run.append(one)
+            number += 1
+        return self._typical.shared_out(run)
 
     def so_far(self, most: int) -> list[Mark]:
         """`spans_in` the step that has not ended, of what is newest in it. To be called from any thread."""

@@ -55,7 +55,7 @@ class _Pending(NamedTuple):
 
 @final
 class _Line:
-    """Steps in a row that become one line: most steps of a run end here, so it costs little to add one."""
+    """Steps in a row that become one line."""
 
     def __init__(self, began_ns: int, until: int) -> None:
         self.began_ns, self.until = began_ns, until  # the last step of the line
@@ -64,16 +64,16 @@ class _Line:
         self.spent_ns = [0] * len(PHASES)
 
     def add(self, step: Step) -> None:
-        """The next one."""
-        number, began_ns, ended_ns, tokens, samples, (first, end), _, _, summed_ns, _, is_brief, times = step
-        self.spent_ns = [*map(add, self.spent_ns, summed_ns or spent_in(step))]
-        self.step = number
-        self.count += 1
-        self.counted += is_brief
-        self.on_gpu += times is not None
-        self.longest_ns = max(self.longest_ns, ended_ns - began_ns)
-        self.tokens += tokens
-        self.samples += samples
+        """The next one, or the next ones that are told as one."""
+        first, end = step.operations
+        self.spent_ns = [*map(add, self.spent_ns, spent_in(step))]
+        self.step = step.step
+        self.count += step.together
+        self.counted += step.together * step.is_brief
+        self.on_gpu += step.together * (step.times is not None)
+        self.longest_ns = max(self.longest_ns, step.longest_ns or step.ended_ns - step.began_ns)
+        self.tokens += step.tokens
+        self.samples += step.samples
         self.operations += end - first
 
 
@@ -199,7 +199,7 @@ class RunWriter:
     def _add(self, step: Step) -> Sequence[str]:
         """The lines that are complete with `step`."""
         line = self._line
-        if line is not None and step.step == line.step + 1:
+        if line is not None and step.step == line.step + step.together:
             line.add(step)
             return self._line_so_far() if step.step == line.until else ()
         before = self._line_so_far()

@@ -92,7 +92,7 @@ class FlightRecord:
         return [self._record_of(fields) for fields in self._stored(flight.RECORD, since, until)]
 
     def in_brief(self, since: int = 0) -> list[tuple[int, int, int, int, int, int, bytes]]:
-        """As `records`, at a fourth of the cost: number, seq, step, left_ns, digest, is_message, the key of `said`."""
+        """As `records`, for who reads them all: number, seq, step, left_ns, digest, is_message, the key of `said`."""
         return self._stored(_BRIEF, since)
 
     def _stored(self, layout: struct.Struct, since: int, until: int | None = None) -> list[Any]:

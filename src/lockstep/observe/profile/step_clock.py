@@ -197,18 +197,18 @@ class StepClock:
 
     def _taken(self) -> Step:
         """The next that has ended; of those that were only counted all in a row that the record has in one line."""
-        left, run = self._left, [self._left.popleft()]
-        number, is_brief = run[0][0][0], run[0][0][-1]
+        left, first = self._left, self._left.popleft()
+        (number, *_, is_brief), *_ = first
         if not is_brief or not self._typical.is_known:
-            return step_of(run[0])
-        last = number if is_listed(number) else last_in_line(number)
+            return step_of(first)
+        run, last = [first], number if is_listed(number) else last_in_line(number)
         while left and number < last:
-            one = left.popleft()
-            if one[0][0] != number + 1 or not one[0][-1]:
+            (following, *_, is_brief), *_ = one = left.popleft()
+            if following != number + 1 or not is_brief:
                 left.appendleft(one)
                 break
             run.append(one)
-            number += 1
+            number = following
         return self._typical.shared_out(run)
 
     def so_far(self, most: int) -> list[Mark]:

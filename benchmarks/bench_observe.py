@@ -6,7 +6,7 @@ A step is 10 ms of arithmetic, and in between 8 all-reduces over shared memory, 
 half of them asynchronous, all from the user's own code. Before them comes a backward, after them an optimizer's step,
 of one number each. Steps with lockstep have all that `lockstep train` has: marks, what the guard has put into torch,
 the record. Steps without have none of it. The first hundred of a run are looked at closely, later ones one in sixteen,
-see `pace`: both are measured.
+see `pace`: both are measured. The guard's own thread rests in steps without.
 
 Every round runs sixteen steps of each kind, in changing order, so that all see the machine in the same mood: the median
 of the rounds' own ratios is the figure. Two before them do not count: they find caches that steps of the other kind
@@ -17,8 +17,8 @@ caches that are shared with the guard, is a figure of its own.
 
 All but the arithmetic is measured alone, too, where it stands: processor time from after one piece of it to before the
 next, over a transport that moves nothing. What that takes more with than without is what the step takes more. The same
-for torch's own all_reduce over Gloo, as in an unchanged script. The guard's own thread runs during all of it; what it
-takes of a core is a figure of its own, in steps of both kinds, and in seconds in which the rank does nothing else.
+for torch's own all_reduce over Gloo, as in an unchanged script. What the guard's own thread takes of a core is a figure
+of its own, in such steps, and in seconds in which the rank does nothing else.
 """
 
 from __future__ import annotations
@@ -173,20 +173,20 @@ def measure(rank: Rank) -> dict[str, Samples]:
             alone(lambda each: loop.bare(averaging(still, apart, each)), work, *_TURN),
             alone(lambda each: loop.marked(averaging(still_guarded, apart, each)), work, *_TURN),
         )
-        figures["step alone"] = interleaved(parts, max(2, rounds // 40), warmup=2, together=plain.barrier)["alone"]
+        figures["step alone"] = interleaved(parts, max(2, rounds // 120), warmup=2, together=plain.barrier)["alone"]
         loop.end()
-        figures["stock"] = interleaved(switch.variants(work), rounds // 10, warmup=5, together=plain.barrier)["alone"]
+        figures["stock"] = interleaved(switch.variants(work), rounds // 30, warmup=5, together=plain.barrier)["alone"]
         profile.close()
     bare = {
         "off": alone(lambda each: averaging(still, apart, each), work),
         "on": alone(lambda each: averaging(still_guarded, apart, each), work),
     }
-    figures["operations alone"] = interleaved(bare, rounds // 10, warmup=10, together=plain.barrier)["alone"]
+    figures["operations alone"] = interleaved(bare, rounds // 30, warmup=10, together=plain.barrier)["alone"]
     both = {
         "off": per_call(lambda: plain.all_reduce(tensor), calls),
         "on": per_call(lambda: guarded.all_reduce(tensor), calls),
     }
-    figures["call"] = interleaved(both, rounds // 10, warmup=2, together=plain.barrier)["main thread"]
+    figures["call"] = interleaved(both, rounds // 30, warmup=2, together=plain.barrier)["main thread"]
     guard.close()
     return figures
 
@@ -305,7 +305,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12_000, help="of steps; a tenth does on a machine that is quiet")
     options = parser.parse_args()
     settings = {
-        "rounds": 50 if options.quick else options.rounds,
+        "rounds": 150 if options.quick else options.rounds,
         "calls": 100 if options.quick else 200,
         "idle_s": 0.5 if options.quick else 2.0,
     }
@@ -326,9 +326,8 @@ def main() -> None:
         added(f"{operations_of}, these alone", operations["on"], operations["off"], GOAL_US, COLLECTIVES),
         added(f"step with {COLLECTIVES} of torch's all_reduce", stock["on"], stock["off"], GOAL_US, COLLECTIVES),
         added("all_reduce of 8 floats, one after the other", call["on"], call["off"], "", 1),
-        own_thread("", slowest["own thread"]["idle"]),
-        own_thread(", while a rank takes such steps", slowest["share, later"]["later"]),
-        own_thread(", while it takes steps without", slowest["share, later"]["off"]),
+        own_thread("", mean_rank(by_rank, "own thread")["idle"]),
+        own_thread(", while a rank takes such steps", mean_rank(by_rank, "share, later")["later"]),
     ]
     report("observe", found, record=options.record)
 

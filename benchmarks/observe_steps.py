@@ -128,8 +128,15 @@ class Loop:
         self._hooks = Hooks()
         self._weight = torch.ones((), requires_grad=True)
         self._optimizer = torch.optim.SGD([self._weight], 1e-6)
-        self._is_first = True
+        self._is_first = self._is_on = True
+        self._guard, self._look = guard, guard.look
+        guard.look = self._look_if_on
         PACE.dues.append(lambda step: step + 1 if self._is_first else math.inf)
+
+    def _look_if_on(self) -> None:
+        """What the guard's thread does each time: steps of torch alone have none beside them."""
+        if self._is_on:
+            self._look()
 
     def bare(self, average: Callable[[], object]) -> Callable[[], None]:
         """A step of torch alone."""
@@ -168,8 +175,11 @@ class Loop:
             def block(number: int) -> dict[str, float]:
                 PACE.turn(is_brief=False)  # while the hooks are there, of which it exchanges some
                 self._hooks.hang(are_there=is_on)
-                self._is_first = is_first
-                return run(number)
+                self._is_first, self._is_on = is_first, is_on
+                try:
+                    return run(number)
+                finally:
+                    self._is_on = True
 
             return block
 
@@ -182,4 +192,5 @@ class Loop:
     def end(self) -> None:
         """All is there again."""
         self._hooks.hang(are_there=True)
+        self._guard.look = self._look
         PACE.dues.pop()

@@ -1,6 +1,6 @@
 """What the guard and the record cost a training step: both on, as they are by default, and both off in the same run.
 
-    python benchmarks/bench_observe.py [--quick] [--rounds 4000] [--record]
+    python benchmarks/bench_observe.py [--quick] [--rounds 12000] [--record]
 
 A step is 10 ms of arithmetic, and in between 8 all-reduces over shared memory, as the buckets of a model have them:
 half of them asynchronous, all from the user's own code. Before them comes a backward, after them an optimizer's step,
@@ -30,8 +30,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import final
+from typing import TypeVar, final
 
 import torch
 import torch.distributed as dist
@@ -61,6 +62,8 @@ from lockstep.observe.profile.session import open_profile
 from lockstep.observe.recording import GuardLayer
 from lockstep.observe.torch_training import attach_training
 from observe_steps import BUCKET, COLLECTIVES, Arithmetic, Loop, Nothing, Variant, averaging, buckets_of
+
+_T = TypeVar("_T")
 
 STEP_MS = 10.0
 GOAL = "under 1 % of the step"
@@ -126,12 +129,10 @@ def per_call(call: Callable[[], object], calls: int, settling: int = 0) -> Varia
 
 def beside(run: Variant, work: Arithmetic) -> Variant:
     """The same, with what a product of its arithmetic has taken, and the guard's own thread meanwhile."""
-    thread = clock_of_guard()
 
     def block(number: int) -> dict[str, float]:
-        done, spent_s, start, start_cpu = work.done, work.spent_s, time.perf_counter(), time.clock_gettime(thread)
-        figures = run(number)
-        share = 100 * (time.clock_gettime(thread) - start_cpu) / (time.perf_counter() - start)
+        done, spent_s = work.done, work.spent_s
+        figures, share = with_share(lambda: run(number))
         return {**figures, "product": 1e6 * (work.spent_s - spent_s) / (work.done - done), "share": share}
 
     return block
@@ -168,7 +169,9 @@ def measure(rank: Rank) -> dict[str, Samples]:
             found = interleaved({kind: steps[kind] for kind in kinds}, count, warmup=2, together=plain.barrier)
             figures |= {f"{metric}, {kinds[1]}": samples for metric, samples in found.items()}
         # before torch's own calls are swapped: the guard would look for those that it was not shown
-        figures["own thread"] = {"idle": [idle_share(rank.settings["idle_s"]) for _ in range(5)]}
+        figures["own thread"] = {
+            "idle": [with_share(partial(time.sleep, rank.settings["idle_s"]))[1] for _ in range(5)]
+        }
         parts = loop.variants(
             alone(lambda each: loop.bare(averaging(still, apart, each)), work, *_TURN),
             alone(lambda each: loop.marked(averaging(still_guarded, apart, each)), work, *_TURN),
@@ -237,19 +240,14 @@ class Stock:
         return {"off": run(self._before), "on": run(self._watched)}
 
 
-def clock_of_guard() -> int:
-    """Of the processor time of its thread alone: Gloo's own wakes up a hundred times a second."""
+def with_share(act: Callable[[], _T]) -> tuple[_T, float]:
+    """What it returns, and per cent of a core that the guard's own thread has taken meanwhile."""
     thread = next(thread for thread in threading.enumerate() if thread.name == "lockstep-guard")
     assert thread.ident is not None
-    return time.pthread_getcpuclockid(thread.ident)
-
-
-def idle_share(seconds: float) -> float:
-    """Per cent of a core that the guard's thread takes while the rank's own does nothing."""
-    clock = clock_of_guard()
+    clock = time.pthread_getcpuclockid(thread.ident)  # of it alone: Gloo's own wakes up a hundred times a second
     start, start_cpu = time.perf_counter(), time.clock_gettime(clock)
-    time.sleep(seconds)
-    return 100 * (time.clock_gettime(clock) - start_cpu) / (time.perf_counter() - start)
+    returned = act()
+    return returned, 100 * (time.clock_gettime(clock) - start_cpu) / (time.perf_counter() - start)
 
 
 def ratio(metric: str, figures: Samples, kind: str) -> Result:

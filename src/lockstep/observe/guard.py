@@ -1,8 +1,9 @@
 """The guard of one rank, as its program and what watches torch see it: they tell it what is done, and it raises.
 
-It has five parts: the `FlightRecorder` keeps what is done, the `Account` says how this rank is, the `Lookout` looks at
-all ranks a few times a second, in a thread of its own, the `Voice` says what is found, and the `Causes` what an error
-comes from. What is certain is raised: at the end of the step, or at once where this rank waits for what cannot come.
+It has six parts: the `FlightRecorder` keeps what is done, the `Account` says how this rank is, the `Lookout` looks at
+all ranks a few times a second, in a thread of its own, the `Voice` says what is found, the `Causes` what an error comes
+from, and the `StepEnds` end the steps. What is certain is raised: at the end of the step, or at once where this rank
+waits for what cannot come.
 """
 
 from __future__ import annotations

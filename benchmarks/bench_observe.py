@@ -54,7 +54,7 @@ from harness import (
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
-from lockstep.observe import pace
+from lockstep.observe import lookout, pace
 from lockstep.observe.guard import GuardSettings
 from lockstep.observe.init import meet
 from lockstep.observe.pace import EVERY, FIRST
@@ -148,7 +148,7 @@ def measure(rank: Rank) -> dict[str, Samples]:
     assert guard is not None
     switch.is_watched()
     attach_training(guard)
-    pace.FIRST = 1  # so every step can be a later one
+    pace.FIRST, lookout._YOUNG = 1, 1  # so every step can be a later one, of a run that is no longer young
     plain, guarded = Communicator(transport), Communicator(GuardLayer(transport, guard))
     nothing = Nothing(transport)
     still, still_guarded = Communicator(nothing), Communicator(GuardLayer(nothing, guard, name="nothing"))

@@ -129,14 +129,19 @@ class Loop:
         self._weight = torch.ones((), requires_grad=True)
         self._optimizer = torch.optim.SGD([self._weight], 1e-6)
         self._is_first = self._is_on = True
-        self._guard, self._look = guard, guard.look
-        guard.look = self._look_if_on
+        self._guard, self._act = guard, guard.act
+        guard.act = self._act_if_on
         PACE.dues.append(lambda step: step + 1 if self._is_first else math.inf)
 
-    def _look_if_on(self) -> None:
-        """What the guard's thread does each time: steps of torch alone have none beside them."""
+    def _act_if_on(self) -> None:
+        """What the guard's thread does each time: steps of torch alone have none beside them.
+
+        The rank lives in these too: of one that does not, the others read the whole record.
+        """
         if self._is_on:
-            self._look()
+            self._act()
+        else:
+            self._recorder.live()
 
     def bare(self, average: Callable[[], object]) -> Callable[[], None]:
         """A step of torch alone."""
@@ -192,5 +197,5 @@ class Loop:
     def end(self) -> None:
         """All is there again."""
         self._hooks.hang(are_there=True)
-        self._guard.look = self._look
+        self._guard.act = self._act
         PACE.dues.pop()

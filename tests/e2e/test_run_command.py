@@ -91,6 +91,7 @@ child = os.fork()
 if child == 0:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(600)
+    os._exit(0)
 print(f"rank {os.environ['RANK']} is up: pid {os.getpid()}\\nchild pid {child}\\n", end="", flush=True)
 while True:
     time.sleep(0.1)  # a signal that comes just before a sleep is handled after it
@@ -139,14 +140,24 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Run]]:
     yield one
     for run in runs:
         run.close()
-        for pid in offspring_in(run):
-            if is_alive(pid):
-                os.kill(pid, signal.SIGKILL)
+    for pid in processes_in(tmp_path):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def offspring_in(run: Run) -> list[int]:
     """What the ranks of `_WAITS` and `_STARTS` have started, and leave to itself."""
     return [int(pid) for pid in re.findall(r"child pid (\d+)", run.text())]
+
+
+def processes_in(folder: Path) -> list[int]:
+    """What still runs there: of such offspring also that of which nobody was told."""
+    found = []
+    for link in Path("/proc").glob("[0-9]*/cwd"):
+        with contextlib.suppress(OSError):  # it has ended, or is not ours
+            if Path(os.readlink(link)) == folder:
+                found.append(int(link.parent.name))
+    return found
 
 
 def listening(pids: list[int]) -> list[str]:

@@ -64,6 +64,19 @@ dist.barrier()
 raise SystemExit(dist.get_rank() * {code})
 """
 
+_LOOKED_AT = """
+import threading
+from lockstep.observe.process_guard import current_guard
+lookout, is_over = current_guard()._lookout, threading.Event()
+
+def look():
+    while not is_over.is_set():
+        lookout.keep_up()
+
+looking = threading.Thread(target=look)
+looking.start()
+"""
+
 _KILLED = """
 import os, signal, sys, torch, torch.distributed as dist, lockstep
 from torch.distributed.fsdp import fully_shard
@@ -235,6 +248,14 @@ def test_program_without_a_step_is_told_as_one(start: Callable[..., Run], tmp_pa
     joined = Counter(words[row[0]] for row in lanes["steps"][0]["ranks"][0]["ops"])
     assert joined == {"all_reduce float32 [3] sum": 175, "send float32 [3] to rank 1 tag 0": 80, "barrier": 1}
     assert len(lanes["steps"][0]["joins"]) == 256
+
+
+def test_what_the_guard_sees_ending_first_is_waited_for_all_the_same(start: Callable[..., Run], tmp_path: Path) -> None:
+    script = _LOOKED_AT + _COLLECTIVES.replace("raise", "is_over.set()\nlooking.join()\nraise").format(code=0)
+    said = start(script, "--nproc-per-node", "2").end(0)
+    run = RunReader(folder_of(said, tmp_path)).read().run
+    stood = {rank: [op.began_us >= 0 for op in record.lines[0].ops or ()] for rank, record in run.ranks.items()}
+    assert stood == {rank: [True] * 256 for rank in range(2)}
 
 
 def test_loggers_that_are_still_beginning_get_all_where_another_rank_fails(tmp_path: Path) -> None:

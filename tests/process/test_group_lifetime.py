@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import lockstep
-from lockstep import DistributedDataParallel
+from lockstep import Communicator, DistributedDataParallel
 from lockstep.comm.process_group import register_backend
 from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
@@ -82,3 +82,15 @@ def test_a_group_that_torch_keeps_gives_its_memory_back(backend: str, first: int
     """Of Gloo nobody says that it was destroyed: its memory goes when the next group's is asked for."""
     for left in run_processes(2, cut_and_destroy, str(tmp_path), backend, connect=False):
         assert left == [first, 0, 0]
+
+
+def split_and_close(comm: Communicator, times: int) -> None:
+    for _ in range(times):
+        part = comm.transport.split([range(comm.world_size)])
+        assert part is not None
+        part.close()
+
+
+def test_a_group_may_be_closed_as_soon_as_it_is_made() -> None:
+    """Others may still connect: one of some sixty closed what another connected to, where nobody waited for that."""
+    run_processes(3, split_and_close, 150)

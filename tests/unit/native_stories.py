@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,12 +21,34 @@ import torch
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import Work
 from lockstep.errors import PeerLost
+from lockstep.observe.account import Account
 from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.lookout import Lookout
 from lockstep.observe.profile.phases import PHASES
 from lockstep.observe.recording import GuardLayer
+from lockstep.observe.scene import Limits
+from lockstep.observe.step_ends import StepEnds
 from recorded_ranks import Silent, Watcher
 
 _ACTS = 250
+
+
+class OfTorch:
+    """A group of torch's, whose numbers C++ raises, and what the guard knows of it."""
+
+    def __init__(self, told: list[object]) -> None:
+        self.number = self.seen = 0
+        self.is_there, self.inside, self._told = True, False, told
+
+    def group(self) -> OfTorch | None:
+        return self if self.is_there else None
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self.number
+
+    def catch_up(self, number: int, site: str, *, step: int, now_ns: int) -> None:
+        self.seen = number
+        self._told.append(["started", number, site, step, now_ns > 0])
 
 
 class Story:
@@ -41,6 +64,12 @@ class Story:
         self.told: list[object] = []
         if self.random.random() < 0.7:
             self.clock.close_reader = lambda: None
+        self.account = Account(self.recorder)
+        nobody: Any = SimpleNamespace(rank=0)
+        self.lookout = Lookout(0, self.account, nobody, nobody, Limits(), 1.0)
+        self.of_torch: list[Any] = [OfTorch(self.told) for _ in range(self.random.randrange(3))]
+        self.ends = StepEnds(self.recorder, self.account, self.lookout, nobody)
+        self.passed = self.ends.passing(self.of_torch)
 
     def reduce(self) -> None:
         tensor, label = self.random.choice(self.tensors), self.random.choice(["", "bucket", "grad_norm"])
@@ -90,6 +119,24 @@ class Story:
         self.told.append([number for number, *_ in self.clock.waits])
         self.clock.step_done(self.recorder.step, self.recorder.started, is_brief=self.random.random() < 0.5)
 
+    def pass_step(self) -> None:
+        """It ends one that was only counted."""
+        for one in self.of_torch:
+            one.number += self.random.randrange(3)
+            one.inside = self.random.random() < 0.2
+            one.is_there = self.random.random() < 0.95
+        self.account.activities[:] = ["evaluate"] * (self.random.random() < 0.1)
+        found: Any = self.random.choice([None] * 9 + ["found"])
+        self.lookout.finding = found
+        self.clock.summed_ns = (1,) * len(PHASES) if self.random.random() < 0.05 else ()
+        self.clock.samples = self.random.randrange(4)
+        named, marks = self.random.choice([0, 0, 7]), len(self.clock.marks)
+        self.told.append([self.passed(self.random.choice(["", "train.py:3 step"]), named, 5), marks, self.clock.step])
+        self.told.append([self.clock.samples, len(self.clock.marks), self.clock.began_ns == self.clock.marks[0][1]])
+        self.told.append([self.watcher.record.header().step, len(self.recorder.left), len(self.account.ended_ns)])
+        steps = [self.clock.steps.popleft() for _ in range(len(self.clock.steps))]
+        self.told.append([self.ends.operations, *([one.samples, one.operations, one.tokens] for one in steps)])
+
     def switch(self) -> None:
         self.told.append(self.clock.switch(self.random.randrange(-1, len(PHASES))))
 
@@ -103,10 +150,14 @@ class Story:
         except BaseException as error:  # noqa: BLE001
             self.told.append([repr(error), repr(error.__cause__)])
 
+    def give_back(self) -> None:
+        self.account.close()
+        self.watcher.give_back()
+
     def tell(self) -> str:
         often = [self.reduce] * 6 + [self.wait] * 4 + [self.switch] * 3
         seldom = [self.resize, self.another_kind, self.drop, self.look, self.break_, self.elsewhere, self.end_step]
-        acts = [*often, *seldom, self.leave_for_later]
+        acts = [*often, *seldom, self.pass_step, self.leave_for_later]
         for _ in range(_ACTS):
             self.act(self.random.choice(acts))
         self.works.clear()
@@ -114,7 +165,7 @@ class Story:
             one._replace(entered_ns=one.entered_ns > 0, left_ns=one.left_ns > 0) for one in self.watcher.records()
         ]
         lost = [repr(error) for error in self.watcher.asked]
-        self.watcher.give_back()
+        self.give_back()
         return json.dumps([records, self.told, lost, self.recorder.started])
 
 

@@ -126,7 +126,7 @@ def test_leaving_what_the_ring_has_overwritten_changes_nothing(recorder: FlightR
     st.integers(0, 1 << 32),
 )
 def test_the_ring_holds_the_newest(tmp_path_factory: pytest.TempPathFactory, count: int, since: int, seed: int) -> None:
-    """Whatever is issued, in whatever groups: the last 1024 are there, in order, with what was said of them."""
+    """Whatever is issued, in whatever groups: the last 2048 are there, in order, with what was said of them."""
     random = Random(seed)
     recorder = FlightRecorder(tmp_path_factory.mktemp("flight") / "flight", 0, 2)
     record = FlightRecord(recorder.path)

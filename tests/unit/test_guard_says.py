@@ -311,7 +311,8 @@ def moments_of(guard: Guard, begun_s: float, took_s: float, monkeypatch: pytest.
         moments.append(round(now_s, 6))
         return now_s > 103
 
-    def look() -> None:
+    def look(*, is_urgent: bool) -> None:
+        assert not is_urgent
         nonlocal now_s
         now_s += took_s
 
@@ -356,3 +357,19 @@ def test_in_a_long_run_it_looks_less_often_while_all_is_well(watched: Watched, m
     watched.sees(stopped())
     assert guard.finding is not None
     assert moments() == often
+    watched.sees(running(3, steps=5))  # they go on
+    assert guard.finding is None
+    assert moments() == seldom
+
+
+def test_what_names_nobody_has_passed_once_anybody_goes_on(watched: Watched) -> None:
+    """All ranks are in the same operation, and nothing moves."""
+    ranks = running(3)
+    for one in ranks:
+        one.waits(one.call(REDUCE, FIRST), 80.0)
+        one.status_fields["unmoved_s"] = 80.0
+    assert watched.sees(ranks)[0].startswith("lockstep: HANG of the transport")
+    assert watched.guard.finding is not None
+    assert watched.guard.finding.culprits == ()
+    watched.sees(running(3, steps=5))
+    assert watched.guard.finding is None

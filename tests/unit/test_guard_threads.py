@@ -345,7 +345,7 @@ def test_a_work_that_takes_the_place_of_one_that_is_gone_is_followed(recorder: F
 
     begun = Then(lambda: opened.update({5: new}))
     opened = Open({5: gone})
-    watch = cast("Any", SimpleNamespace(open=opened, _recorder=recorder))
+    watch = cast("Any", SimpleNamespace(open=opened, _awaited={}, _recorder=recorder))
     UnderWay._leave_unawaited(watch, cast("Any", SimpleNamespace(ended=lambda name: None)), 5, cast("Any", gone))
     assert dict(opened) == {5: new}
     assert not record.records()[1].left_ns

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_stories import Story
 
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, PeerFailed, PeerLost
@@ -23,12 +24,13 @@ from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.recording import GuardLayer, RecordedWork
 from lockstep.observe.settings import NATIVE, GuardSettings
+from lockstep.observe.step_ends import Passing
 from recorded_ranks import Silent, Watcher
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = 40
 IN_C = [FlightRecorder.enter, FlightRecorder.stood, StepClock.switch]
-IN_C += [GuardLayer.submit, RecordedWork.wait, RecordedWork.__del__]
+IN_C += [GuardLayer.submit, RecordedWork.wait, RecordedWork.__del__, Passing.passed]
 CAN_BUILD = (
     sys.platform == "linux" and bool(shutil.which("cc")) and Path(sysconfig.get_path("include"), "Python.h").exists()
 )
@@ -96,6 +98,24 @@ def test_they_leave_nothing_behind(tmp_path: Path) -> None:
     after = blocks_of(comm, watcher, transport, 1000)
     assert after - before < 500  # of 5000 operations
     watcher.give_back()
+
+
+def test_steps_leave_nothing_behind(tmp_path: Path) -> None:
+    story = Story(tmp_path, 1)
+    story.recorder.left.clear()
+
+    def blocks_after(steps: int) -> int:
+        for _ in range(steps):
+            story.pass_step()
+            story.recorder.take_up()
+        story.told.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks_after(300)
+    before, after = blocks_after(300), blocks_after(5000)
+    assert after - before < 500
+    story.give_back()
 
 
 def test_who_gives_the_layers_up_gives_all_up(tmp_path: Path) -> None:

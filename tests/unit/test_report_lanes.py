@@ -184,3 +184,18 @@ def test_of_what_nobody_sees_it_is_not_said_who_came_last(tmp_path: Path) -> Non
     lanes: dict[str, Any] = lanes_of(run, began_us(run))
     assert [word["unseen"] for word in lanes["words"]] == [True, False, False]
     assert [row[:2] for row in lanes["steps"][0]["joins"]] == [[1, 1], [2, 1]]
+
+
+def test_what_a_thread_stood_in_at_one_place_is_seen_whatever_the_last_of_a_step_was(tmp_path: Path) -> None:
+    run = World(work_us=lambda rank, step: 1000 + 300 * rank, collectives=3, steps=9).run(tmp_path)
+
+    def of_one_line(line: Steps) -> Steps:
+        first, second, third = line.ops or ()
+        same = {"text": first.text, "site": first.site}
+        return replace(line, ops=(first, second._replace(**same), third._replace(**same, began_us=-1, waited_us=0)))
+
+    lines = {rank: tuple(map(of_one_line, record.lines)) for rank, record in run.ranks.items()}
+    run = replace(run, ranks={rank: replace(record, lines=lines[rank]) for rank, record in run.ranks.items()})
+    lanes = lanes_of(run, began_us(run))
+    assert [word["unseen"] for word in lanes["words"]] == [False]
+    assert all(len(lane["joins"]) == 3 for lane in lanes["steps"])

@@ -196,6 +196,64 @@ def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[
     assert (are_open(watched.guard), events) == ([], [])
 
 
+class Flights:
+    """What torch says has ended in any group."""
+
+    def __init__(self) -> None:
+        self.has_ended = 0
+
+    def ended(self, group: str) -> int:
+        return self.has_ended
+
+
+@pytest.mark.parametrize("is_within", [True, False])
+def test_a_wait_of_what_the_guard_has_seen_ending_is_known(watched: Watched, is_within: bool) -> None:
+    """is_within: it was seen when the thread stood in the wait already."""
+    guard, flights, work = watched.guard, Flights(), Work()
+    watch, _, followed = watch_of(guard)
+    clock, under_way = guard.recorder.clock, watch.under_way
+    clock.close_reader = lambda: None
+    followed.seen = 1
+    (number,) = begin(guard.recorder)
+    under_way.follow(followed, number, work, SimpleNamespace(is_cpu=True), False)
+
+    def look() -> bool:
+        for key, call in list(under_way.open.items()):
+            under_way._leave_unawaited(cast("Any", flights), key, call)
+        return True
+
+    look()
+    assert are_open(guard) == [number]
+    flights.has_ended = 1
+    if not is_within:
+        look()
+    assert watch._leaving(lambda work: look())(work)
+    assert ([one[0] for one in clock.waits], are_open(guard)) == ([number], [])
+    ((_, since_ns, until_ns),) = clock.waits
+    (record,) = guard.records(number, number + 1)
+    assert since_ns <= record.left_ns <= until_ns if is_within else record.left_ns <= since_ns <= until_ns
+    assert watch._leaving(lambda work: True)(work)
+    assert [one[0] for one in clock.waits] == [number, UNKNOWN], "once"
+
+
+def test_what_the_guard_has_seen_ending_is_forgotten_with_its_work(watched: Watched) -> None:
+    guard, flights, work = watched.guard, Flights(), Work()
+    watch, _, followed = watch_of(guard)
+    under_way, flights.has_ended = watch.under_way, 1
+    followed.seen = 1
+    (number,) = begin(guard.recorder)
+    under_way.follow(followed, number, work, SimpleNamespace(is_cpu=True), False)
+    ((key, call),) = under_way.open.items()
+    under_way._leave_unawaited(cast("Any", flights), key, call)
+    under_way.begin(cast("Any", flights), None)
+    watch._groups.followed.clear()
+    under_way.look()
+    assert [*under_way._awaited] == [key]
+    del work
+    under_way.look()
+    assert not under_way._awaited
+
+
 @pytest.mark.parametrize("is_followed", [True, False])
 def test_waits_of_a_stream_have_their_numbers_where_its_times_will_be_known(
     watched: Watched, is_followed: bool

@@ -20,7 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FILE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
-LIBRARY_LINES_MAX = 55_610  # of src/lockstep, without its programs: small enough to read
+LIBRARY_LINES_MAX = 55_900  # of src/lockstep, without its programs: small enough to read
 FOLDERS = ("src", "tests", "benchmarks", "docs", "examples", ".ci")
 TEXT_SUFFIXES = ("", ".py", ".c", ".h", ".md", ".toml", ".txt", ".json", ".html", ".sh", ".yaml", ".yml")
 # Programs as users of stock torch write them, which we ship to be broken: not ours in style, or in what they import.
@@ -212,13 +212,17 @@ def torch_distributed(source: Source) -> Iterator[Finding]:
             yield node.lineno, "torch.distributed outside the files that may import it"
 
 
+_LAZY = r"(map|zip|filter|enumerate|iter|chain|chain\.from_iterable|starmap|accumulate|islice|compress)\("
+
+
 def tuple_of_generator(source: Source) -> Iterator[Finding]:
     """CPython fills such a tuple where all can see it, and raises SystemError if `gc.get_objects` meanwhile holds it.
 
     The guard's thread makes tuples all the time, beside programs that may look for their leaks so.
     """
     for call in (node for node in ast.walk(source.tree) if isinstance(node, ast.Call)):
-        if ast.unparse(call.func) == "tuple" and any(isinstance(arg, ast.GeneratorExp) for arg in call.args):
+        lazy = [a for a in call.args if isinstance(a, ast.GeneratorExp) or re.match(_LAZY, ast.unparse(a))]
+        if ast.unparse(call.func) == "tuple" and lazy:
             yield call.lineno, "tuple([...]): of a generator it fails where another thread calls gc.get_objects()"
 
 
@@ -313,7 +317,10 @@ RULES = (
         ("import torch", "from lockstep.comm.torch_names import Joinable"),
     ),
     Rule(
-        tuple_of_generator, ("src/lockstep/observe/",), ("tuple(one for one in ones)",), ("tuple([*ones])", "tuple()")
+        tuple_of_generator,
+        ("src/lockstep/observe/",),
+        ("tuple(one for one in ones)", "tuple(map(int, ones))", "tuple(zip(ones, twos))", "tuple(chain(ones, twos))"),
+        ("tuple([*ones])", "tuple()", "tuple(mapped)", "tuple(sorted(ones))"),
     ),
     Rule(sleep, _TESTS, ("import time\ntime.sleep(1)", "from time import sleep"), ("event.wait(1)",)),
     Rule(

@@ -33,6 +33,9 @@ class PaperBoard:
     def sights(self, *, is_urgent: bool = False) -> Mapping[int, Sight]:
         return {one.rank: one.sight() for one in (is_urgent and self.urgent) or self.ranks}
 
+    def records_here(self) -> None:
+        """Their memory is not to be had."""
+
     def records_of(self, rank: int) -> list[Record]:
         return next((one.kept_records() for one in self.urgent or self.ranks if one.rank == rank), [])
 

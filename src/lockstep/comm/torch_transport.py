@@ -12,7 +12,7 @@ import importlib
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import final
@@ -157,9 +157,7 @@ class TorchTransport(Transport):
         """
         limit = timedelta(seconds=timeout_s)
         dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=limit)
-        store = distributed_c10d._get_default_store()
-        store.set(f"connected {rank}", "")  # a rank that fails at once closes what another still connects to
-        store.wait([f"connected {each}" for each in range(world_size)], limit)
+        wait_for_connections("", rank, range(world_size), limit)
         return cls(distributed_c10d._get_default_group(), "cpu", timeout_s, owned=True)
 
     def submit(self, op: CommOp) -> Work:
@@ -237,6 +235,7 @@ class TorchTransport(Transport):
         global_ranks = [self.global_ranks[rank] for rank in ranks]
         default = distributed_c10d._get_default_group()
         bound = default.bound_device_id
+        full_name, limit = f"{self.process_group.group_name}/{name}", timedelta(seconds=self.timeout_s)
         try:
             default.bound_device_id = None
             group, _ = distributed_c10d._new_process_group_helper(
@@ -245,11 +244,12 @@ class TorchTransport(Transport):
                 global_ranks,
                 self.name,
                 distributed_c10d._get_default_store(),
-                distributed_c10d.GroupName(f"{self.process_group.group_name}/{name}"),
-                timeout=timedelta(seconds=self.timeout_s),
+                distributed_c10d.GroupName(full_name),
+                timeout=limit,
                 device_id=self.device if self.is_nccl else None,
                 group_desc="lockstep",
             )
+            wait_for_connections(full_name, self.rank, ranks, limit)
         except RuntimeError as error:
             op = CommOp(-1, "barrier", label=f"split into {global_ranks}")
             raise failure(self, op, error, self.timeout_s) from error
@@ -258,6 +258,17 @@ class TorchTransport(Transport):
         assert isinstance(group, ProcessGroup)
         distributed_c10d._world.pg_group_ranks[group] = {member: place for place, member in enumerate(global_ranks)}
         return TorchTransport(group, self.device, self.timeout_s, owned=True)
+
+
+def wait_for_connections(group: str, rank: int, ranks: Iterable[int], limit: timedelta) -> None:
+    """Until all ranks of a new group have made it: one that fails, or closes it, at once closes what others connect to.
+
+    Raises:
+        torch.distributed.DistStoreError: not within `limit`.
+    """
+    store = distributed_c10d._get_default_store()
+    store.set(f"connected {group} {rank}", "")
+    store.wait([f"connected {group} {each}" for each in ranks], limit)
 
 
 def has_gpus(process_group: ProcessGroup) -> bool:

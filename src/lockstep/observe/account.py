@@ -7,7 +7,7 @@ import math
 import os
 import socket
 import threading
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from operator import sub
 from typing import Any, final
@@ -36,7 +36,7 @@ class Account:
 
     def __init__(self, recorder: FlightRecorder) -> None:
         self.facts = Facts()  # of this rank's training
-        self.ended_ns: deque[int] = deque(maxlen=_STEPS + 1)  # when the last steps have
+        self.ended_ns: list[int] = []  # when the last steps have: some _STEPS of them
         self.activities: list[str] = []  # of all threads: what may take long without anything wrong
         self.step_before = 0  # of which checkpoint the program goes on
         self.state: State = RUNNING
@@ -60,37 +60,54 @@ class Account:
             self._folds[name] = Folding(ranks)
         return is_new
 
+    def has_ended(self, now_ns: int) -> None:
+        """The rank has ended a step."""
+        self.ended_ns.append(now_ns)
+        if len(self.ended_ns) > 2 * _STEPS:
+            del self.ended_ns[: -_STEPS - 1]
+
     def catch_up(self) -> None:
         """Read what was recorded since the last time, and what has ended."""
-        under_way, said, read = self._under_way, self._record.said, self._read
-        begun: dict[str, list[tuple[int, int, int]]] = defaultdict(list)  # by group, as in a `Mark`
-        are_open: list[int] = []
         self._recorder.take_up()
-        for number, seq, step, left_ns, digest, is_message, words in self._record.in_brief(
-            min(under_way, default=read)
-        ):
-            if number >= read:
-                if number > read:  # some were overwritten before
-                    self._channels = None
-                read = number + 1
-                if is_message:
-                    self._count(*said[words][:2], seq)
-                else:
-                    begun[said[words][0]].append((seq, step, digest))
-            if not left_ns:
-                are_open.append(number)
-            elif number in under_way and under_way.pop(number).site in self.motion.stand.stack:
-                self.motion.has_begun = True  # what the thread stood in has come through
-        if read > self._read:  # also in a group that others are not in
-            self._read, self.motion.has_begun = read, True
-        for group in begun.keys() & self._folds.keys():
-            self._folds[group].add(*begun[group])
-        for number in are_open[-_OPEN_MAX:]:
-            if number not in under_way:
-                found = self._record.records(number, number + 1)
-                under_way |= {record.number: record for record in found if not record.left_ns}  # it may have ended now
+        under_way, read, record = self._under_way, self._read, self._record
+        for number in [*under_way]:
+            found = record.in_brief(number, number + 1)
+            if not found:  # it was overwritten, so nobody can tell whether it has ended: not that it is under way
+                del under_way[number]
+            for *_, left_ns, _, _, _ in found:
+                if left_ns and under_way.pop(number).site in self.motion.stand.stack:
+                    self.motion.has_begun = True  # what the thread stood in has come through
+        begun = self._begun()
+        if self._read > read:  # also in a group that others are not in
+            self.motion.has_begun = True
+        for number in begun[-_OPEN_MAX:]:
+            under_way |= {one.number: one for one in record.records(number, number + 1) if not one.left_ns}
         for number in sorted(under_way)[:-_OPEN_MAX]:
             del under_way[number]
+
+    def _begun(self) -> list[int]:
+        """Read those that have begun, count messages, keep the marks of collectives; who is still under way."""
+        if (in_line := self._record.in_line(self._read)) is not None:
+            self._read, (group, kept, under_way) = in_line
+            if group in self._folds:
+                self._folds[group].add(*kept)
+            return under_way
+        said = self._record.said
+        marks: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+        under_way = []
+        for number, seq, step, left_ns, digest, is_message, words in self._record.in_brief(self._read):
+            if number > self._read:  # some were overwritten before
+                self._channels = None
+            self._read = number + 1
+            if is_message:
+                self._count(*said[words][:2], seq)
+            else:
+                marks[said[words][0]].append((seq, step, digest))
+            if not left_ns:
+                under_way.append(number)
+        for group in marks.keys() & self._folds.keys():
+            self._folds[group].add(*marks[group])
+        return under_way
 
     def _count(self, group: str, text: str, seq: int) -> None:
         message = read_message(text)
@@ -140,7 +157,7 @@ class Account:
     def status(self, now_s: float, **said: Any) -> Status:
         """All of it, at `now_s` by time.monotonic(). said: see `Voice.shown`."""
         step, stand = self._recorder.step, self.motion.look(now_s)
-        ended_ns = [*self.ended_ns]
+        ended_ns = self.ended_ns[-_STEPS - 1 :]
         steps_ns = sorted(map(sub, ended_ns[1:], ended_ns))
         newest = self._record.records(self._read - 1)
         phases = tuple(self._recorder.clock.so_far(_PHASES))

@@ -92,8 +92,8 @@ class Board:
 
     def tell(self, status: Status) -> None:
         """Show the others how this rank is."""
-        text = status.to_json()
-        self._recorder.tell(text)
+        text, before = status.to_json(), self._mine
+        self._recorder.tell(text, is_news=before is None or status.facts is not before.facts)
         self._mine = status
         now_s = time.monotonic()
         if self._store is not None and (now_s - self._told_s >= _PERIOD_S or status.state != RUNNING):
@@ -137,6 +137,11 @@ class Board:
                 if passed_s > _SEEN_S:
                     seen[rank] = seen[rank]._replace(is_seen=False, is_working=False)
         return seen
+
+    def records_here(self) -> list[FlightRecord] | None:
+        """Of this rank, and of the others, the first one first; None where not all are those of this machine."""
+        found = [self._record_of(rank) for rank in (self._recorder.rank, *sorted(self._here))]
+        return None if self._away or None in found else [record for record in found if record is not None]
 
     def records_of(self, rank: int) -> list[Record]:
         """What `rank` did last, oldest first; [] where that cannot be had. May block for a second or two."""

@@ -122,6 +122,11 @@ class Facts:
         """Whether another rank has told something else than this one."""
         return bool(self._shown)
 
+    @property
+    def have_news(self) -> bool:
+        """Whether something has been told since they were said last."""
+        return self._said is None
+
     def tell(self, topic: str, key: str | int, value: Any, details: Callable[[], Rows] | None = None) -> None:
         """A fact, in the place of an older one of that key."""
         key = str(key)

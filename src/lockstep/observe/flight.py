@@ -19,7 +19,7 @@ import os
 import struct
 import threading
 import zlib
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
@@ -31,11 +31,11 @@ from typing import NamedTuple, final
 from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.profile.step_clock import WAITS, StepClock
 
-RECORDS = 1024
+RECORDS = 2048
 _CHANNELS = 4 * RECORDS  # whose messages are numbered
 _TEXT_BYTES = (24, 96, 56, 27)  # of group, text, site, label; what is longer is cut
 
-MAGIC = int.from_bytes(b"lkstpfl2", "little")
+MAGIC = int.from_bytes(b"lkstpfl3", "little")
 HEADER_BYTES = 8 * 64
 STATUS_AT, NOTICE_AT, RING_AT = HEADER_BYTES, 56 << 10, 64 << 10
 _STATUS_BYTES, NOTICE_BYTES = NOTICE_AT - STATUS_AT, RING_AT - NOTICE_AT
@@ -47,7 +47,7 @@ _write_record, _write_word = RECORD.pack_into, WORD.pack_into  # of all ways to 
 _LEFT_AT, _DIGEST_AT, _MESSAGE_AT = 32, 40, 48
 
 # words of the header
-IS, RANK, WORLD, PID, MACHINE, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE = range(11)
+IS, RANK, WORLD, PID, MACHINE, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE, TOLD_NS, NEWS = range(13)
 _COUNT_AT = 8 * COUNT
 
 
@@ -140,12 +140,12 @@ class FlightRecorder:
         self.world_size = world_size
         self.step = 0
         self.started = 0  # operations so far
-        self.left: deque[Callable[[], object]] = deque()  # to be done by `take_up`
+        self.left: list[Callable[[], object]] = []  # to be done by `take_up`
         self._taking, self._is_taking = threading.RLock(), False
         self.clock = StepClock()  # where the time of the thread that makes this goes
         self._words = memoryview(self._memory)[:HEADER_BYTES].cast("q")
         self._numbers = itertools.count()
-        self._digests: dict[str, int] = {}  # group -> of its collectives so far
+        self._digests: dict[str, list[int]] = {}  # group -> [of its collectives so far]
         self._owner = get_ident()
         self._thread = _Caller(self._owner)
         self._words[RANK], self._words[WORLD], self._words[PID] = rank, world_size, os.getpid()
@@ -168,7 +168,8 @@ class FlightRecorder:
             digest = 0
         else:
             # of integers, so it is the same in every process
-            digest = self._digests[group] = hash((self._digests.get(group, 0), code, step))
+            chain = self._digests.setdefault(group, [0])
+            digest = chain[0] = hash((chain[0], code, step))
         at = RING_AT + number % RECORDS * RECORD_BYTES
         _write_record(memory, at, number, seq, step, now_ns or monotonic_ns(), 0, digest, is_message, 0, stored)
         if number >= self.started:  # another thread may be ahead
@@ -188,12 +189,13 @@ class FlightRecorder:
         numbers, memory, now_ns = [*islice(self._numbers, count)], self._memory, now_ns or monotonic_ns()
         newest = numbers[-1]
         stored, group, code = words
-        digest = self._digests.get(group, 0)
+        chain = self._digests.setdefault(group, [0])
+        digest = chain[0]
         for number, seq in zip(numbers, seqs, strict=False):
             digest = hash((digest, code, step))
             at = RING_AT + number % RECORDS * RECORD_BYTES
             _write_record(memory, at, number, seq, step, now_ns, 0, digest, False, 0, stored)
-        self._digests[group] = digest
+        chain[0] = digest
         if newest >= self.started:  # another thread may be ahead
             self.started = newest + 1
             _write_word(memory, _COUNT_AT, newest + 1)
@@ -260,17 +262,26 @@ class FlightRecorder:
                     self.left[0]()
                 finally:
                     self._is_taking = False
-                    self.left.popleft()  # not before: who comes meanwhile waits until it is done
+                    del self.left[0]  # not before: who comes meanwhile waits until it is done
 
-    def tell(self, status: bytes) -> None:
-        """Replace the status, and say that this rank is alive. One thread only."""
+    def tell(self, status: bytes, *, is_news: bool = False) -> None:
+        """Replace the status, and say that this rank is alive. One thread only.
+
+        is_news: the others are to look at it soon.
+        """
         status = status[:_STATUS_BYTES]
         words = self._words
         words[VERSION] += 1
         self._memory[STATUS_AT : STATUS_AT + len(status)] = status
         words[LENGTH] = len(status)
         words[VERSION] += 1
-        words[ALIVE_NS] = monotonic_ns()
+        words[NEWS] += is_news
+        words[TOLD_NS] = monotonic_ns()
+        self.live()
+
+    def live(self) -> None:
+        """Say that this rank is alive."""
+        self._words[ALIVE_NS] = monotonic_ns()
 
     def close(self) -> None:
         """Give back the memory; the file stays for whoever has it open. What is recorded from now on goes nowhere."""

@@ -8,7 +8,6 @@ has found travels in a message that is sent anyway.
 
 from __future__ import annotations
 
-import gc
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
+from lockstep.observe.instances import instances
 from lockstep.observe.settings import FIRST_STEPS
 
 SHARE = 0.003  # of the time
@@ -87,7 +87,7 @@ def scaler_is_active() -> bool:
 
     Looks at all objects there are: for when something was found, not for every step.
     """
-    return any(issubclass(type(thing), GradScaler) and thing.is_enabled() for thing in gc.get_objects())
+    return any(scaler.is_enabled() for scaler in instances(GradScaler))
 
 
 @final

@@ -24,7 +24,8 @@ from lockstep.observe.account import Account
 from lockstep.observe.board import Board
 from lockstep.observe.causes import Causes
 from lockstep.observe.flight import FlightRecorder, pack_words
-from lockstep.observe.lookout import Lookout
+from lockstep.observe.glance import Glance
+from lockstep.observe.lookout import CALM_S, Lookout
 from lockstep.observe.scene import Limits
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.stacks import is_in_torch
@@ -35,7 +36,9 @@ from lockstep.observe.voice import Voice
 from lockstep.observe.wording import Finding
 
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
-_CALM = 1.6  # times as long from one look to the next
+_CALM = 1.6  # times as long from one look, or glance, to the next
+_KEPT_UP_S = 1.2  # after which a rank without a look reads and writes down what it has done
+_MANY = 8  # steps in that time: what each does is told more seldom
 _DRAIN_S = 0.02
 _UNREACHED_S = 10.0  # after which a thread that stands in C++ will not come back to hear of an error
 _BLOCKED_S = 0.5  # an operation that waits longer than this may wait for what cannot come
@@ -59,6 +62,7 @@ class Guard:
         self._account = Account(recorder)
         self._voice = Voice(self.rank, limits.evidence, board.records_of)
         self._lookout = Lookout(self.rank, self._account, board, self._voice, limits, self._period_s)
+        self._glance = Glance(recorder, self._account, board)
         self.facts, self.motion = self._account.facts, self._account.motion
         self.records, self.group = self._account.records, self._lookout.group
         self.before_look = self._lookout.before_look  # called by the thread, each time
@@ -124,7 +128,7 @@ class Guard:
         self.recorder.count_this_thread()  # it enters what the rank's own thread has started in C++
         self._voice.looker = get_ident()
         while not self._stop.wait(self._pause_s()):
-            self.look()
+            self.act()
 
     def _pause_s(self) -> float:
         """Until the next look. In a long run in which all is well that is longer: two make less than a second still.
@@ -134,10 +138,30 @@ class Guard:
         period_s = self._period_s * (_CALM if self._lookout.is_calm else 1)
         return period_s - time.monotonic() % period_s
 
-    def look(self) -> None:
-        """What the thread does each time. No error ends it."""
+    def act(self) -> None:
+        """What the thread does each time: it looks, unless all is well, which a glance has shown."""
+        is_enough = has_found = False
+        glance = self._glance
+        with self._voice.spared("a glance"):
+            if self._lookout.is_calm and self.world_size <= _RANKS:
+                is_time = self._is_time(_KEPT_UP_S)
+                is_due = is_time and (glance.steps_unread < _MANY or self._is_time(CALM_S))
+                is_enough, has_found = glance.is_enough(is_due=is_due), glance.has_found
+                if is_enough and (is_time or glance.is_full):
+                    self._lookout.keep_up()
+                    glance.kept_up()
+        if not is_enough:
+            self.look(is_urgent=has_found)
+
+    def _is_time(self, apart_s: float) -> bool:
+        """Whether now is, for what is done so seldom in calm hours: for all ranks of a machine at one moment."""
+        now, apart = (round(time_s / (self._period_s * _CALM)) for time_s in (time.monotonic(), apart_s))
+        return now % max(1, apart) == 0
+
+    def look(self, *, is_urgent: bool = False) -> None:
+        """At all; see `Lookout.look`. No error ends the thread."""
         with self._voice.spared("a look"):
-            self._lookout.look()
+            self._lookout.look(is_urgent=is_urgent)
             oldest_ns, found = self._account.oldest_ns, self.finding
             is_blocked = oldest_ns > 0 and time.monotonic_ns() - oldest_ns > _BLOCKED_S * 1e9
             if found is None or not found.is_certain:

@@ -5,7 +5,6 @@ Whoever cuts them: DTensors, flat parameters, optimizers with a share of the sta
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from lockstep.observe.instances import instances
 from lockstep.observe.torch_optimizers import params_of
 
 UNITS_MAX = 200
@@ -56,7 +56,7 @@ def strategy_of(modules: Sequence[Module], optimizer: Optimizer | None) -> str:
 def modules_training(optimizer: Any) -> list[Module]:
     """The modules that hold all that `optimizer` trains, whoever keeps them; those with the fewest parts first."""
     wanted = set(map(id, params_of(optimizer)))
-    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), Module) and "_parameters" in vars(thing)]
+    modules = [module for module in instances(Module) if "_parameters" in vars(module)]  # others are half made
     holding = [module for module in modules if wanted <= {id(param) for param in module.parameters()}]
     return sorted(holding, key=lambda module: sum(1 for _ in module.modules()))
 

@@ -21,6 +21,7 @@ from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_b
 from lockstep.observe.hang import find_timed_out
 from lockstep.observe.last_words import users_line
 from lockstep.observe.message_findings import find_left_over, find_too_large
+from lockstep.observe.native import read_in_c
 from lockstep.observe.scene import Limits, Scene
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
@@ -32,13 +33,17 @@ _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a loo
 _STALE_S = 1.5  # a guard that has said nothing for so long does not look any more
 _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
+CALM_S = 3.6  # from one look to the next at most, where nothing hurries
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
 _FAILING_S = 5.0  # for what waits for a rank that has failed to be ended by that
 
 
 @final
+@read_in_c
 class Lookout:
     """Of one rank's guard. Any thread may call: one looks at a time."""
+
+    __slots__ = ("__dict__", "__weakref__", "finding")
 
     def __init__(
         self, rank: int, account: Account, board: Board, voice: Voice, limits: Limits, period_s: float
@@ -54,7 +59,7 @@ class Lookout:
         self.is_calm = False  # nothing hurries
         self.stuck_s = 0.0  # for how long this rank has stood still, where its launcher may end it for that
         self._looks = 0
-        self._stood: Stalled | None = None  # whom `finding` is about, while it is only said
+        self._stood: Stalled | None = None  # whom `finding` is about, while it is only said: all, if nobody is named
         self._lock = threading.RLock()  # what a look calls may find a new group
 
     def group(self, name: str, ranks: Sequence[int]) -> None:
@@ -83,14 +88,16 @@ class Lookout:
 
     # ------------------------------------------------------------------ looking
 
-    def look(self, *, is_last: bool = False) -> None:
+    def look(self, *, is_last: bool = False, is_urgent: bool = False) -> None:
         """Say how this rank is, see how the others are, act on what is found.
 
         is_last: there may be no other look, so this rank does not leave it to the one that looks for all.
+        is_urgent: see `Board.sights`.
         """
         with self._lock:
             now_s = time.monotonic()
-            if 0.0 < self._looked_s < now_s - self._period_s - _STALE_S:  # a suspended job, a paused machine
+            apart_s = CALM_S if self.is_calm else self._period_s
+            if 0.0 < self._looked_s < now_s - apart_s - _STALE_S:  # a suspended job, a paused machine
                 self._blind_until_s = now_s + _SETTLED_S
                 self._account.motion.begin_anew()
             self._looked_s = now_s
@@ -99,16 +106,24 @@ class Lookout:
             failures = self._voice.failures
             with self._voice.spared("looking at the other ranks"):
                 if self.certain() is None:
-                    self._find(is_last)
+                    self._find(is_last, is_urgent)
             self._account.is_blind = self._voice.failures > failures
             self._looks += 1
             self.is_calm = self._looks > _YOUNG and self._is_well()
 
+    def keep_up(self) -> None:
+        """Of a look only what cannot wait for the next: what this rank has done is read, and written down."""
+        with self._lock:
+            self._looked_s = time.monotonic()
+            self._catch_up()
+            self.is_calm = self._is_well()
+
     def _is_well(self) -> bool:
-        """Nothing is wrong, in doubt, or under way for longer than from one look to the next."""
+        """Nothing is wrong, in doubt, or under way for longer than from one look to the next, and the rank moves."""
         account = self._account
         has_waited = 0 < account.oldest_ns < time.monotonic_ns() - self._period_s * 1e9
-        return self.finding is None and not has_waited and not account.facts.is_disputed and account.state == RUNNING
+        moves = not has_waited and account.motion.stand.unmoved_s == 0
+        return self.finding is None and moves and not account.facts.is_disputed and account.state == RUNNING
 
     def _catch_up(self) -> None:
         """Know of all that this rank has done, also of what is only seen by looking."""
@@ -123,11 +138,11 @@ class Lookout:
         with self._voice.spared("saying that this rank is there"):  # whoever is silent is said to stand still
             self._board.tell(self._account.brief())
 
-    def _find(self, is_last: bool) -> None:
-        sights = self._board.sights()
+    def _find(self, is_last: bool, is_urgent: bool) -> None:
+        sights = self._board.sights(is_urgent=is_urgent)
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
-        self._voice.say_if_over(sights)
+        self._let_go(sights)
         told = [sight.status.stalled for sight in sights.values() if sight.status.stalled is not None]
         self.stuck_s = max([self._stood_s(one, self._scene(sights)) for one in told], default=0.0)
         is_first = self._is_first(sights)
@@ -147,8 +162,16 @@ class Lookout:
             first = self._diagnosed(sights, self._limits)
             self.put_up(first if first is not None and first.is_certain else found, sights)
         elif speaks_here:  # only said: it may pass
-            self.finding, self._stood = found, stalled_by(found, sights, "")
+            of_whom = found if found.culprits else replace(found, culprits=tuple(sights))
+            self.finding, self._stood = found, stalled_by(of_whom, sights, "")
             self._voice.say_with_evidence(found, sights)
+
+    def _let_go(self, sights: Mapping[int, Sight]) -> None:
+        """What was only said has passed where those it is about go on: that is said, and the run is as any other."""
+        self._voice.say_if_over(sights)
+        found, stood = self.finding, self._stood
+        if found is not None and not found.is_certain and stood is not None and goes_on(stood, sights):
+            self.finding = self._stood = None
 
     def _stood_s(self, told: Stalled, scene: Scene) -> float:
         """See `stuck_s`: a hang is this rank's doing, or that of ranks which have ended or cannot be reached."""
@@ -251,10 +274,9 @@ class Lookout:
         with self._lock:
             sights = self._board.sights(is_urgent=True)
             if found is None:
-                self._voice.say_if_over(sights)
-                last, stood = self.finding, self._stood  # it might have passed, but not for what has failed by it
-                may_pass = last is not None and last.kind in (*STANDSTILLS, "waiting")
-                if may_pass and stood is not None and not goes_on(stood, sights):
+                self._let_go(sights)
+                last = self.finding
+                if last is not None and last.kind in (*STANDSTILLS, "waiting"):  # it may pass, and has not
                     return last
                 found = find_timed_out(self._scene(self._failed(sights)), str(error), users_line(error))
             if found is not None:

@@ -18,7 +18,8 @@ from lockstep.observe.status import RUNNING, Progress, Sight, Status, Waiting
 
 SILENT_S = 3.0  # a guard speaks more than twice a second: one that is silent for so long is not being run
 GRACE_S = 1.0  # what was under way when a rank ended has come through, or never will
-STILL_S = 2.0  # whoever has stood still for so long has done so while all others were looked at
+LATE_S = 0.05  # by which looks, a quarter of a second apart, may be closer to each other: else one more is needed
+STILL_S = 2.0 - LATE_S  # whoever has stood still for so long has done so while all others were looked at
 INIT, NEW_GROUP = "init_process_group", "new_group"  # groups of these calls, which are of all ranks of the job
 FROM_CPP = "collective started by torch's C++"  # the same on all ranks; what it is stands in the label where known
 _HANG_STEPS = 5

@@ -18,7 +18,8 @@ from lockstep.comm.kernel import process_state
 from lockstep.errors import ConfigError
 from lockstep.observe import flight
 from lockstep.observe.flight import RECORDS, Mark, Record
-from lockstep.observe.status import Folding, Sight, Status, Waiting
+from lockstep.observe.native import in_c
+from lockstep.observe.status import EVERY, NEWEST, Folding, Sight, Status, Waiting
 
 FLIGHTS = "flight-*"  # names of the records' files
 SILENT_S = 1.0  # what a rank said longer ago is completed from its record
@@ -27,6 +28,15 @@ _WRITERS = 64  # threads that may be about to store a record
 
 _record_of = partial(tuple.__new__, Record)  # as Record._make, without a call of Python
 _BRIEF = struct.Struct("<qqq8xqqB1x206s")  # of `flight.RECORD`: number, seq, step, left, digest, is_message, words
+
+
+InLine = tuple[str, list[tuple[int, int, int]], list[int]]  # group; as in `Mark`, NEWEST and one of EVERY; under way
+
+
+@in_c
+def in_line(memory: mmap.mmap, since: int, until: int, every: int, newest: int) -> InLine | None:
+    """Records in a row, if all are collectives of one group, as theirs are: in C, in a fifth of the time. Else None."""
+    return None
 
 
 class Header(NamedTuple):
@@ -74,6 +84,26 @@ class FlightRecord:
             self.close()
             raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
 
+    @property
+    def started(self) -> int:
+        """As the header has it."""
+        return self._words[flight.COUNT]
+
+    @property
+    def news(self) -> int:
+        """How often the rank has told something that the others are to look at soon."""
+        return self._words[flight.NEWS]
+
+    @property
+    def told_ns(self) -> int:
+        """When the rank last said how it is, by time.monotonic_ns."""
+        return self._words[flight.TOLD_NS]
+
+    @property
+    def has_notice(self) -> bool:
+        """Whether something was put up in this record."""
+        return self._words[flight.NOTICE] != 0
+
     def header(self) -> Header:
         """Who this is and how far it has come."""
         return Header(*self._words[flight.RANK : flight.COUNT + 1])
@@ -91,9 +121,15 @@ class FlightRecord:
         """Those with number `since` and later, below `until`, that are still there, oldest first."""
         return [self._record_of(fields) for fields in self._stored(flight.RECORD, since, until)]
 
-    def in_brief(self, since: int = 0) -> list[tuple[int, int, int, int, int, int, bytes]]:
+    def in_brief(self, since: int = 0, until: int | None = None) -> list[tuple[int, int, int, int, int, int, bytes]]:
         """As `records`, for who reads them all: number, seq, step, left_ns, digest, is_message, the key of `said`."""
-        return self._stored(_BRIEF, since)
+        return self._stored(_BRIEF, since, until)
+
+    def in_line(self, since: int) -> tuple[int, InLine] | None:
+        """Those with number `since` and later: up to which, and what is in `in_line`, or None."""
+        until = self.started
+        found = in_line(self._memory, since, until, EVERY, NEWEST)
+        return None if found is None else (until, found)
 
     def _stored(self, layout: struct.Struct, since: int, until: int | None = None) -> list[Any]:
         """Their fields, of which the first is the number."""
@@ -163,7 +199,7 @@ def sight_of(
     if is_urgent or how is not None or age_s > SILENT_S:
         status = from_record(record, status)
         last = status.last
-        if how is not None and last is not None and max(last.entered_ns, last.left_ns) > record.header().alive_ns:
+        if how is not None and last is not None and max(last.entered_ns, last.left_ns) > record.told_ns:
             status = replace(status, stack=())  # it went on after that was seen
     is_stopped = how is None and age_s > SILENT_S and process_state(record.header().pid) == "T"
     return None if status is None else Sight(status, age_s, how is not None, how or "", is_stopped)

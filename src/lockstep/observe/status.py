@@ -18,7 +18,7 @@ RUNNING, RAISED, FINISHED = "running", "raised", "finished"
 State = Literal["running", "raised", "finished"]
 _FACTS = ',\t"facts":'  # between what changes with every status and what does not: JSON with a space of its own
 _encoded = json.JSONEncoder(separators=(",", ":")).encode  # made once
-_NEWEST, _EVERY, _SPAN = 32, 32, 1024  # of which operations the digest is kept
+NEWEST, EVERY, _SPAN = 32, 32, 1024  # of which operations the digest is kept
 
 
 class Waiting(NamedTuple):
@@ -125,7 +125,7 @@ class Status:
         raw = _object(said + b"}" if between else said)
         raw["facts"] = _facts_of(facts[:-1].decode()) if between else raw["facts"]
         raw["groups"] = {
-            name: Progress(tuple(ranks), count, tuple(map(mark_of, marks)))
+            name: Progress(tuple(ranks), count, tuple([mark_of(mark) for mark in marks]))
             for name, (ranks, count, marks) in dict(raw["groups"]).items()
         }
         raw["waiting"] = tuple([Waiting(Record(*record), age_s) for record, age_s in raw["waiting"]])
@@ -164,7 +164,7 @@ class Sight(NamedTuple):
     """One rank as another one sees it now."""
 
     status: Status
-    age_s: float  # since it last said so
+    age_s: float  # since it last said so, or that it lives, where all goes on as it did
     is_gone: bool  # its process has ended; only known of this machine, and through a launcher
     how: str = ""  # it ended, as its launcher says: "was killed by SIGKILL"; "" where none does
     is_stopped: bool = False  # by SIGSTOP, as the kernel says; of another machine through its launcher
@@ -186,10 +186,10 @@ class Folding:
         newest, *_ = marks[-1]
         self.count = newest + 1
         self._marks += marks
-        if len(self._marks) > 2 * _NEWEST + _SPAN // _EVERY:
-            old, new = self._marks[:-_NEWEST], self._marks[-_NEWEST:]
-            self._marks = [mark for mark in old if mark[0] % _EVERY == 0 and mark[0] > newest - _SPAN] + new
+        if len(self._marks) > 2 * NEWEST + _SPAN // EVERY:
+            old, new = self._marks[:-NEWEST], self._marks[-NEWEST:]
+            self._marks = [mark for mark in old if mark[0] % EVERY == 0 and mark[0] > newest - _SPAN] + new
 
     def progress(self) -> Progress:
         """What the others are shown."""
-        return Progress(self.ranks, self.count, tuple(map(mark_of, self._marks)))
+        return Progress(self.ranks, self.count, tuple([mark_of(mark) for mark in self._marks]))

@@ -13,6 +13,7 @@ from lockstep.observe.call_site import call_site
 from lockstep.observe.causes import Causes
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.lookout import Lookout
+from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.profile.step_clock import Ended
 
 if TYPE_CHECKING:
@@ -24,11 +25,14 @@ Started = tuple["WatchedGroup", int, str]  # a group, torch's number of its last
 
 
 @final
+@read_in_c
 class StepEnds:
     """Those of the rank whose thread calls."""
 
+    __slots__ = ("__dict__", "operations")
+
     def __init__(self, recorder: FlightRecorder, account: Account, lookout: Lookout, causes: Causes) -> None:
-        self._recorder, self._account, self._lookout, self._causes = recorder, account, lookout, causes
+        self.recorder, self._account, self._lookout, self._causes = recorder, account, lookout, causes
         self.operations = 0  # started by the end of the last step that was taken up
 
     def step_done(self, started: Sequence[Started] = ()) -> None:
@@ -37,18 +41,15 @@ class StepEnds:
         started: what C++ has started in it and is still to be entered. That can wait, as all that is not needed here:
         see `FlightRecorder.take_up`.
         """
-        recorder, now_ns = self._recorder, monotonic_ns()
+        recorder, now_ns = self.recorder, monotonic_ns()
         if JOIN not in self._account.activities:  # some ranks have steps there that others have not
             step, clock = recorder.step + 1, recorder.clock
             is_followed = not clock.is_marked and get_ident() == clock.owner
             ended = clock.cut(step, now_ns) if is_followed else None
             if started or recorder.left:
-                recorder.left.append(partial(self._keep, step, now_ns, ended, started))
-            else:  # as `_keep`
-                self._account.ended_ns.append(now_ns)
-                self.operations = recorder.started
-                if ended is not None:
-                    clock.keep(ended, recorder.started)
+                recorder.left.append(partial(self.take_up, step, now_ns, ended, started))
+            else:
+                self.take_up(step, now_ns, ended, started)
             recorder.set_step(step)  # now that whoever enters finds what is of the one before
             if is_followed and clock.after_step is not None and step >= clock.after_from:
                 clock.after_step(step)
@@ -60,52 +61,65 @@ class StepEnds:
             self._causes.raise_if_found()
 
     def passing(self, groups: Sequence[WatchedGroup] = ()) -> Callable[[str, int, int], int]:
-        """As `step_done`, by the thread whose steps these are, for such as are only counted: see `pace`.
+        """As `step_done`, for steps that are only counted: see `Passing.passed`, which this is.
 
-        The result is called with the line whose backward has started what C++ has, the number that the program gives
-        the step (0: none of its own), and its tokens. It returns the step's number, or 0 where `step_done` has to end
-        it. groups: all there are; no more is known of others.
+        groups: all there are; no more is known of others.
         """
-        recorder, lookout, account = self._recorder, self._lookout, self._account
-        activities, ended_ns, keep = account.activities, account.ended_ns.append, self._keep
-        clock, left, set_step = recorder.clock, recorder.left, recorder.set_step
-        followed = [(watched, watched.group) for watched in groups]
+        return Passing(self, self._account, self._lookout, groups).passed
 
-        def passed(site: str, named: int, tokens: int) -> int:
-            if lookout.finding is not None or activities or clock.summed_ns or len(left) > _LEFT_MAX:
-                return 0
-            now_ns, step, started = monotonic_ns(), recorder.step + 1, []
-            for watched, group in followed:
-                of_torch = group()
-                if of_torch is None:  # gone, and another one has come
-                    return 0
-                if not watched.inside:
-                    number = of_torch._get_sequence_number_for_group()
-                    if number != watched.seen:
-                        started.append((watched, number, site or call_site()))
-            named = named or step
-            ended: Ended = named, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
-            clock.step, clock.began_ns, clock.samples, clock.marks = named, now_ns, 0, [(clock.rest, now_ns)]
-            if started or left:
-                left.append(partial(keep, step, now_ns, ended, started, tokens))
-            else:  # as `_keep`: whoever enters next would do it, and that costs five times as much
-                ended_ns(now_ns)
-                self.operations = operations = recorder.started
-                clock.keep(ended, operations, tokens)
-            set_step(step)
-            return step
-
-        return passed
-
-    def _keep(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started], tokens: int = 0) -> None:
-        """What is left to be done of `step`, which ended at `now_ns`."""
-        recorder = self._recorder
+    def take_up(self, step: int, now_ns: int, ended: Ended | None, started: Sequence[Started], tokens: int = 0) -> None:
+        """Do what is left to be done of `step`, which ended at `now_ns`."""
+        recorder = self.recorder
         if started:
             _enter(started, step - 1, now_ns)
-        self._account.ended_ns.append(now_ns)
+        self._account.has_ended(now_ns)
         self.operations = recorder.started
         if ended is not None:
             recorder.clock.keep(ended, recorder.started, tokens)
+
+
+@final
+@read_in_c
+class Passing:
+    """Ends steps that are only counted: see `pace`."""
+
+    __slots__ = ("_activities", "_ended_ns", "_ends", "_followed", "_left", "_lookout", "_recorder", "_take_up")
+
+    def __init__(self, ends: StepEnds, account: Account, lookout: Lookout, groups: Sequence[WatchedGroup]) -> None:
+        self._ends, self._recorder, self._lookout, self._left = ends, ends.recorder, lookout, ends.recorder.left
+        self._activities, self._ended_ns, self._take_up = account.activities, account.ended_ns, ends.take_up
+        self._followed = [(watched, watched.group) for watched in groups]
+
+    @in_c
+    def passed(self, site: str, named: int, tokens: int) -> int:
+        """The rank has ended a step; its number, or 0 where `StepEnds.step_done` has to end it.
+
+        site: the line whose backward has started what C++ has. named: the number that the program gives the step; 0:
+        none of its own.
+        """
+        recorder, left, started = self._recorder, self._left, list[Started]()
+        clock = recorder.clock
+        is_odd = self._lookout.finding is not None or self._activities or clock.summed_ns or get_ident() != clock.owner
+        if is_odd or len(left) > _LEFT_MAX:
+            return 0
+        for watched, group in self._followed:
+            of_torch = group()
+            if of_torch is None:  # gone, and another one has come
+                return 0
+            if not watched.inside:
+                number = of_torch._get_sequence_number_for_group()
+                if number != watched.seen:
+                    started.append((watched, number, site or call_site()))
+        now_ns, step = monotonic_ns(), recorder.step + 1
+        named = named or step
+        ended: Ended = named, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
+        clock.step, clock.began_ns, clock.samples, clock.marks = named, now_ns, 0, [(clock.rest, now_ns)]
+        if started or left:
+            left.append(partial(self._take_up, step, now_ns, ended, started, tokens))
+        else:  # whoever enters next would do it, and that costs five times as much
+            self._take_up(step, now_ns, ended, started, tokens)
+        recorder.set_step(step)
+        return step
 
 
 def _enter(started: Iterable[Started], step: int, now_ns: int) -> None:

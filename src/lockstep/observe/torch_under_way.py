@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any, final
 from lockstep.errors import CommError
 from lockstep.observe.call_site import backward_site, call_site
 from lockstep.observe.guard import Guard
+from lockstep.observe.profile.phases import UNKNOWN
 from lockstep.observe.stacks import backward_frame, frame_of, stack_of
 from lockstep.observe.torch_flight_recorder import TorchFlightRecorder
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup
@@ -35,7 +37,8 @@ class UnderWay:
         self._guard, self._recorder, self._groups = guard, guard.recorder, groups
         self.open: dict[int, _Open] = {}  # by id of the Work
         self.batches: dict[int, list[int]] = {}  # by the first of them: messages that one Work stands for
-        self.queued: dict[int, tuple[weakref.ref[Any], int]] = {}  # by id of its Work: a collective on a stream
+        # by id of its Work: a collective that is not open, and when it was seen ending; 0: it is on a stream
+        self._awaited: dict[int, tuple[weakref.ref[Any], int, int]] = {}
         self._moving: dict[WatchedGroup, int] = {}  # torch's number at the last look, where it was ahead of ours
         self._aborted: set[str] = set()
         self._flights: TorchFlightRecorder | None = None
@@ -59,7 +62,7 @@ class UnderWay:
         if is_queued and not is_message:
             watched.pending.append((watched.seen, number))
             if work is not None:
-                self.queued[id(work)] = weakref.ref(work), number
+                self._awaited[id(work)] = weakref.ref(work), number, 0
             else:  # its stream stands in it, the thread goes on
                 self._recorder.clock.stream_waited(number, began_ns)
         elif is_queued and work is None:
@@ -76,6 +79,15 @@ class UnderWay:
         if older is not None:
             self._let_go(older)
         self.open[id(work)] = number, watched, weakref.ref(work), torch_number
+
+    def has_waited(self, work: Any, since_ns: int) -> None:
+        """A wait for `work`, which is not open (any more), has returned. since_ns: by the recorder's clock."""
+        known, number, ended_ns = self._awaited.pop(id(work), (None, UNKNOWN, 0))
+        is_known = known is not None and known() is work
+        if is_known and ended_ns:
+            self._recorder.stood(number, since_ns, ended_ns)
+        else:
+            self._recorder.clock.stream_waited(number if is_known else UNKNOWN, since_ns)
 
     def keep_batch(self, numbers: list[int], watched: WatchedGroup, work: Any) -> None:
         """As `_keep`: `work` stands for all of these messages."""
@@ -97,6 +109,8 @@ class UnderWay:
         flights = self._flights
         if flights is None:
             return
+        for key in [key for key, (work, *_) in list(self._awaited.items()) if work() is None]:
+            self._awaited.pop(key, None)
         pairs = self._groups.all()
         moving = {watched: group._get_sequence_number_for_group() for group, watched in pairs if not watched.inside}
         if not self.open and all(moving.get(one) == one.seen and not one.pending for _, one in pairs):
@@ -126,27 +140,31 @@ class UnderWay:
         watched.catch_up(number, site, known or {}, if_idle=True)
 
     def _leave_unawaited(self, flights: TorchFlightRecorder, key: int, call: _Open) -> None:
-        """A Work that nobody waits for: ended where torch says so, or nobody can wait for it any more."""
-        _, watched, work, torch_number = call
-        ended = flights.ended(watched.torch_name) if torch_number > 0 else None
-        is_over = work() is None if ended is None else torch_number <= ended
-        found = self.open.pop(key, None) if is_over else None
+        """A Work that no wait has returned from: ended where torch says so, or nobody can wait for it any more."""
+        number, watched, work, torch_number = call
+        ended = flights.ended(watched.torch_name) if torch_number > MESSAGE else None
+        is_gone = work() is None
+        if not (is_gone if ended is None else torch_number <= ended):
+            return
+        if not is_gone:  # before it is not open any more: else a wait that returns now would find it nowhere
+            self._awaited[key] = work, number, time.monotonic_ns()
+        found = self.open.pop(key, None)
         if found is call:
             self._let_go(call)
-        elif found is not None:  # of a new Work at the same place
+            return
+        self._awaited.pop(key, None)
+        if found is not None:  # of a new Work at the same place
             self.open.setdefault(key, found)
 
     def has_queued(self) -> bool:
         """Whether a GPU has collectives still to do, or this process is about to give it some."""
-        followed = tuple(self._groups.followed.values())
-        return any(watched.has_streams and (watched.pending or watched.inside) for watched in followed)
+        return any(one.has_streams and (one.pending or one.inside) for one in tuple(self._groups.followed.values()))
 
     def first_queued(self) -> dict[str, int]:
         """By group that a GPU has collectives of under way: the first that it has not come to, if torch tells that."""
         found: dict[str, int] = {}
         for watched in tuple(self._groups.followed.values()):
-            pending = tuple(watched.pending) if watched.has_streams else ()
-            if pending:
+            if watched.has_streams and (pending := tuple(watched.pending)):
                 begun = self._flights.begun(watched.torch_name) if self._flights else -1
                 ahead = [number for of_torch, number in pending if of_torch > begun >= 0]
                 number = ahead[0] if ahead else pending[-1][1]

@@ -19,7 +19,6 @@ from lockstep.observe.call_site import call_site, site_from
 from lockstep.observe.group_layers import watch_groups
 from lockstep.observe.guard import Guard
 from lockstep.observe.patches import Patches, around
-from lockstep.observe.profile.phases import UNKNOWN
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.torch_flight_recorder import TIMING, TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
@@ -205,7 +204,7 @@ class TorchWatch:
     def _leaving(self, old: Callable[..., bool]) -> Callable[..., bool]:
         """Work.wait, after which the operation has ended."""
         stood, clock, under_way = self._recorder.stood, self._recorder.clock, self.under_way
-        pop, queued, batches, goes_on = under_way.open.pop, under_way.queued, under_way.batches, under_way.goes_on
+        pop, batches, has_waited = under_way.open.pop, under_way.batches, under_way.has_waited
 
         def wait(work: Any, *args: Any, **kwargs: Any) -> bool:
             if sys._getframe(1).f_code.co_filename.endswith(_SEAM):  # which waits in slices, and tells its own
@@ -215,22 +214,20 @@ class TorchWatch:
             try:
                 is_done = old(work, *args, **kwargs)
             except RuntimeError as error:
-                is_open = bool(args or kwargs) and goes_on(work)  # and may be waited for again
+                is_open = bool(args or kwargs) and under_way.goes_on(work)  # and may be waited for again
                 if not is_open:
                     self._guard.saw(error)
                 raise
             finally:
-                ended = None if is_open else pop(id(work), None)
-                if is_open:
-                    pass
-                elif ended is not None and ended[3] == QUEUED_MESSAGE:
-                    clock.stream_waited(ended[0], since_ns)
-                    self._guard.stream_ends.waited(batches.pop(ended[0], ended[:1]))
-                elif ended is not None:
-                    stood(ended[0], since_ns)
-                else:
-                    known, number = queued.pop(id(work), (None, UNKNOWN))
-                    clock.stream_waited(number if known is not None and known() is work else UNKNOWN, since_ns)
+                if not is_open:
+                    ended = pop(id(work), None)
+                    if ended is None:
+                        has_waited(work, since_ns)
+                    elif ended[3] == QUEUED_MESSAGE:
+                        clock.stream_waited(ended[0], since_ns)
+                        self._guard.stream_ends.waited(batches.pop(ended[0], ended[:1]))
+                    else:
+                        stood(ended[0], since_ns)
             if changed is not None:
                 raise changed
             return is_done

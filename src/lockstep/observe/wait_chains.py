@@ -11,7 +11,7 @@ from typing import Literal
 
 from lockstep.observe.endings import is_asked_to_stop
 from lockstep.observe.motion import CHILDREN
-from lockstep.observe.scene import INIT, NEW_GROUP, STILL_S, Scene, Wait
+from lockstep.observe.scene import INIT, LATE_S, NEW_GROUP, STILL_S, Scene, Wait
 from lockstep.observe.status import Status
 
 START_TIMES = 30  # as long as the limit: building or fetching what all need, before anything else
@@ -64,7 +64,7 @@ def state(scene: Scene, rank: int) -> Root:
         return "stuck"
     if scene.loops(rank):
         return "looping"
-    if sight.status.unmoved_s < max(scene.hang_s, STILL_S):
+    if sight.status.unmoved_s < max(scene.hang_s - LATE_S, STILL_S):
         return "moving"
     return "starting" if _is_starting(scene, sight.status) else "stuck"
 

@@ -16,21 +16,26 @@ typedef PyObject *(*Way)(PyObject *const *args, Py_ssize_t count);
 PyObject *quick_enter(PyObject *const *, Py_ssize_t), *quick_stood(PyObject *const *, Py_ssize_t);
 PyObject *quick_switch(PyObject *const *, Py_ssize_t), *quick_submit(PyObject *const *, Py_ssize_t);
 PyObject *quick_wait(PyObject *const *, Py_ssize_t), *quick_del(PyObject *const *, Py_ssize_t);
+PyObject *quick_passed(PyObject *const *, Py_ssize_t), *quick_in_line(PyObject *const *, Py_ssize_t);
 
 /* ---------------------------------------------------------------- classes, and what is in their slots */
 
 typedef struct {
     const char *name;
     PyTypeObject *type; /* once `read_in_c` has been told */
-    const char *slots[9];
-    Py_ssize_t at[9]; /* of its slots */
+    const char *slots[16];
+    Py_ssize_t at[16]; /* of its slots */
 } Class;
 
-enum { RECORDER, CLOCK, LAYER, WORK, CLASSES };
+enum { RECORDER, CLOCK, LAYER, WORK, PASSING, ENDS, LOOKOUT, CLASSES };
 enum { R_DIGESTS, R_MEMORY, R_NUMBERS, R_OWNER, R_CLOCK, R_LEFT, R_STARTED, R_STEP };
-enum { C_CLOSE_READER, C_IS_BRIEF, C_MARKS, C_OWNER, C_TIME, C_WAITS };
+enum { C_FIRST, C_LEFT, C_BEGAN_NS, C_CLOSE_READER, C_IS_BRIEF, C_MARKS, C_OWNER, C_REST };
+enum { C_SAMPLES = C_REST + 1, C_STEP, C_SUMMED_NS, C_TIME, C_WAITS };
 enum { L_COLLECTIVES, L_OF_LINES, L_INNER, L_IS_QUEUED, L_RECORDER };
 enum { W_ERRORS, W_LAYER, W_NUMBER, W_OTHERS, W_WORK };
+enum { P_ACTIVITIES, P_ENDED_NS, P_ENDS, P_FOLLOWED, P_LEFT, P_LOOKOUT, P_RECORDER, P_TAKE_UP };
+enum { E_OPERATIONS };
+enum { O_FINDING };
 extern Class classes[];
 
 /* Whether this is one of that class. */
@@ -63,10 +68,10 @@ is_owner(PyObject *object, int class, int slot)
 
 /* ---------------------------------------------------------------- names, and the functions of `record.c` */
 
-extern PyObject *comm_error, *monotonic_ns;
+extern PyObject *comm_error, *get_frame, *monotonic_ns, *partial;
 extern PyObject *nothing; /* () */
-extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_leave, *name_shape, *name_submit;
-extern PyObject *name_wait, *name_waited;
+extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
+extern PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
 int64_t now(void);
 long long next_of(PyObject *numbers);
@@ -74,4 +79,6 @@ int can_enter(PyObject *recorder, PyObject *words);
 long long enter(PyObject *recorder, long long seq, PyObject *words, int is_message, int64_t now_ns);
 void leave(PyObject *recorder, long long number, int64_t ended_ns);
 int can_stand(PyObject *recorder);
+int is_timed(PyObject *clock);
+void set_step(PyObject *recorder, PyObject *step);
 int stood(PyObject *recorder, long long number, int64_t since_ns, int64_t ended_ns);

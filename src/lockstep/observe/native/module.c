@@ -7,14 +7,21 @@
 Class classes[] = {
     {.name = "FlightRecorder",
      .slots = {"_digests", "_memory", "_numbers", "_owner", "clock", "left", "started", "step"}},
-    {.name = "StepClock", .slots = {"close_reader", "is_brief", "marks", "owner", "time", "waits"}},
+    {.name = "StepClock",
+     .slots = {"_first", "_left", "began_ns", "close_reader", "is_brief", "marks", "owner", "rest", "samples", "step",
+               "summed_ns", "time", "waits"}},
     {.name = "GuardLayer", .slots = {"_collectives", "_of_lines", "inner", "is_queued", "recorder"}},
     {.name = "RecordedWork", .slots = {"_errors", "_layer", "_number", "_others", "_work"}},
+    {.name = "Passing",
+     .slots = {"_activities", "_ended_ns", "_ends", "_followed", "_left", "_lookout", "_recorder", "_take_up"}},
+    {.name = "StepEnds", .slots = {"operations"}},
+    {.name = "Lookout", .slots = {"finding"}},
 };
 
-PyObject *comm_error, *monotonic_ns, *nothing;
-PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_leave, *name_shape, *name_submit;
-PyObject *name_wait, *name_waited;
+PyObject *comm_error, *get_frame, *monotonic_ns, *nothing, *partial;
+static PyObject *get_objects;
+PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
+PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
 /* ---------------------------------------------------------------- a method that is tried here first */
 
@@ -69,12 +76,33 @@ static PyTypeObject QuickType = {
     .tp_members = quick_members,
 };
 
+/* The list of all objects is gone before another thread runs. */
+static PyObject *
+quick_instances(PyObject *const *args, Py_ssize_t count)
+{
+    if (count != 1 || !PyType_Check(args[0]))
+        return DECLINED;
+    PyObject *found = PyList_New(0), *all = found == NULL ? NULL : PyObject_CallNoArgs(get_objects);
+    int is_well = all != NULL;
+    for (Py_ssize_t at = 0; is_well && at < PyList_GET_SIZE(all); at++) {
+        PyObject *one = PyList_GET_ITEM(all, at);
+        if (PyType_IsSubtype(Py_TYPE(one), (PyTypeObject *)args[0]))
+            is_well = PyList_Append(found, one) == 0;
+    }
+    Py_XDECREF(all);
+    if (!is_well)
+        Py_CLEAR(found);
+    return found;
+}
+
 static const struct {
     const char *name;
     Way way;
 } ways[] = {
     {"FlightRecorder.enter", quick_enter}, {"FlightRecorder.stood", quick_stood}, {"StepClock.switch", quick_switch},
     {"GuardLayer.submit", quick_submit},   {"RecordedWork.wait", quick_wait},     {"RecordedWork.__del__", quick_del},
+    {"Passing.passed", quick_passed},      {"instances", quick_instances},
+    {"in_line", quick_in_line},
 };
 
 /* in_c(method): that, tried here first. */
@@ -131,8 +159,14 @@ static const struct {
     const char *module, *name; /* an attribute of the module; without one a name itself */
 } known[] = {
     {&comm_error, "lockstep.errors", "CommError"},
+    {&get_frame, "sys", "_getframe"},
+    {&get_objects, "gc", "get_objects"},
     {&monotonic_ns, "time", "monotonic_ns"},
+    {&partial, "functools", "partial"},
     {&name_all_reduce, NULL, "all_reduce"},
+    {&name_inside, NULL, "inside"},
+    {&name_seen, NULL, "seen"},
+    {&name_sequence, NULL, "_get_sequence_number_for_group"},
     {&name_submit, NULL, "submit"},
     {&name_wait, NULL, "wait"},
     {&name_waited, NULL, "waited"},

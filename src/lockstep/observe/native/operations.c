@@ -11,65 +11,118 @@ enum { DEPTH = 2 }; /* frames from who submits an all_reduce to who has asked fo
 
 /* ---------------------------------------------------------------- GuardLayer.submit */
 
-/* Who called the function that has called the caller of this, and so on; a new reference, or NULL without an error. */
+/* Who has asked for an all_reduce; a new reference, or NULL without an error. No frame is made of those in between. */
 static PyFrameObject *
-frame_above(int depth)
+who_asked(void)
 {
-    PyFrameObject *frame = PyEval_GetFrame();
-    Py_XINCREF(frame);
-    while (frame != NULL && depth-- > 0) {
-        PyFrameObject *below = frame;
-        frame = PyFrame_GetBack(below);
-        Py_DECREF(below);
-    }
-    return frame;
+    PyObject *depth = PyLong_FromLong(DEPTH), *frame = depth == NULL ? NULL : PyObject_CallOneArg(get_frame, depth);
+    Py_XDECREF(depth);
+    if (frame == NULL)
+        PyErr_Clear(); /* the stack is not so deep */
+    return (PyFrameObject *)frame;
 }
 
-/* What was found last for lines that fall on the same place: as `of_lines` has it, found again without a key. */
+/* What a tensor is like, as DLPack has it: told by torch without an object of Python's for each size. */
+enum { SIZES_MAX = 6 };
 typedef struct {
-    PyObject *of_lines, *code, *shape, *dtype, *reduce, *label, *words; /* kept for as long as they are here */
-    int instruction;
+    void *data;
+    int32_t device[2], sizes, dtype;
+    int64_t *shape, *strides;
+    uint64_t offset;
+} Told; /* DLTensor */
+typedef struct {
+    uint32_t major, minor;
+    void *others[4];
+    int (*tell)(PyObject *tensor, Told *told);
+} Exchange; /* DLPackExchangeAPI, whose layout is the same for all of version 1 */
+static PyTypeObject *tensor_type; /* torch.Tensor, whose API `exchange` is; NULL before it was asked for */
+static const Exchange *exchange;
+
+/* Ask torch for it, once it is there. */
+static void
+find_exchange(void)
+{
+    PyObject *name = PyUnicode_FromString("torch"), *torch = name == NULL ? NULL : PyImport_GetModule(name);
+    PyObject *type = torch == NULL ? NULL : PyObject_GetAttrString(torch, "Tensor");
+    PyObject *capsule = type == NULL ? NULL : PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
+    const Exchange *found = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
+    if (type != NULL && PyType_Check(type))
+        tensor_type = (PyTypeObject *)Py_NewRef(type); /* for good */
+    if (found != NULL && found->major == 1)
+        exchange = found;
+    PyErr_Clear(); /* torch before 2.10 has none */
+    Py_XDECREF(capsule);
+    Py_XDECREF(type);
+    Py_XDECREF(torch);
+    Py_XDECREF(name);
+}
+
+/* What was found last for calls that fall on the same place: as `of_lines` has it, found again without a key. */
+typedef struct {
+    PyObject *of_lines, *code, *reduce, *label, *words; /* kept for as long as they are here */
+    int32_t instruction, sizes, dtype;
+    int64_t shape[SIZES_MAX];
 } Line;
 static Line lines[64];
 
-/* Its words, a new reference; NULL, maybe with an error, where it is another line or another call there. */
-static PyObject *
-recalled(const Line *line, PyObject *its_shape)
+/* The line has what this tensor is like, which is of torch's own class: no other's code runs for that. */
+static int
+describe(Line *line, PyObject *tensor)
 {
-    if (PyObject_RichCompareBool(line->shape, its_shape, Py_EQ) != 1)
-        return NULL;
-    return Py_NewRef(line->words);
+    Told told;
+    if (tensor_type == NULL)
+        find_exchange();
+    if (exchange == NULL || exchange->tell == NULL || Py_TYPE(tensor) != tensor_type)
+        return 0;
+    if (exchange->tell(tensor, &told) != 0) {
+        PyErr_Clear(); /* of a dtype that DLPack has not */
+        return 0;
+    }
+    if (told.sizes > SIZES_MAX)
+        return 0;
+    line->sizes = told.sizes;
+    line->dtype = told.dtype;
+    memcpy(line->shape, told.shape, told.sizes * sizeof(int64_t));
+    return 1;
+}
+
+static int
+is_same(const Line *a, const Line *b)
+{
+    return a->of_lines == b->of_lines && a->code == b->code && a->instruction == b->instruction &&
+           a->reduce == b->reduce && a->label == b->label && a->sizes == b->sizes && a->dtype == b->dtype &&
+           memcmp(a->shape, b->shape, a->sizes * sizeof(int64_t)) == 0;
+}
+
+/* Found in `of_lines`: borrowed; NULL, maybe with an error, where it is not known. */
+static PyObject *
+look_up(const Line *line, PyObject *tensor)
+{
+    PyObject *id = PyLong_FromVoidPtr(line->code), *instruction = PyLong_FromLong(line->instruction), *key = NULL;
+    PyObject *shape = PyObject_GetAttr(tensor, name_shape), *dtype = PyObject_GetAttr(tensor, name_dtype), *words = NULL;
+    if (id != NULL && instruction != NULL && shape != NULL && dtype != NULL)
+        key = PyTuple_Pack(7, id, instruction, shape, dtype, line->reduce, line->label, Py_None);
+    if (key != NULL)
+        words = PyDict_GetItemWithError(line->of_lines, key);
+    Py_XDECREF(key);
+    Py_XDECREF(dtype);
+    Py_XDECREF(shape);
+    Py_XDECREF(instruction);
+    Py_XDECREF(id);
+    return words;
 }
 
 static void
-forget(Line *line)
+keep_line(Line *place, Line found)
 {
-    PyObject *kept[] = {line->of_lines, line->code,  line->shape, line->dtype,
-                        line->reduce,   line->label, line->words};
+    Line before = *place;
+    PyObject *kept[] = {found.of_lines, found.code, found.reduce, found.label, found.words};
+    PyObject *left[] = {before.of_lines, before.code, before.reduce, before.label, before.words};
     for (size_t at = 0; at < sizeof(kept) / sizeof(*kept); at++)
-        Py_XDECREF(kept[at]);
-}
-
-/* The words of this call in `of_lines`, which the line is to recall: a new reference; NULL, maybe with an error. */
-static PyObject *
-looked_up(Line *line, Line found)
-{
-    PyObject *id = PyLong_FromVoidPtr(found.code), *instruction = PyLong_FromLong(found.instruction), *key = NULL;
-    if (id != NULL && instruction != NULL)
-        key = PyTuple_Pack(7, id, instruction, found.shape, found.dtype, found.reduce, found.label, Py_None);
-    if (key != NULL && (found.words = PyDict_GetItemWithError(found.of_lines, key)) != NULL) {
-        PyObject *kept[] = {found.of_lines, found.code,  found.shape, found.dtype,
-                            found.reduce,   found.label, found.words, found.words}; /* the last is the caller's */
-        for (size_t at = 0; at < sizeof(kept) / sizeof(*kept); at++)
-            Py_INCREF(kept[at]);
-        Line before = *line;
-        *line = found; /* whole, before anything that was kept goes and calls who knows what */
-        forget(&before);
-    }
-    Py_XDECREF(key);
-    Py_XDECREF(instruction);
-    Py_XDECREF(id);
-    return found.words;
+        Py_INCREF(kept[at]);
+    *place = found; /* whole, before anything that was kept goes and calls who knows what */
+    for (size_t at = 0; at < sizeof(left) / sizeof(*left); at++)
+        Py_XDECREF(left[at]);
 }
 
 /* The words of this all_reduce in `of_lines`: a new reference; NULL, maybe with an error, where it is not known. */
@@ -80,29 +133,26 @@ words_of(PyObject *op, PyObject *of_lines)
     PyFrameObject *frame = NULL;
     if (of_lines == NULL || !PyTuple_Check(inputs) || PyTuple_GET_SIZE(inputs) == 0)
         return NULL;
-    if ((frame = frame_above(DEPTH)) == NULL)
+    if ((frame = who_asked()) == NULL)
         return NULL;
     PyObject *tensor = PyTuple_GET_ITEM(inputs, 0);
     Line found = {
         .of_lines = of_lines,
         .code = (PyObject *)PyFrame_GetCode(frame),
         .instruction = PyFrame_GetLasti(frame),
-        .shape = PyObject_GetAttr(tensor, name_shape),
-        .dtype = PyObject_GetAttr(tensor, name_dtype),
         .reduce = PyTuple_GET_ITEM(op, 5),
         .label = PyTuple_GET_ITEM(op, 7),
     };
-    if (found.shape != NULL && found.dtype != NULL) {
-        Line *line = &lines[((uintptr_t)found.code / 32 + (uintptr_t)of_lines / 32 + found.instruction / 2) % 64];
-        int is_same = line->of_lines == of_lines && line->code == found.code && line->instruction == found.instruction &&
-                      line->dtype == found.dtype && line->reduce == found.reduce && line->label == found.label;
-        if (is_same)
-            words = recalled(line, found.shape);
-        if (words == NULL && !PyErr_Occurred())
-            words = looked_up(line, found);
+    Line *place = &lines[((uintptr_t)found.code / 32 + (uintptr_t)of_lines / 32 + found.instruction / 2) % 64];
+    int is_described = describe(&found, tensor);
+    if (is_described && is_same(place, &found)) {
+        words = Py_NewRef(place->words);
+    } else if ((words = look_up(&found, tensor)) != NULL) {
+        Py_INCREF(words);
+        found.words = words;
+        if (is_described)
+            keep_line(place, found);
     }
-    Py_XDECREF(found.dtype);
-    Py_XDECREF(found.shape);
     Py_DECREF(found.code);
     Py_DECREF(frame);
     return words;
@@ -112,7 +162,7 @@ words_of(PyObject *op, PyObject *of_lines)
 static PyObject *
 recorded(PyObject *work, PyObject *layer, long long number)
 {
-    PyObject *made = PyBaseObject_Type.tp_new(classes[WORK].type, nothing, NULL), *its = PyLong_FromLongLong(number);
+    PyObject *made = classes[WORK].type->tp_alloc(classes[WORK].type, 0), *its = PyLong_FromLongLong(number);
     if (made == NULL || its == NULL) {
         Py_XDECREF(made);
         Py_XDECREF(its);

@@ -1,12 +1,11 @@
-/* The record of a rank, and the marks of its step: see `flight.py` and `step_clock.py`. */
+/* The record of a rank: see `flight.py`. */
 
 #include "held.h"
 #include <time.h>
 
 /* The file of a record as `flight.py` has it. */
-enum { COUNT_AT = 8 * 7, RING_AT = 64 << 10, RECORDS = 1024, RECORD_BYTES = 256, WORDS_BYTES = 206 };
+enum { STEP_AT = 8 * 5, COUNT_AT = 8 * 7, RING_AT = 64 << 10, RECORDS = 2048, RECORD_BYTES = 256, WORDS_BYTES = 206 };
 enum { NUMBER, SEQ, STEP, ENTERED, LEFT, DIGEST, FIELDS }; /* of a record, eight bytes each; then is_message, words */
-enum { DATA = 0 };                                         /* of `phases.py` */
 
 /* By the clock of time.monotonic_ns on Linux. */
 int64_t
@@ -44,7 +43,7 @@ int
 can_enter(PyObject *recorder, PyObject *words)
 {
     PyObject *left = HELD(recorder, RECORDER, R_LEFT), *digests = HELD(recorder, RECORDER, R_DIGESTS);
-    if (!is_owner(recorder, RECORDER, R_OWNER) || left == NULL || PyObject_IsTrue(left) != 0)
+    if (!is_owner(recorder, RECORDER, R_OWNER) || left == NULL || !PyList_CheckExact(left) || PyList_GET_SIZE(left) != 0)
         return 0;
     if (digests == NULL || !PyDict_CheckExact(digests) || !PyTuple_Check(words) || PyTuple_GET_SIZE(words) != 3)
         return 0;
@@ -62,24 +61,42 @@ next_of(PyObject *numbers)
     return found;
 }
 
+/* What `_digests` has for a group, which is the same list for good: borrowed; NULL with an error. */
+static PyObject *
+digest_of(PyObject *digests, PyObject *group)
+{
+    static PyObject *last_digests, *last_group, *last; /* what was found last */
+    if (digests == last_digests && group == last_group)
+        return last;
+    PyObject *found = PyDict_GetItemWithError(digests, group), *made = NULL;
+    if (found == NULL && !PyErr_Occurred() && (made = Py_BuildValue("[i]", 0)) != NULL)
+        found = PyDict_SetDefault(digests, group, made);
+    if (found != NULL) {
+        Py_XSETREF(last_digests, Py_NewRef(digests));
+        Py_XSETREF(last_group, Py_NewRef(group));
+        Py_XSETREF(last, Py_NewRef(found));
+    }
+    Py_XDECREF(made);
+    return found;
+}
+
 /* The digest of the collectives of a group up to this one, in `digest`; -1 with an error. */
 static int
 chain(PyObject *recorder, PyObject *group, PyObject *code, int64_t *digest)
 {
-    PyObject *digests = HELD(recorder, RECORDER, R_DIGESTS), *before = PyDict_GetItemWithError(digests, group);
-    if (before == NULL && PyErr_Occurred())
+    PyObject *before = digest_of(HELD(recorder, RECORDER, R_DIGESTS), group);
+    if (before == NULL)
         return -1;
-    PyObject *first = before == NULL ? PyLong_FromLong(0) : Py_NewRef(before), *after = NULL;
-    PyObject *all = first == NULL ? NULL : PyTuple_Pack(3, first, code, HELD(recorder, RECORDER, R_STEP));
+    /* kept: what is allocated may let go of anything, and who hears of that may enter another one */
+    PyObject *first = Py_NewRef(PyList_GET_ITEM(before, 0)), *step = Py_NewRef(HELD(recorder, RECORDER, R_STEP));
+    PyObject *all = PyTuple_Pack(3, first, code, step);
     Py_hash_t hash = all == NULL ? -1 : PyObject_Hash(all);
-    int failed = -1;
-    if (hash != -1 && (after = PyLong_FromSsize_t(hash)) != NULL)
-        failed = PyDict_SetItem(digests, group, after);
+    PyObject *after = hash == -1 ? NULL : PyLong_FromSsize_t(hash);
     *digest = hash;
-    Py_XDECREF(after);
     Py_XDECREF(all);
-    Py_XDECREF(first);
-    return failed;
+    Py_DECREF(step);
+    Py_DECREF(first);
+    return after == NULL ? -1 : PyList_SetItem(before, 0, after);
 }
 
 /* The number of what begins now; -1 with an error. */
@@ -152,6 +169,18 @@ stood(PyObject *recorder, long long number, int64_t since_ns, int64_t ended_ns)
     return failed;
 }
 
+/* As FlightRecorder.set_step. */
+void
+set_step(PyObject *recorder, PyObject *step)
+{
+    Py_buffer memory;
+    hold(recorder, RECORDER, R_STEP, Py_NewRef(step));
+    if (memory_of(recorder, &memory)) {
+        *(int64_t *)((char *)memory.buf + STEP_AT) = PyLong_AsLongLong(step);
+        PyBuffer_Release(&memory);
+    }
+}
+
 PyObject *
 quick_enter(PyObject *const *args, Py_ssize_t count)
 {
@@ -164,7 +193,7 @@ quick_enter(PyObject *const *args, Py_ssize_t count)
 }
 
 /* Whether its times are those of `now`, and not, as in a test, somebody's who tells it the time, or of a stream. */
-static int
+int
 is_timed(PyObject *clock)
 {
     return IS(clock, CLOCK) && HELD(clock, CLOCK, C_TIME) == monotonic_ns;
@@ -188,29 +217,56 @@ quick_stood(PyObject *const *args, Py_ssize_t count)
     return PyErr_Occurred() || stood(args[0], number, since_ns, ended_ns) < 0 ? NULL : Py_NewRef(Py_None);
 }
 
-/* ---------------------------------------------------------------- StepClock.switch */
+/* ---------------------------------------------------------------- in_line */
+
+/* Append to `marks` or to `open` what they are to have of a record; -1 with an error. */
+static int
+read_record(const int64_t *record, int is_kept, PyObject *marks, PyObject *open)
+{
+    long long seq = record[SEQ], step = record[STEP], digest = record[DIGEST];
+    PyObject *mark = is_kept ? Py_BuildValue("LLL", seq, step, digest) : NULL;
+    PyObject *number = record[LEFT] == 0 ? PyLong_FromLongLong(record[NUMBER]) : NULL;
+    int failed = PyErr_Occurred() || (mark != NULL && PyList_Append(marks, mark) < 0) ||
+                 (number != NULL && PyList_Append(open, number) < 0);
+    Py_XDECREF(number);
+    Py_XDECREF(mark);
+    return failed ? -1 : 0;
+}
 
 PyObject *
-quick_switch(PyObject *const *args, Py_ssize_t count)
+quick_in_line(PyObject *const *args, Py_ssize_t count)
 {
-    if (count != 2 || !is_timed(args[0]) || !PyLong_CheckExact(args[1]) || !is_owner(args[0], CLOCK, C_OWNER))
-        return DECLINED;
-    PyObject *marks = HELD(args[0], CLOCK, C_MARKS), *is_brief = HELD(args[0], CLOCK, C_IS_BRIEF);
-    if (marks == NULL || !PyList_CheckExact(marks)) /* those of a stream are a list of another class */
-        return DECLINED;
-    Py_ssize_t size = PyList_GET_SIZE(marks);
-    if (size < 1 || size >= LISTED_MAX - 1 || !PyTuple_Check(PyList_GET_ITEM(marks, size - 1)))
-        return DECLINED;
-    PyObject *before = PyTuple_GET_ITEM(PyList_GET_ITEM(marks, size - 1), 0);
-    long phase = PyLong_AsLong(args[1]);
-    if (phase < 0 || (is_brief == Py_True && phase != DATA && PyLong_AsLong(before) != DATA))
-        return PyErr_Occurred() ? NULL : PyLong_FromLong(-1);
-    Py_INCREF(before);
-    Py_INCREF(marks);
-    PyObject *mark = Py_BuildValue("OL", args[1], (long long)now());
-    if (mark == NULL || PyList_Append(marks, mark) < 0)
-        Py_CLEAR(before);
-    Py_XDECREF(mark);
-    Py_DECREF(marks);
-    return before;
+    Py_buffer memory;
+    if (count != 5 || PyObject_GetBuffer(args[0], &memory, PyBUF_SIMPLE) < 0)
+        return count != 5 ? DECLINED : NULL;
+    long long since = PyLong_AsLongLong(args[1]), until = PyLong_AsLongLong(args[2]);
+    long long every = PyLong_AsLongLong(args[3]), newest = PyLong_AsLongLong(args[4]);
+    PyObject *marks = PyList_New(0), *open = PyList_New(0), *found = NULL;
+    int is_well = marks != NULL && open != NULL && !PyErr_Occurred();
+    if (is_well && memory.len >= RING_AT + RECORDS * RECORD_BYTES && 0 <= since && since < until && every > 0) {
+        const int64_t *first = record_in(&memory, since);
+        const char *group = (const char *)(first + FIELDS) + 2;
+        Py_ssize_t size = strnlen(group, WORDS_BYTES - 1) + 1; /* with its end */
+        int is_in_line = until - since <= RECORDS;
+        for (long long number = since; number < until && is_in_line && is_well; number++) {
+            const int64_t *record = record_in(&memory, number);
+            const char *rest = (const char *)(record + FIELDS);
+            is_in_line = record[NUMBER] == number && record[SEQ] == first[SEQ] + number - since && rest[0] == 0 &&
+                         memcmp(rest + 2, group, size) == 0;
+            if (is_in_line)
+                is_well = read_record(record, record[SEQ] % every == 0 || number >= until - newest, marks, open) == 0;
+        }
+        PyObject *name = is_well && is_in_line ? PyUnicode_DecodeUTF8(group, size - 1, "replace") : NULL;
+        if (name != NULL)
+            found = PyTuple_Pack(3, name, marks, open);
+        else if (is_well && !is_in_line)
+            found = Py_NewRef(Py_None);
+        Py_XDECREF(name);
+    } else if (is_well) {
+        found = Py_NewRef(Py_None);
+    }
+    PyBuffer_Release(&memory);
+    Py_XDECREF(open);
+    Py_XDECREF(marks);
+    return found;
 }

@@ -118,7 +118,7 @@ def steps_of(values: dict[str, Any], words: Mapping[int, _Word] = _NO_WORDS, att
         raise ValueError("its numbers are not those of a step")
     worded = [(words[row[0]], row) for row in rows or ()]
     ops = None if rows is None else tuple([_op_of((attempt, w[0], row[1], *w[1:], *row[2:])) for w, row in worded])
-    spans = tuple(map(tuple, spans))
+    spans = tuple([tuple(span) for span in spans])
     return Steps(**values, phases_us=tuple(phases), hidden_us=hidden, ops=ops, spans=spans, attempt=attempt)
 
 

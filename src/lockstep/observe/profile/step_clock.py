@@ -52,10 +52,24 @@ class StepClock:
     there are MARKS of them.
     """
 
-    __slots__ = ("__dict__", "__weakref__", "close_reader", "is_brief", "marks", "owner", "time", "waits")
+    __slots__ = (
+        *(
+            "__dict__",
+            "__weakref__",
+            "_first",
+            "_left",
+            "began_ns",
+            "close_reader",
+            "is_brief",
+            "marks",
+            "owner",
+            "rest",
+        ),
+        *("samples", "step", "summed_ns", "time", "waits"),
+    )
 
     def __init__(self) -> None:
-        self._left: deque[Left] = deque(maxlen=_STEPS)  # steps that have ended
+        self._left: list[Left] = []  # steps that have ended, at most _STEPS
         self._steps: deque[Step] = deque(maxlen=_STEPS)  # those that a reader has asked for
         self.is_brief = False  # of the step under way only batches are timed, see `pace`
         self.is_marked = False  # by the program itself: hooks into torch keep quiet
@@ -173,7 +187,7 @@ class StepClock:
 
     def keep(self, ended: Ended, operations: int, tokens: int = 0) -> None:
         """What `cut` has returned, step after step. operations: started until it ended. Any one thread at a time."""
-        if self.close_reader is not None:
+        if self.close_reader is not None and len(self._left) < _STEPS:
             self._left.append((ended, (self._first, operations), tokens))
         self._first = operations
 
@@ -197,18 +211,17 @@ class StepClock:
 
     def _taken(self) -> Step:
         """The next that has ended; of those that were only counted all in a row that the record has in one line."""
-        left, first = self._left, self._left.popleft()
+        first = self._left[0]
         (number, *_, is_brief), *_ = first
         if not is_brief or not self._typical.is_known:
-            return step_of(first)
+            return step_of(self._left.pop(0))
         run, last = [first], number if is_listed(number) else last_in_line(number)
-        while left and number < last:
-            (following, *_, is_brief), *_ = one = left.popleft()
-            if following != number + 1 or not is_brief:
-                left.appendleft(one)
+        for one in self._left[1 : 1 + last - number]:
+            (following, *_, is_brief), *_ = one
+            if following != number + len(run) or not is_brief:
                 break
             run.append(one)
-            number = following
+        del self._left[: len(run)]
         return self._typical.shared_out(run)
 
     def so_far(self, most: int) -> list[Mark]:
@@ -254,5 +267,5 @@ class StepClock:
         self._last_waits = [*self._last_waits, *self.waits][-WAITS:] if self.summed_ns else self.waits
         self.leave_gpu()
         part = sums_of(self.marks, outermost(self.waits, self.marks[0][1]), now_ns)
-        self.summed_ns = tuple(map(add, self.summed_ns, part)) if self.summed_ns else part
+        self.summed_ns = (*map(add, self.summed_ns, part),) if self.summed_ns else part
         self.waits, self.marks = [], [(self.marks[-1][0], now_ns)]

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from itertools import chain
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -162,12 +161,13 @@ def unseen(run: Run) -> dict[Kind, Op]:
     for record in run.ranks.values():
         lines = [line for line in record.steady if line.ops is not None]
         is_queued = any(line.cuda_mib for line in lines)  # a thread does not stand where its GPU does
-        seen = [dict(zip(map(kind_of, line.ops or ()), line.ops or (), strict=True)) for line in lines]
-        for line, ops in zip(lines, seen, strict=True):
-            found |= ops
-            is_known = line.on_gpu or not is_queued
-            stood |= {kind for kind, op in ops.items() if is_known and op.began_us >= 0}
-        steps = Counter(chain.from_iterable(seen))
+        steps = Counter[Kind]()
+        for line in lines:
+            kinds = {kind_of(op): op for op in line.ops or ()}
+            found |= kinds
+            steps.update(kinds.keys())
+            if line.on_gpu or not is_queued:
+                stood |= {kind_of(op) for op in line.ops or () if op.began_us >= 0}
         usual |= {kind for kind, count in steps.items() if 2 * count > len(lines)}
     return {kind: op for kind, op in found.items() if kind in usual - stood and not op.is_message}
 

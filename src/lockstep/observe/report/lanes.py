@@ -249,6 +249,6 @@ Span = tuple[str, int, int]
 def spans_of(line: Steps) -> list[Span]:
     """What the rank's thread did when: (phase, from, to), without gaps; of too many changes only the sums are known."""
     ends = list(accumulate(line.phases_us))
-    spans = line.spans or tuple(enumerate([0, *ends[:-1]]))
+    spans = line.spans or list(enumerate([0, *ends[:-1]]))
     untils = [*(at for _, at in spans[1:]), line.wall_us]
     return [(PHASES[phase], at, until) for (phase, at), until in zip(spans, untils, strict=True) if until > at]

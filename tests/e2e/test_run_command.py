@@ -87,7 +87,9 @@ def stop(number, frame):
 for number in (signal.SIGUSR1, signal.SIGHUP):
     signal.signal(number, stop)
 signal.signal(signal.SIGTERM, stop)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # Python loses an interrupt in what it calls after a fork
 child = os.fork()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 if child == 0:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     time.sleep(600)

@@ -250,6 +250,7 @@ def test_what_the_guard_has_seen_ending_is_forgotten_with_its_work(watched: Watc
     under_way.look()
     assert [*under_way._awaited] == [key]
     del work
+    assert not under_way._awaited, "before another Work can lie at its place"
     under_way.look()
     assert not under_way._awaited
 

@@ -109,8 +109,6 @@ class UnderWay:
         flights = self._flights
         if flights is None:
             return
-        for key in [key for key, (work, *_) in list(self._awaited.items()) if work() is None]:
-            self._awaited.pop(key, None)
         pairs = self._groups.all()
         moving = {watched: group._get_sequence_number_for_group() for group, watched in pairs if not watched.inside}
         if not self.open and all(moving.get(one) == one.seen and not one.pending for _, one in pairs):
@@ -143,16 +141,18 @@ class UnderWay:
         """A Work that no wait has returned from: ended where torch says so, or nobody can wait for it any more."""
         number, watched, work, torch_number = call
         ended = flights.ended(watched.torch_name) if torch_number > MESSAGE else None
-        is_gone = work() is None
-        if not (is_gone if ended is None else torch_number <= ended):
+        alive = work()
+        if not (alive is None if ended is None else torch_number <= ended):
             return
-        if not is_gone:  # before it is not open any more: else a wait that returns now would find it nowhere
-            self._awaited[key] = work, number, time.monotonic_ns()
+        if alive is not None:  # before it is not open any more: else a wait that returns now would find it nowhere
+            kept = weakref.ref(alive, partial(self._awaited.pop, key))  # before another one is at its place
+            self._awaited[key] = kept, number, time.monotonic_ns()
         found = self.open.pop(key, None)
         if found is call:
             self._let_go(call)
             return
-        self._awaited.pop(key, None)
+        if alive is not None:  # its wait has returned meanwhile
+            self._awaited.pop(key, None)
         if found is not None:  # of a new Work at the same place
             self.open.setdefault(key, found)
 

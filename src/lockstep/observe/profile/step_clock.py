@@ -53,19 +53,8 @@ class StepClock:
     """
 
     __slots__ = (
-        *(
-            "__dict__",
-            "__weakref__",
-            "_first",
-            "_left",
-            "began_ns",
-            "close_reader",
-            "is_brief",
-            "marks",
-            "owner",
-            "rest",
-        ),
-        *("samples", "step", "summed_ns", "time", "waits"),
+        *("__dict__", "__weakref__", "_first", "_left", "began_ns", "close_reader", "is_brief", "marks"),
+        *("owner", "rest", "samples", "step", "summed_ns", "time", "waits"),
     )
 
     def __init__(self) -> None:

@@ -163,11 +163,11 @@ def unseen(run: Run) -> dict[Kind, Op]:
         is_queued = any(line.cuda_mib for line in lines)  # a thread does not stand where its GPU does
         steps = Counter[Kind]()
         for line in lines:
-            kinds = {kind_of(op): op for op in line.ops or ()}
-            found |= kinds
-            steps.update(kinds.keys())
+            pairs = [(kind_of(op), op) for op in line.ops or ()]
+            found |= pairs
+            steps.update({kind for kind, _ in pairs})
             if line.on_gpu or not is_queued:
-                stood |= {kind_of(op) for op in line.ops or () if op.began_us >= 0}
+                stood |= {kind for kind, op in pairs if op.began_us >= 0}
         usual |= {kind for kind, count in steps.items() if 2 * count > len(lines)}
     return {kind: op for kind, op in found.items() if kind in usual - stood and not op.is_message}
 

@@ -13,7 +13,7 @@ from backend_groups import default_group
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
-from lockstep.errors import CommError
+from lockstep.errors import CommError, LockstepError
 from lockstep.observe import lookout
 from lockstep.observe.flight import VERSION
 from lockstep.observe.glance import Glance
@@ -25,6 +25,7 @@ from lockstep.observe.settings import GuardSettings
 from lockstep.testing.worlds import run_processes
 
 _REST = 4  # looks that were left out, before anything happens
+_WAITS = 7  # the same of what can wait: until both have told it, one maybe after the other has looked
 _FEW = 50  # operations
 _SOON = 2  # glances and looks of the rank that raises first, until then
 _PACE_S = 0.004
@@ -43,8 +44,8 @@ class Counted:
             self.acts += 1
             act()
 
-        def enough(of: Glance, *, is_due: bool = False) -> bool:
-            left_out = is_enough(of, is_due=is_due)
+        def enough(of: Glance, *, is_due: bool = False, has_time: bool = False) -> bool:
+            left_out = is_enough(of, is_due=is_due, has_time=has_time)
             self.left_out += left_out
             return left_out
 
@@ -90,6 +91,32 @@ def found_after(rank: int, world_size: int, folder: str, act: Act) -> tuple[str,
             except CommError as raised:  # by its own guard, or the other one's, who has left
                 error = str(raised)
         return error, counted.acts - since
+
+
+def frozen_by(rank: int, world_size: int, folder: str) -> tuple[str, int]:
+    """One rank trains less than the other, which both tell once looks are left out, as what can wait. What is raised,
+    how many acts later.
+    """
+    pace, tensor, error, since = threading.Event(), torch.ones(8), "", 0
+    with calm_rank(rank, world_size, folder) as (comm, guard, counted):
+        while not error:
+            pace.wait(_PACE_S)
+            try:
+                comm.all_reduce(tensor.fill_(counted.left_out), "min")
+                if not since and tensor[0] >= _REST:
+                    since = counted.acts
+                    guard.facts.tell("trained world/2", 4, [["head.bias"] * rank, True, "train.py:9"], can_wait=True)
+                guard.step_done()
+            except LockstepError as raised:  # by its own guard, or the other one's, who has left
+                error = str(raised)
+        return error, counted.acts - since
+
+
+def test_what_can_wait_is_seen_when_the_record_is_written(tmp_path: Path) -> None:
+    found = run_processes(2, frozen_by, 2, str(tmp_path), connect=False)
+    for error, _ in found:
+        assert "FROZEN on some ranks only" in error, error
+    assert min(acts for _, acts in found) <= _WAITS, found
 
 
 def unread_by(rank: int, world_size: int, folder: str) -> list[int]:

@@ -120,7 +120,7 @@ class Story:
         self.clock.step_done(self.recorder.step, self.recorder.started, is_brief=self.random.random() < 0.5)
 
     def pass_step(self) -> None:
-        """It ends one that was only counted."""
+        """It ends one that was only counted, or that the program has marked."""
         for one in self.of_torch:
             one.number += self.random.randrange(3)
             one.inside = self.random.random() < 0.2
@@ -129,6 +129,8 @@ class Story:
         found: Any = self.random.choice([None] * 9 + ["found"])
         self.lookout.finding = found
         self.clock.summed_ns = (1,) * len(PHASES) if self.random.random() < 0.05 else ()
+        self.clock.values = self.random.choice([None, None, None, lambda step: None])
+        self.clock.begins_with_mark = self.random.random() < 0.05
         self.clock.samples = self.random.randrange(4)
         named, marks = self.random.choice([0, 0, 7]), len(self.clock.marks)
         self.told.append([self.passed(self.random.choice(["", "train.py:3 step"]), named, 5), marks, self.clock.step])
@@ -136,6 +138,8 @@ class Story:
         self.told.append([self.watcher.record.header().step, len(self.recorder.left), len(self.account.ended_ns)])
         steps = [self.clock.steps.popleft() for _ in range(len(self.clock.steps))]
         self.told.append([self.ends.operations, *([one.samples, one.operations, one.tokens] for one in steps)])
+        self.told.append([self.clock.is_brief, len(self.clock.waits)])
+        self.told += [[one.is_brief, one.together, [number for number, *_ in one.waits]] for one in steps]
 
     def switch(self) -> None:
         self.told.append(self.clock.switch(self.random.randrange(-1, len(PHASES))))

@@ -202,7 +202,7 @@ def test_what_it_does_not_see_is_looked_at(two: Ranks) -> None:
 
 
 def test_news_of_another_rank_are_looked_at_once(two: Ranks) -> None:
-    """What it has told of its training, not that it has told it again."""
+    """What it has told of its training, not that it has told it again, nor what can wait."""
     facts, board = two.accounts[1].facts, two.boards[1]
 
     def tells() -> None:
@@ -210,12 +210,20 @@ def test_news_of_another_rank_are_looked_at_once(two: Ranks) -> None:
 
     tells()
     two.settle()
-    for news in (False, True, False, False, True):
+    for step, news in enumerate(("", "wrapped", "", "wrapped", "", "wrapped again", "drawn")):
         if news:
-            facts.tell("replica", 3, "digest")
+            facts.tell("model", step, news, can_wait=news == "drawn")
+        is_told = step in (1, 5)
+        assert facts.have_news is is_told
+        assert facts.are_said is not bool(news)
+        two.steps([SUM])
+        assert two.glance()[1] is not is_told
         tells()
         two.steps([SUM])
-        assert two.glance()[0] is not news
+        assert two.glance()[0] is not is_told
+        for is_seen in (False, True):  # then there is time
+            two.steps([SUM])
+            assert two.glances[0].is_enough(has_time=True) is (is_seen or is_told or not news)
 
 
 def test_what_was_found_on_this_machine_is_looked_at(two: Ranks) -> None:

@@ -115,6 +115,7 @@ class Facts:
         self._details: dict[tuple[str, str], Callable[[], Rows]] = {}
         self._shown: dict[tuple[str, str], str] = {}  # what is disputed
         self._said: ToldFacts | None = None  # as it was said last, while nothing else is told
+        self._news = self._news_said = 0  # told so far that cannot wait; of these said
         self._compared: list[dict[str, dict[str, Any]]] = []  # what ranks had told at the last comparison
 
     @property
@@ -124,15 +125,32 @@ class Facts:
 
     @property
     def have_news(self) -> bool:
-        """Whether something has been told since they were said last."""
-        return self._said is None
+        """Whether something has been told since they were said last that cannot wait."""
+        return self._news != self._news_said
 
-    def tell(self, topic: str, key: str | int, value: Any, details: Callable[[], Rows] | None = None) -> None:
-        """A fact, in the place of an older one of that key."""
+    @property
+    def are_said(self) -> bool:
+        """Whether all that was told has been said."""
+        return self._said is not None
+
+    def tell(
+        self,
+        topic: str,
+        key: str | int,
+        value: Any,
+        details: Callable[[], Rows] | None = None,
+        *,
+        can_wait: bool = False,
+    ) -> None:
+        """A fact, in the place of an older one of that key.
+
+        can_wait: in a run in which all is well the others may see it a second later; as what is the same again.
+        """
         key = str(key)
         with self._lock:
-            self._said = None
             told = self._told[topic] = self._told.pop(topic, {})  # the last one is that told last
+            is_again = bool(told) and next(reversed(told.values())) == value
+            self._said, self._news = None, self._news + (not (can_wait or is_again))
             told.pop(key, None)
             told[key] = value
             if details is not None:
@@ -149,7 +167,7 @@ class Facts:
             room = _ROOM - sum(map(len, self._shown.values()))
             packed = pack(details(), max(room, 100))
             with self._lock:
-                self._said = None
+                self._said, self._news = None, self._news + 1
                 self._shown[topic, str(key)] = packed
 
     def hide(self, topic: str) -> None:
@@ -197,5 +215,6 @@ class Facts:
             if said is None:
                 shown = {f"{topic}|{key}": packed for (topic, key), packed in self._shown.items()}
                 facts = {**self._told, DETAILS: shown} if shown else self._told
-                said = self._said = ToldFacts(json.dumps(facts, separators=(",", ":")))
+                said = self._said = ToldFacts(json.dumps(facts, separators=(",", ":")), self._news)
+                self._news_said = self._news
         return said

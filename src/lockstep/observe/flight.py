@@ -47,7 +47,7 @@ _write_record, _write_word = RECORD.pack_into, WORD.pack_into  # of all ways to 
 _LEFT_AT, _DIGEST_AT, _MESSAGE_AT = 32, 40, 48
 
 # words of the header
-IS, RANK, WORLD, PID, MACHINE, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE, TOLD_NS, NEWS = range(13)
+IS, RANK, WORLD, PID, MACHINE, STEP, ALIVE_NS, COUNT, VERSION, LENGTH, NOTICE, TOLD_NS, NEWS, FACTS = range(14)
 _COUNT_AT = 8 * COUNT
 
 
@@ -264,10 +264,10 @@ class FlightRecorder:
                     self._is_taking = False
                     del self.left[0]  # not before: who comes meanwhile waits until it is done
 
-    def tell(self, status: bytes, *, is_news: bool = False) -> None:
+    def tell(self, status: bytes, *, is_news: bool = False, has_facts: bool = False) -> None:
         """Replace the status, and say that this rank is alive. One thread only.
 
-        is_news: the others are to look at it soon.
+        is_news: the others are to look at it soon. has_facts: or when they have the time: there are other facts in it.
         """
         status = status[:_STATUS_BYTES]
         words = self._words
@@ -276,6 +276,7 @@ class FlightRecorder:
         words[LENGTH] = len(status)
         words[VERSION] += 1
         words[NEWS] += is_news
+        words[FACTS] += has_facts
         words[TOLD_NS] = monotonic_ns()
         self.live()
 

@@ -21,6 +21,7 @@ class _Seen(NamedTuple):
     steps: int  # that this rank has ended
     begun: int  # operations of its
     news: int  # that ranks have told
+    facts: int  # the same, and what could wait
     # of the newest operation that all have begun: its group, and how many of this rank's were not of that; None where
     # ranks have begun others, or where nobody can know
     line: tuple[str, int] | None
@@ -38,13 +39,17 @@ class Glance:
 
     def __init__(self, recorder: FlightRecorder, account: Account, board: Board) -> None:
         self._recorder, self._account, self._board = recorder, account, board
-        self._last = self._base = _Seen(-1, 0, -1, None)  # at the last glance; when the record was read last
+        self._last = self._base = _Seen(-1, 0, -1, -1, None)  # at the last glance; when the record was read last
+        self._known = -1  # facts, at the last look
         self.has_found = False  # at the last glance, and not before: some have begun another collective than others
         self._differs = False
         self._soon = 0  # operations begun by the next glance
 
-    def is_enough(self, *, is_due: bool = False) -> bool:
-        """Whether no look is needed; else who calls looks now. is_due: it does so anyway."""
+    def is_enough(self, *, is_due: bool = False, has_time: bool = False) -> bool:
+        """Whether no look is needed; else who calls looks now.
+
+        is_due: it does so anyway. has_time: it does so for what could wait, too.
+        """
         self.has_found = False
         self._recorder.take_up()
         records = self._board.records_here()
@@ -55,10 +60,11 @@ class Glance:
         self._soon = seen.begun + seen.begun - last.begun  # as many until the next glance as since the last
         has_moved = seen[:2] != last[:2]
         is_same = seen.line is not None and (seen.news, seen.line) == (base.news, base.line)
-        if has_moved and is_same and not is_due and not self._is_beside(records):
+        has_facts = has_time and (seen.facts != self._known or not self._account.facts.are_said)
+        if has_moved and is_same and not (is_due or has_facts or self._is_beside(records)):
             self._recorder.live()
             return True
-        self._base = seen
+        self._base, self._known = seen, seen.facts
         return False
 
     @property
@@ -77,9 +83,10 @@ class Glance:
 
     def _seen(self, records: Sequence[FlightRecord]) -> _Seen:
         mine, *others = records
-        recorder, news = self._recorder, sum([other.news for other in others])
+        recorder = self._recorder
+        news, facts = sum([other.news for other in others]), sum([other.facts for other in others])
         line = self._line(mine, others if recorder.rank == recorder.machine else others[:1])
-        return _Seen(recorder.step, recorder.started, news, line)
+        return _Seen(recorder.step, recorder.started, news, facts, line)
 
     def _line(self, mine: FlightRecord, others: Sequence[FlightRecord]) -> tuple[str, int] | None:
         number = min([record.started for record in (mine, *others)]) - 1

@@ -9,6 +9,7 @@ has found travels in a message that is sent anyway.
 from __future__ import annotations
 
 import time
+from cmath import isfinite
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, final
 
@@ -55,6 +56,14 @@ def nonfinite_gradients(gradients: Iterable[tuple[str, Tensor | None]]) -> list[
         if finite < values.numel():  # else the sum of finite numbers was too large for its dtype
             found.append(Fault(name, nan, values.numel() - finite - nan, values.numel()))
     return found
+
+
+def are_finite(gradients: Iterable[Tensor | None]) -> bool:
+    """Whether `nonfinite_gradients` would find nothing, as a rule: what is asked often. Waits for the device."""
+    for grad in gradients:
+        if grad is not None and not isfinite(total(values_of(grad)).item()):
+            return False
+    return True
 
 
 def values_of(grad: Tensor) -> Tensor:

@@ -146,7 +146,7 @@ class Guard:
             if self._lookout.is_calm and self.world_size <= _RANKS:
                 is_time = self._is_time(_KEPT_UP_S)
                 is_due = is_time and (glance.steps_unread < _MANY or self._is_time(CALM_S))
-                is_enough, has_found = glance.is_enough(is_due=is_due), glance.has_found
+                is_enough, has_found = glance.is_enough(is_due=is_due, has_time=is_time), glance.has_found
                 if is_enough and (is_time or glance.is_full):
                     self._lookout.keep_up()
                     glance.kept_up()

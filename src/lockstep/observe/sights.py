@@ -95,6 +95,11 @@ class FlightRecord:
         return self._words[flight.NEWS]
 
     @property
+    def facts(self) -> int:
+        """How often it has told other facts than before."""
+        return self._words[flight.FACTS]
+
+    @property
     def told_ns(self) -> int:
         """When the rank last said how it is, by time.monotonic_ns."""
         return self._words[flight.TOLD_NS]

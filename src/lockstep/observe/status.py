@@ -150,11 +150,12 @@ def _object(text: bytes | str) -> dict[str, Any]:
 class ToldFacts(dict[str, dict[str, Any]]):
     """Facts as others read them, with their text: told again and again, and never changed."""
 
-    __slots__ = ("text",)
+    __slots__ = ("news", "text")
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, news: int = 0) -> None:
+        """news: so many of all that the rank has told could not wait; the rank itself knows."""
         super().__init__(_object(text))
-        self.text = text
+        self.text, self.news = text, news
 
 
 _facts_of = lru_cache(maxsize=64)(ToldFacts)  # they change seldom

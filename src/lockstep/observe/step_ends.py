@@ -61,7 +61,7 @@ class StepEnds:
             self._causes.raise_if_found()
 
     def passing(self, groups: Sequence[WatchedGroup] = ()) -> Callable[[str, int, int], int]:
-        """As `step_done`, for steps that are only counted: see `Passing.passed`, which this is.
+        """As `step_done`, for steps that are only counted or marked by the program: see `Passing.passed`.
 
         groups: all there are; no more is known of others.
         """
@@ -81,7 +81,7 @@ class StepEnds:
 @final
 @read_in_c
 class Passing:
-    """Ends steps that are only counted: see `pace`."""
+    """Ends steps that are only counted, see `pace`, and such as their own program has marked."""
 
     __slots__ = ("_activities", "_ended_ns", "_ends", "_followed", "_left", "_lookout", "_recorder", "_take_up")
 
@@ -100,7 +100,7 @@ class Passing:
         recorder, left, started = self._recorder, self._left, list[Started]()
         clock = recorder.clock
         is_odd = self._lookout.finding is not None or self._activities or clock.summed_ns or get_ident() != clock.owner
-        if is_odd or len(left) > _LEFT_MAX:
+        if is_odd or len(left) > _LEFT_MAX or not (clock.is_brief or clock.is_plain()):
             return 0
         for watched, group in self._followed:
             of_torch = group()
@@ -112,8 +112,12 @@ class Passing:
                     started.append((watched, number, site or call_site()))
         now_ns, step = monotonic_ns(), recorder.step + 1
         named = named or step
-        ended: Ended = named, clock.began_ns, now_ns, clock.samples, (), clock.marks, (), None, True
+        is_brief = clock.is_brief
+        waits = () if is_brief else clock.waits
+        ended: Ended = named, clock.began_ns, now_ns, clock.samples, waits, clock.marks, (), None, is_brief
         clock.step, clock.began_ns, clock.samples, clock.marks = named, now_ns, 0, [(clock.rest, now_ns)]
+        if not is_brief:
+            clock.waits = []
         if started or left:
             left.append(partial(self._take_up, step, now_ns, ended, started, tokens))
         else:  # whoever enters next would do it, and that costs five times as much

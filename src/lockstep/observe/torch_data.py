@@ -211,14 +211,14 @@ class DataWatch:
         }
         if may_share or current.is_aside:
             value, current.marks = {**value, "first": "", "rule": ""}, None
-        self._guard.facts.tell(f"data {current.topic}", current.number, value)
+        self._guard.facts.tell(f"data {current.topic}", current.number, value, can_wait=True)
         self.tell_marks(current)
 
     def tell_marks(self, current: _Pass) -> None:
         """What some of its samples hold, as far as that is known."""
         if current.marks is not None and current.facts is not None:
             value = {**current.marks.told(), "first": current.facts.first, "site": current.site}
-            self._guard.facts.tell(f"samples {current.topic}", 0, value)
+            self._guard.facts.tell(f"samples {current.topic}", 0, value, can_wait=True)
 
     def handed_out(self) -> list[int]:
         """Batches so far, of passes that are trained on for sure."""

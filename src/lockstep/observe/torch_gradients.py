@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from lockstep.observe.finite_later import FiniteLater  # imports torch, as the next one does
     from lockstep.observe.gradients import Fault
 
-_SHARE = 0.001  # of the time goes into looking at all gradients, whether or not there is a sign
+_SHARE = 0.0003  # of the time goes into looking at all gradients, whether or not there is a sign
 _SIGN_SHARE = 0.01  # and into looking at signs of a device that come to nothing
 _ASKED_NS = 50_000_000  # from one question to a device to the next
 _KEPT = 1024  # steps
@@ -77,9 +77,10 @@ class GradientFacts:
             has_sign |= self._follow_device(optimizer, now_ns)
         if now_ns < self._due_ns and not has_sign:
             return
-        from lockstep.observe.gradients import nonfinite_gradients, scaler_is_active
+        from lockstep.observe.gradients import are_finite, nonfinite_gradients, scaler_is_active
 
-        named = self._named(optimizer)
+        is_odd = self._has_sign or not are_finite([param.grad for param in params_of(optimizer)])
+        named = self._named(optimizer) if is_odd else []  # to find the names takes longer than all else
         faults = nonfinite_gradients(pair for one in named for pair in _parts(*one, of_gradient=True))
         applied = _applied(named) if faults or self._has_sign else []
         if (faults or applied) and not scaler_is_active():

@@ -186,7 +186,7 @@ class ReplicaFacts:
         gradients = [sign[0] for sign in model.signs.values()]
         digest = f"{zlib.crc32(repr(gradients).encode()):08x}" if gradients else ""
         value, signs = [words, kind, digest, moving[:_NAMED] if keeps_own else []], [SIGNS, model.signs, [], False]
-        self._guard.facts.tell(f"replica {model.place}", step, value, lambda: [*compared, signs])
+        self._guard.facts.tell(f"replica {model.place}", step, value, lambda: [*compared, signs], can_wait=True)
 
     def _follow_by_hand(self) -> None:
         """What the leading optimizer trains without DDP: a model, or what is in none, or not in the one that is."""

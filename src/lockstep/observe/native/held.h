@@ -23,14 +23,14 @@ PyObject *quick_passed(PyObject *const *, Py_ssize_t), *quick_in_line(PyObject *
 typedef struct {
     const char *name;
     PyTypeObject *type; /* once `read_in_c` has been told */
-    const char *slots[16];
-    Py_ssize_t at[16]; /* of its slots */
+    const char *slots[20];
+    Py_ssize_t at[20]; /* of its slots */
 } Class;
 
 enum { RECORDER, CLOCK, LAYER, WORK, PASSING, ENDS, LOOKOUT, CLASSES };
 enum { R_DIGESTS, R_MEMORY, R_NUMBERS, R_OWNER, R_CLOCK, R_LEFT, R_STARTED, R_STEP };
-enum { C_FIRST, C_LEFT, C_BEGAN_NS, C_CLOSE_READER, C_IS_BRIEF, C_MARKS, C_OWNER, C_REST };
-enum { C_SAMPLES = C_REST + 1, C_STEP, C_SUMMED_NS, C_TIME, C_WAITS };
+enum { C_FIRST, C_LEFT, C_BEGAN_NS, C_BEGINS_WITH_MARK, C_CLOSE_READER, C_GPU, C_IS_BRIEF, C_MARKS, C_OWNER, C_REST };
+enum { C_SAMPLES = C_REST + 1, C_STEP, C_SUMMED_NS, C_TIME, C_VALUES, C_WAITS };
 enum { L_COLLECTIVES, L_OF_LINES, L_INNER, L_IS_QUEUED, L_RECORDER };
 enum { W_ERRORS, W_LAYER, W_NUMBER, W_OTHERS, W_WORK };
 enum { P_ACTIVITIES, P_ENDED_NS, P_ENDS, P_FOLLOWED, P_LEFT, P_LOOKOUT, P_RECORDER, P_TAKE_UP };
@@ -70,6 +70,7 @@ is_owner(PyObject *object, int class, int slot)
 
 extern PyObject *comm_error, *get_frame, *monotonic_ns, *partial;
 extern PyObject *nothing; /* () */
+extern PyObject *name_cuda, *name_initialized;
 extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 extern PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 

@@ -8,8 +8,8 @@ Class classes[] = {
     {.name = "FlightRecorder",
      .slots = {"_digests", "_memory", "_numbers", "_owner", "clock", "left", "started", "step"}},
     {.name = "StepClock",
-     .slots = {"_first", "_left", "began_ns", "close_reader", "is_brief", "marks", "owner", "rest", "samples", "step",
-               "summed_ns", "time", "waits"}},
+     .slots = {"_first", "_left", "began_ns", "begins_with_mark", "close_reader", "gpu", "is_brief", "marks", "owner",
+               "rest", "samples", "step", "summed_ns", "time", "values", "waits"}},
     {.name = "GuardLayer", .slots = {"_collectives", "_of_lines", "inner", "is_queued", "recorder"}},
     {.name = "RecordedWork", .slots = {"_errors", "_layer", "_number", "_others", "_work"}},
     {.name = "Passing",
@@ -20,6 +20,7 @@ Class classes[] = {
 
 PyObject *comm_error, *get_frame, *monotonic_ns, *nothing, *partial;
 static PyObject *get_objects;
+PyObject *name_cuda, *name_initialized;
 PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
@@ -164,6 +165,8 @@ static const struct {
     {&monotonic_ns, "time", "monotonic_ns"},
     {&partial, "functools", "partial"},
     {&name_all_reduce, NULL, "all_reduce"},
+    {&name_cuda, NULL, "torch.cuda"},
+    {&name_initialized, NULL, "_initialized"},
     {&name_inside, NULL, "inside"},
     {&name_seen, NULL, "seen"},
     {&name_sequence, NULL, "_get_sequence_number_for_group"},

@@ -42,6 +42,32 @@ has_at_most(PyObject *list, Py_ssize_t most)
     return list != NULL && PyList_CheckExact(list) && PyList_GET_SIZE(list) <= most;
 }
 
+/* Whether torch may be computing on CUDA in this process. */
+static int
+uses_cuda(void)
+{
+    static PyObject *known; /* what the module holds */
+    PyObject *module = known == NULL ? PyImport_GetModule(name_cuda) : NULL;
+    if (module != NULL) {
+        known = Py_XNewRef(PyModule_GetDict(module));
+        Py_DECREF(module);
+    }
+    PyObject *is_initialized = known == NULL ? Py_False : PyDict_GetItemWithError(known, name_initialized);
+    PyErr_Clear();
+    return is_initialized != Py_False;
+}
+
+/* Whether a step that is looked at closely is one that its own program has marked, and of the CPU alone. */
+static int
+is_plain(PyObject *clock)
+{
+    PyObject *marks = HELD(clock, CLOCK, C_MARKS), *waits = HELD(clock, CLOCK, C_WAITS);
+    if (HELD(clock, CLOCK, C_GPU) != Py_None || HELD(clock, CLOCK, C_VALUES) != Py_None || uses_cuda())
+        return 0;
+    return PyList_CheckExact(marks) && waits != NULL && PyList_CheckExact(waits) &&
+           HELD(clock, CLOCK, C_BEGINS_WITH_MARK) == Py_False;
+}
+
 /* Whether nothing is in the way of it. Nothing is called for that: what a step has left cold costs a microsecond. */
 static int
 is_clear(PyObject *self, PyObject *clock)
@@ -56,8 +82,10 @@ is_clear(PyObject *self, PyObject *clock)
         return 0;
     if (!has_at_most(HELD(self, PASSING, P_LEFT), LEFT_MAX) || !has_at_most(HELD(self, PASSING, P_ENDED_NS), LEFT_MAX - 1))
         return 0;
-    return has_at_most(HELD(clock, CLOCK, C_LEFT), LISTED_MAX - 1) && HELD(clock, CLOCK, C_MARKS) != NULL &&
-           HELD(clock, CLOCK, C_REST) != NULL;
+    if (!has_at_most(HELD(clock, CLOCK, C_LEFT), LISTED_MAX - 1) || HELD(clock, CLOCK, C_MARKS) == NULL ||
+        HELD(clock, CLOCK, C_REST) == NULL)
+        return 0;
+    return HELD(clock, CLOCK, C_IS_BRIEF) == Py_True || is_plain(clock);
 }
 
 /* Append what C++ has started in one group, if anything; 0 where it is gone, or the line is to be looked for. */
@@ -134,12 +162,16 @@ pass(PyObject *self, PyObject *step, PyObject *named, PyObject *started, PyObjec
     PyObject *marks = mark == NULL ? NULL : PyList_New(0);
     if (marks != NULL && PyList_Append(marks, mark) < 0)
         Py_CLEAR(marks);
+    int is_brief = HELD(clock, CLOCK, C_IS_BRIEF) == Py_True;
+    PyObject *waits = is_brief ? nothing : HELD(clock, CLOCK, C_WAITS), *next = is_brief ? NULL : PyList_New(0);
     PyObject *ended = marks == NULL ? NULL
                                     : PyTuple_Pack(9, named, HELD(clock, CLOCK, C_BEGAN_NS), now_ns,
-                                                   HELD(clock, CLOCK, C_SAMPLES), nothing, HELD(clock, CLOCK, C_MARKS),
-                                                   nothing, Py_None, Py_True);
-    int failed = ended == NULL || none == NULL;
+                                                   HELD(clock, CLOCK, C_SAMPLES), waits, HELD(clock, CLOCK, C_MARKS),
+                                                   nothing, Py_None, is_brief ? Py_True : Py_False);
+    int failed = ended == NULL || none == NULL || (next == NULL && !is_brief);
     if (!failed) {
+        if (!is_brief)
+            hold(clock, CLOCK, C_WAITS, Py_NewRef(next));
         hold(clock, CLOCK, C_STEP, Py_NewRef(named));
         hold(clock, CLOCK, C_BEGAN_NS, Py_NewRef(now_ns));
         hold(clock, CLOCK, C_SAMPLES, Py_NewRef(none));
@@ -147,6 +179,7 @@ pass(PyObject *self, PyObject *step, PyObject *named, PyObject *started, PyObjec
         failed = take_up(self, step, now_ns, ended, started, tokens) < 0;
         set_step(recorder, step);
     }
+    Py_XDECREF(next);
     Py_XDECREF(ended);
     Py_XDECREF(marks);
     Py_XDECREF(mark);

@@ -80,11 +80,17 @@ class Profile:
 
     def step_done(self, step: int, tokens: int = 0) -> None:
         """A step has ended whose phases the program has marked.  Raises: as `Guard.step_done`."""
-        passed = self._passed if PACE.is_brief else None
+        passed = self._passed
         if passed is not None and (number := passed("", step, tokens)):
-            if number + 1 >= PACE.until:
+            if not PACE.is_brief:
+                OPTIMIZERS.step_done()
+                if PACE.is_brief:
+                    self.clock.time_batches_only()
+            elif number + 1 >= PACE.until:
                 PACE.turn(is_brief=False)
                 self.clock.time_all()
+            if self._window.steps and self._window.step_done(step):
+                self.clock.restart()
             return
         guard, operations = self._guard, 0
         if guard is not None:

@@ -53,8 +53,8 @@ class StepClock:
     """
 
     __slots__ = (
-        *("__dict__", "__weakref__", "_first", "_left", "began_ns", "close_reader", "is_brief", "marks"),
-        *("owner", "rest", "samples", "step", "summed_ns", "time", "waits"),
+        *("__dict__", "__weakref__", "_first", "_left", "began_ns", "begins_with_mark", "close_reader", "gpu"),
+        *("is_brief", "marks", "owner", "rest", "samples", "step", "summed_ns", "time", "values", "waits"),
     )
 
     def __init__(self) -> None:
@@ -138,6 +138,11 @@ class StepClock:
         self.is_brief = False
         if self.gpu is not None:
             self.follow_gpu()
+
+    def is_plain(self) -> bool:
+        """Whether nothing but its end is to be told of a step that is looked at closely: its program has marked it."""
+        is_on_cpu = self.gpu is None and not stream_times.is_in_use()
+        return self.values is None and is_on_cpu and not self.begins_with_mark
 
     def cut(self, step: int, now_ns: int) -> Ended:
         """A step ends and the next one begins, now; the thread itself says so. For `keep`."""

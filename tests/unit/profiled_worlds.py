@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from lockstep.observe.flight import Record
-from lockstep.observe.profile.phases import BACKWARD, DATA, EXPOSED, PHASES, Step, Wait
+from lockstep.observe.profile.phases import BACKWARD, DATA, EXPOSED, PHASES, Step, Wait, worked_out
 from lockstep.observe.profile.rank_reader import RankReader
 from lockstep.observe.profile.run_record import RankRecord, Run
 from lockstep.observe.profile.step_clock import StepClock
@@ -58,7 +58,7 @@ class World:
                     waits[rank].append((number, entered_ns, left_ns))
                     now[rank] = ended
             for rank in range(size):
-                clocks[rank].steps.append(self._step(rank, step, begun[rank] + ahead[rank], waits[rank]))
+                clocks[rank].steps.append(worked_out(self._step(rank, step, begun[rank] + ahead[rank], waits[rank])))
             if step % 7 == 0:
                 for writer in writers:
                     writer.look()
@@ -114,7 +114,7 @@ class Pipeline:
                     records.append(Record(number, step, step, *times, 0, text[:4] in ("send", "recv"), *place))
                     waits.append((number, *times))
                 span, marks = (first, len(records)), [(BACKWARD, began_ns)]
-                clock.steps.append(Step(step, began_ns, began_ns + 1000 * self.step_us, 0, 0, span, waits, marks))
+                clock.steps.append(worked_out(Step(step, began_ns, began_ns + 1000 * self.step_us, 0, 0, span, waits, marks)))
             writer.close()
         return read_run(folder)
 

@@ -26,7 +26,7 @@ from lockstep.observe.guard import Guard
 from lockstep.observe.in_flight import Flight, InFlight
 from lockstep.observe.motion import Stand
 from lockstep.observe.patches import SharedPatches
-from lockstep.observe.profile.phases import OTHER, Step
+from lockstep.observe.profile.phases import OTHER, Step, worked_out
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.writer import RunWriter
 from lockstep.observe.settings import GuardSettings
@@ -220,7 +220,7 @@ def test_operations_that_begin_while_one_has_ended_are_not_lost(recorder: Flight
 def writing(folder: Path) -> tuple[RunWriter, StepClock]:
     clock = StepClock()
     writer = RunWriter(folder, clock, rank=0, world_size=1, attempt="a/0")
-    clock.steps.append(Step(1, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)]))
+    clock.steps.append(worked_out(Step(1, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)])))
     return writer, clock
 
 
@@ -228,7 +228,7 @@ def test_a_look_that_was_about_to_begin_when_the_record_was_closed_writes_nothin
     writer, clock = writing(tmp_path)
     writer.close()
     before = writer.path.read_bytes()
-    clock.steps.append(Step(2, 6, 12, 0, 0, (0, 0), [], [(OTHER, 6)]))
+    clock.steps.append(worked_out(Step(2, 6, 12, 0, 0, (0, 0), [], [(OTHER, 6)])))
     writer.look()
     assert writer.path.read_bytes() == before
 

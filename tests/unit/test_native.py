@@ -13,6 +13,7 @@ import weakref
 import zipfile
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from native_stories import Story
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, PeerFailed, PeerLost
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.profile.phases import PHASES, outermost, sums_of
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.recording import GuardLayer, RecordedWork
 from lockstep.observe.settings import NATIVE, GuardSettings
@@ -30,7 +32,7 @@ from recorded_ranks import Silent, Watcher
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = 40
 IN_C = [FlightRecorder.enter, FlightRecorder.stood, StepClock.switch]
-IN_C += [GuardLayer.submit, RecordedWork.wait, RecordedWork.__del__, Passing.passed]
+IN_C += [GuardLayer.submit, RecordedWork.wait, RecordedWork.__del__, Passing.passed, outermost, sums_of]
 CAN_BUILD = (
     sys.platform == "linux" and bool(shutil.which("cc")) and Path(sysconfig.get_path("include"), "Python.h").exists()
 )
@@ -87,6 +89,27 @@ def blocks_of(comm: Communicator, watcher: Watcher, transport: Silent, times: in
         transport.works.clear()
     gc.collect()
     return sys.getallocatedblocks()
+
+
+@needs_compiler
+@pytest.mark.skipif(os.environ.get(NATIVE) == "off", reason=f"{NATIVE}=off")
+def test_steps_are_added_up_alike_in_c_and_in_python() -> None:
+    """Waits within others, marks at one moment; and what is no mark is refused as ever."""
+    random, plain_outermost, plain_sums = Random(3), outermost.__wrapped__, sums_of.__wrapped__
+    for _ in range(2000):
+        times = sorted(random.randrange(60) for _ in range(random.randrange(1, 12)))
+        marks = [(random.randrange(len(PHASES)), at) for at in times]
+        ends = sorted(random.randrange(80) for _ in range(random.randrange(9)))
+        waits = [(number, random.randrange(ended + 1), ended) for number, ended in enumerate(ends)]
+        kept = outermost(waits, times[0])
+        assert kept == plain_outermost(waits, times[0])
+        assert sums_of(marks, kept, 80) == plain_sums(marks, kept, 80)
+    with pytest.raises(ValueError):
+        outermost([(1, 2)], 0)
+    with pytest.raises(IndexError):
+        sums_of([(len(PHASES), 0)], [], 9)
+    assert outermost([], 0) == []
+    assert sums_of([(1, 2**62)], [], 2**70) == plain_sums([(1, 2**62)], [], 2**70)
 
 
 def test_they_leave_nothing_behind(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from profiled_worlds import read_rank
 import lockstep
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.notes import Later, log_values, note, take_notes, takes_notes
-from lockstep.observe.profile.phases import OTHER, Step
+from lockstep.observe.profile.phases import OTHER, Step, worked_out
 from lockstep.observe.profile.run_facts import ORIGINS, commit_of, run_facts, variables_of, without_secrets
 from lockstep.observe.profile.run_record import file_of, steps_per_line
 from lockstep.observe.profile.step_clock import StepClock
@@ -37,7 +37,7 @@ def writer_in(folder: Path, attempt: str = "a/0") -> RunWriter:
 
 
 def end_step(writer: RunWriter, step: int) -> None:
-    writer.clock.steps.append(Step(step, 10**18, 10**18 + 6, 0, 0, (0, 0), [], [(OTHER, 10**18)]))
+    writer.clock.steps.append(worked_out(Step(step, 10**18, 10**18 + 6, 0, 0, (0, 0), [], [(OTHER, 10**18)])))
 
 
 def test_every_kind_is_read_as_it_was_noted_wherever_the_file_is_cut(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from profiled_worlds import World, read_rank, reader
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import covered_ns
-from lockstep.observe.profile.phases import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step
+from lockstep.observe.profile.phases import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step, forwards_found, worked_out
 from lockstep.observe.profile.run_record import (
     OPERATIONS_MAX,
     bytes_of,
@@ -246,10 +246,10 @@ def test_backwards_that_wait_for_nobody_are_not_listed(tmp_path: Path) -> None:
     """Gradients are accumulated: nothing was sent. The last one has its number on ranks that listed another one too."""
     clock = StepClock()
     waits = [(TAIL, at_ns, at_ns + took_ns) for at_ns, took_ns in ((1, 8_000), (50_000, 8_000), (90_000, 3_000_000))]
-    clock.steps.append(Step(1, 0, 4_000_000, 0, 0, (0, 0), waits, ((BACKWARD, 0),)))
+    clock.steps.append(worked_out(Step(1, 0, 4_000_000, 0, 0, (0, 0), waits, ((BACKWARD, 0),))))
     with_another = StepClock()
     waits = [(TAIL, at_ns, at_ns + 100_000) for at_ns in (1, 200_000, 400_000)]
-    with_another.steps.append(Step(1, 0, 4_000_000, 0, 0, (0, 0), waits, ((BACKWARD, 0),)))
+    with_another.steps.append(worked_out(Step(1, 0, 4_000_000, 0, 0, (0, 0), waits, ((BACKWARD, 0),))))
     for rank, each in enumerate((clock, with_another)):
         writer = RunWriter(tmp_path, each, rank=rank, world_size=2, attempt="a/0")
         writer.look()
@@ -267,7 +267,7 @@ def test_many_operations_are_thinned_alike_and_messages_left_out(tmp_path: Path)
     records = [
         Record(n, n, 1, 1000 * n, 0, 0, n == 0, "world", texts.get(n, "barrier"), "a.py:1", "") for n in range(300)
     ]
-    clock.steps.append(Step(1, 0, 400_000, 0, 0, (0, 300), [(8, 8000, 9000), (8, 9500, 10_500)], [(OTHER, 0)]))
+    clock.steps.append(worked_out(Step(1, 0, 400_000, 0, 0, (0, 300), [(8, 8000, 9000), (8, 9500, 10_500)], [(OTHER, 0)])))
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="", records=reader(records))
     writer.close()
     (line,) = read_run(tmp_path).ranks[0].lines
@@ -284,7 +284,7 @@ def test_what_is_not_told_of_a_step_is_not_made_up(tmp_path: Path) -> None:
     clock = StepClock()
     sent = Record(0, 0, 1, 4_000_000, 9_000_000, 0, False, "WORLD", FROM_CPP, "", "")  # times at which it was seen
     marks = [(FORWARD, 0), (BACKWARD, 2_000_000), (OTHER, 3_000_000), (BACKWARD, 6_000_000)]  # two microbatches
-    clock.steps.append(Step(1, 0, 10_000_000, 0, 0, (0, 1), [], marks))
+    clock.steps.append(worked_out(forwards_found(Step(1, 0, 10_000_000, 0, 0, (0, 1), [], marks))))
     RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="", records=reader([sent])).close()
     (line,) = read_run(tmp_path).ranks[0].lines
     assert line.hidden_us == 0
@@ -298,7 +298,7 @@ def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
     clock = StepClock()
     writer = RunWriter(tmp_path / "file", clock, rank=3, world_size=4, attempt="")
     for step in (1, 2):
-        clock.steps.append(Step(step, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)]))
+        clock.steps.append(worked_out(Step(step, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)])))
         writer.look()
     writer.close()
     why = f"{tmp_path}/file/rank-3.jsonl: File exists"
@@ -308,7 +308,7 @@ def test_disk_that_takes_nothing_ends_the_record_and_not_the_run(
 def test_forked_child_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = StepClock()
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="")
-    clock.steps.append(Step(1, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)]))
+    clock.steps.append(worked_out(Step(1, 0, 6, 0, 0, (0, 0), [], [(OTHER, 0)])))
     monkeypatch.setattr(os, "getpid", lambda: -1)
     writer.close()
     assert not list(tmp_path.iterdir())

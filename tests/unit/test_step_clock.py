@@ -20,6 +20,7 @@ from lockstep.observe.profile.phases import (
     Step,
     Values,
     outermost,
+    step_of,
     spans_in,
     worked_out,
 )
@@ -67,14 +68,16 @@ def test_phases_add_up_to_the_step(acts: list[str]) -> None:
             elif act == "step":
                 done += 1
                 clock.step_done(done, number)
+        left = [*map(step_of, clock._left)]
         steps = list(clock.steps)
     assert [step.step for step in steps] == list(range(1, done + 1))
-    for step in map(worked_out, steps):
+    for raw, step in zip(left, steps, strict=True):
         spent_ns = step.summed_ns
-        assert tuple(spent_ns) == by_moments(step)
+        assert tuple(spent_ns) == by_moments(raw)
         assert sum(spent_ns) == step.ended_ns - step.began_ns
         assert min(spent_ns) >= 0
-        waits = outermost(step.waits, step.began_ns)
+        waits = outermost(raw.waits, raw.began_ns)
+        assert waits == step.waits
         ends = [time for _, began_ns, ended_ns in waits for time in (began_ns, ended_ns)]
         assert ends == sorted(ends)
         assert sum(ended_ns - began_ns for _, began_ns, ended_ns in waits) == spent_ns[EXPOSED]

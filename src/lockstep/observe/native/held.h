@@ -17,6 +17,7 @@ PyObject *quick_enter(PyObject *const *, Py_ssize_t), *quick_stood(PyObject *con
 PyObject *quick_switch(PyObject *const *, Py_ssize_t), *quick_submit(PyObject *const *, Py_ssize_t);
 PyObject *quick_wait(PyObject *const *, Py_ssize_t), *quick_del(PyObject *const *, Py_ssize_t);
 PyObject *quick_passed(PyObject *const *, Py_ssize_t), *quick_in_line(PyObject *const *, Py_ssize_t);
+PyObject *quick_outermost(PyObject *const *, Py_ssize_t), *quick_sums_of(PyObject *const *, Py_ssize_t);
 
 /* ---------------------------------------------------------------- classes, and what is in their slots */
 

@@ -103,7 +103,7 @@ static const struct {
     {"FlightRecorder.enter", quick_enter}, {"FlightRecorder.stood", quick_stood}, {"StepClock.switch", quick_switch},
     {"GuardLayer.submit", quick_submit},   {"RecordedWork.wait", quick_wait},     {"RecordedWork.__del__", quick_del},
     {"Passing.passed", quick_passed},      {"instances", quick_instances},
-    {"in_line", quick_in_line},
+    {"in_line", quick_in_line},            {"outermost", quick_outermost},        {"sums_of", quick_sums_of},
 };
 
 /* in_c(method): that, tried here first. */

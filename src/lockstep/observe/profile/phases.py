@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple, final
 
+from lockstep.observe.native import in_c
+
 if TYPE_CHECKING:
     from lockstep.observe.profile.stream_times import Times
 
@@ -51,6 +53,7 @@ def step_of(left: Left) -> Step:
     return tuple.__new__(Step, (*ended[:3], tokens, ended[3], operations, *ended[4:], None, 1, 0))
 
 
+@in_c
 def outermost(waits: Iterable[Wait], since_ns: int) -> list[Wait]:
     """Those that lie in no other one, by time; without what was before `since_ns`."""
     found: list[Wait] = []
@@ -65,12 +68,19 @@ def outermost(waits: Iterable[Wait], since_ns: int) -> list[Wait]:
 
 def worked_out(step: Step) -> Step:
     """The step with waits that are `outermost`, and with `summed_ns`."""
-    return step._replace(waits=outermost(step.waits, step.began_ns), summed_ns=spent_in(step))
+    waits = outermost(step.waits, step.began_ns)
+    return step._replace(waits=waits, summed_ns=step.summed_ns or sums_of(step.marks, waits, step.ended_ns))
 
 
-def spent_in(step: Step) -> Sequence[int]:
-    """Nanoseconds in each of PHASES."""
-    return step.summed_ns or sums_of(step.marks, outermost(step.waits, step.began_ns), step.ended_ns)
+def forwards_found(step: Step) -> Step:
+    """What lies between two backwards is the second one's forward, where nobody says when that runs."""
+    if not step.marks or step.marks[0][0] != FORWARD:  # a step begins with what the thread does where nothing is known
+        return step
+    marks = list(step.marks)
+    for at in range(1, len(marks) - 1):
+        if (marks[at - 1][0], marks[at][0], marks[at + 1][0]) == (BACKWARD, OTHER, BACKWARD):
+            marks[at] = FORWARD, marks[at][1]
+    return step._replace(marks=marks)
 
 
 @final
@@ -85,7 +95,7 @@ class Typical:
         self._like: tuple[Sequence[int], int, Times | None] | None = None  # of the typical one: parts, of how much
 
     def timed(self, step: Step) -> None:
-        """`step` was."""
+        """`step` was, and is worked out."""
         if self._timed and (self._timed[-1].times is None) != (step.times is None):  # of another clock
             self._timed.clear()
         self._timed.append(step)
@@ -108,7 +118,7 @@ class Typical:
         for left in run:
             (_, began_ns, ended_ns, its_samples, waits, marks, summed_ns, _, _), _, its_tokens = left
             if waits or summed_ns:
-                by_phase = spent_in(step_of(left))
+                by_phase = worked_out(step_of(left)).summed_ns
                 spent_ns, data_ns = sum(by_phase), by_phase[DATA]
             else:  # as nearly always
                 spent_ns, data_ns, until_ns = ended_ns - marks[0][1], 0, ended_ns
@@ -133,12 +143,13 @@ class Typical:
     def _middle(self) -> tuple[Sequence[int], int, Times | None]:
         by_length = sorted(self._timed, key=lambda one: one.ended_ns - one.began_ns)
         middle = by_length[(len(by_length) - 1) // 2]
-        like = [*spent_in(middle)]
+        like = [*middle.summed_ns]
         if middle.times is None:
             like[DATA] = 0
         return like, max(1, sum(like)), middle.times
 
 
+@in_c
 def sums_of(marks: Sequence[Mark], waits: Iterable[Wait], ended_ns: int) -> tuple[int, ...]:
     """In each of PHASES, from the first mark on."""
     spent = [0] * len(PHASES)

@@ -24,11 +24,13 @@ from lockstep.observe.profile.phases import (
     Typical,
     Values,
     Wait,
+    forwards_found,
     outermost,
     spans_in,
     step_of,
     sums_of,
     without_queued,
+    worked_out,
 )
 from lockstep.observe.profile.run_record import is_listed, last_in_line
 from lockstep.observe.profile.stream_times import Stamped, StreamClock, on_stream
@@ -187,7 +189,7 @@ class StepClock:
 
     @property
     def steps(self) -> deque[Step]:
-        """Those that have ended, to be taken by any one thread: it makes them of what their own thread has left."""
+        """Those that have ended, worked out, to be taken by any one thread: of what their own thread has left."""
         left, steps = self._left, self._steps
         while left or self._next is not None:
             step, self._next = self._next or self._taken(), None
@@ -199,7 +201,10 @@ class StepClock:
                 times = gpu.times_of(events, [*(at_ns for _, at_ns in step.marks), step.ended_ns])
                 step = without_queued(step, events.queued) if times is None else on_stream(step, times)
             if not step.is_brief:
+                step = worked_out(forwards_found(step))
                 self._typical.timed(step)
+            elif not step.summed_ns:
+                step = worked_out(step)
             steps.append(step)
         return steps
 

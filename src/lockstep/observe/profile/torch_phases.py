@@ -14,7 +14,7 @@ from typing import Any, final
 
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches, around
-from lockstep.observe.profile.phases import BACKWARD, DATA, FORWARD, OTHER, Step
+from lockstep.observe.profile.phases import DATA, FORWARD, OTHER
 from lockstep.observe.profile.step_clock import MARKS, StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_batches import BATCHES
@@ -109,13 +109,3 @@ class TorchPhases:
 
         return end
 
-
-def forwards_found(step: Step) -> Step:
-    """What lies between two backwards is the second one's forward, where nobody says when that runs."""
-    if not step.marks or step.marks[0][0] != FORWARD:  # a step begins with what the thread does where nothing is known
-        return step
-    marks = list(step.marks)
-    for at in range(1, len(marks) - 1):
-        if (marks[at - 1][0], marks[at][0], marks[at + 1][0]) == (BACKWARD, OTHER, BACKWARD):
-            marks[at] = FORWARD, marks[at][1]
-    return step._replace(marks=marks)

@@ -19,7 +19,7 @@ from lockstep.comm.kernel import read_proc
 from lockstep.observe.flight import Record
 from lockstep.observe.profile.listed_operations import Records, Word, listing_of
 from lockstep.observe.profile.notes import Later, filled, note_line
-from lockstep.observe.profile.phases import PHASES, Step, spans_in, spent_in, worked_out
+from lockstep.observe.profile.phases import PHASES, Step, spans_in
 from lockstep.observe.profile.run_record import (
     SPANS_MAX,
     WHOLE_MAX,
@@ -35,7 +35,6 @@ from lockstep.observe.profile.run_record import (
 )
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.stream_times import as_seen
-from lockstep.observe.profile.torch_phases import forwards_found
 
 _PERIOD_S = 0.25  # without a guard
 _GPU_NS = 1_000_000_000  # that the last steps are waited for
@@ -66,7 +65,7 @@ class _Line:
     def add(self, step: Step) -> None:
         """The next one, or the next ones that are told as one."""
         first, end = step.operations
-        self.spent_ns = [*map(add, self.spent_ns, spent_in(step))]
+        self.spent_ns = [*map(add, self.spent_ns, step.summed_ns)]
         self.step = step.step
         self.count += step.together
         self.counted += step.together * step.is_brief
@@ -155,7 +154,7 @@ class RunWriter:
             if not self._size and queue:
                 self._about = replace(self._about, clock_ns=min(self._about.clock_ns, queue[0].began_ns))
             for _ in range(len(queue)):
-                step = forwards_found(queue.popleft())
+                step = queue.popleft()
                 lines += self._add(step)
                 if step.values is not None:
                     fields, later = step.values()
@@ -204,7 +203,7 @@ class RunWriter:
             return self._line_so_far() if step.step == line.until else ()
         before = self._line_so_far()
         if is_listed(step.step) or step.step in self._window:
-            return [*before, *self._listed(worked_out(step))]
+            return [*before, *self._listed(step)]
         until = last_in_line(step.step)
         is_cut = step.step < self._window.start <= until
         self._line = line = _Line(step.began_ns, self._window.start - 1 if is_cut else until)

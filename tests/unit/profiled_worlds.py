@@ -114,7 +114,9 @@ class Pipeline:
                     records.append(Record(number, step, step, *times, 0, text[:4] in ("send", "recv"), *place))
                     waits.append((number, *times))
                 span, marks = (first, len(records)), [(BACKWARD, began_ns)]
-                clock.steps.append(worked_out(Step(step, began_ns, began_ns + 1000 * self.step_us, 0, 0, span, waits, marks)))
+                clock.steps.append(
+                    worked_out(Step(step, began_ns, began_ns + 1000 * self.step_us, 0, 0, span, waits, marks))
+                )
             writer.close()
         return read_run(folder)
 

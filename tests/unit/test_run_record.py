@@ -267,7 +267,9 @@ def test_many_operations_are_thinned_alike_and_messages_left_out(tmp_path: Path)
     records = [
         Record(n, n, 1, 1000 * n, 0, 0, n == 0, "world", texts.get(n, "barrier"), "a.py:1", "") for n in range(300)
     ]
-    clock.steps.append(worked_out(Step(1, 0, 400_000, 0, 0, (0, 300), [(8, 8000, 9000), (8, 9500, 10_500)], [(OTHER, 0)])))
+    clock.steps.append(
+        worked_out(Step(1, 0, 400_000, 0, 0, (0, 300), [(8, 8000, 9000), (8, 9500, 10_500)], [(OTHER, 0)]))
+    )
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="", records=reader(records))
     writer.close()
     (line,) = read_run(tmp_path).ranks[0].lines

@@ -20,8 +20,8 @@ from lockstep.observe.profile.phases import (
     Step,
     Values,
     outermost,
-    step_of,
     spans_in,
+    step_of,
     worked_out,
 )
 from lockstep.observe.profile.step_clock import MARKS, WAITS, StepClock

@@ -59,7 +59,11 @@ def taken(clock: StepClock, gpu: ScriptedGpu) -> list[Step]:
 
 
 def spent_ms(step: Step) -> dict[str, float]:
-    return {name: round(ns / 1e6, 1) for name, ns in zip(PHASES, worked_out(step).summed_ns, strict=True) if round(ns / 1e6, 1)}
+    return {
+        name: round(ns / 1e6, 1)
+        for name, ns in zip(PHASES, worked_out(step).summed_ns, strict=True)
+        if round(ns / 1e6, 1)
+    }
 
 
 def test_phases_are_those_of_the_stream(clock: StepClock, gpu: ScriptedGpu) -> None:

@@ -35,7 +35,7 @@ class Watched:
         request.addfinalizer(patches.undo)
         request.addfinalizer(take_notes(self))
 
-    def tell(self, topic: str, key: int | str, value: Any) -> None:
+    def tell(self, topic: str, key: int | str, value: Any, *, can_wait: bool = False) -> None:
         self._told[topic, key] = value
 
     def activity(self, _: str) -> contextlib.AbstractContextManager[None]:

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.cores import Cores
 from lockstep.observe.flight import FlightRecorder, Record
 from lockstep.observe.sights import FlightRecord, flight_path, sight_of, status_of
-from lockstep.observe.status import RUNNING, Sight, Status, ToldFacts
+from lockstep.observe.status import RUNNING, Sight, Status
 
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
@@ -93,8 +93,9 @@ class Board:
     def tell(self, status: Status) -> None:
         """Show the others how this rank is."""
         text, before = status.to_json(), self._mine
-        is_news = before is None or _news_in(status) != _news_in(before)
-        self._recorder.tell(text, is_news=is_news, has_facts=before is None or status.facts is not before.facts)
+        facts, known = status.facts, None if before is None else before.facts
+        is_news = getattr(facts, "news", 0) != getattr(known, "news", -1)
+        self._recorder.tell(text, is_news=is_news, has_facts=facts is not known)
         self._mine = status
         now_s = time.monotonic()
         if self._store is not None and (now_s - self._told_s >= _PERIOD_S or status.state != RUNNING):
@@ -289,7 +290,3 @@ def _sight_in(said: str) -> Sight | None:
 
 def _last_status(sight: Sight) -> str:
     return f"{_GONE + sight.how if sight.is_gone else _STOPPED}\n{sight.status.to_json().decode()}"
-
-
-def _news_in(status: Status) -> int:
-    return status.facts.news if isinstance(status.facts, ToldFacts) else 0

@@ -28,6 +28,7 @@ _TOPICS = 256  # with a number, of models and loops that a program makes one aft
 _ROOM = 24_000  # characters of details in a status
 
 Rows = Sequence[Any]
+Details = Callable[[], Rows] | None
 Told = tuple[int, str, Mapping[str, Any]]  # a rank, the topic, values by key
 
 
@@ -133,15 +134,7 @@ class Facts:
         """Whether all that was told has been said."""
         return self._said is not None
 
-    def tell(
-        self,
-        topic: str,
-        key: str | int,
-        value: Any,
-        details: Callable[[], Rows] | None = None,
-        *,
-        can_wait: bool = False,
-    ) -> None:
+    def tell(self, topic: str, key: str | int, value: Any, details: Details = None, *, can_wait: bool = False) -> None:
         """A fact, in the place of an older one of that key.
 
         can_wait: in a run in which all is well the others may see it a second later; as what is the same again.

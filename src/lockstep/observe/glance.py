@@ -46,10 +46,7 @@ class Glance:
         self._soon = 0  # operations begun by the next glance
 
     def is_enough(self, *, is_due: bool = False, has_time: bool = False) -> bool:
-        """Whether no look is needed; else who calls looks now.
-
-        is_due: it does so anyway. has_time: it does so for what could wait, too.
-        """
+        """Whether no look is needed; else who calls looks now. is_due: anyway. has_time: also for what could wait."""
         self.has_found = False
         self._recorder.take_up()
         records = self._board.records_here()

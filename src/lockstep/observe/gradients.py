@@ -60,10 +60,7 @@ def nonfinite_gradients(gradients: Iterable[tuple[str, Tensor | None]]) -> list[
 
 def are_finite(gradients: Iterable[Tensor | None]) -> bool:
     """Whether `nonfinite_gradients` would find nothing, as a rule: what is asked often. Waits for the device."""
-    for grad in gradients:
-        if grad is not None and not isfinite(total(values_of(grad)).item()):
-            return False
-    return True
+    return all(grad is None or isfinite(total(values_of(grad)).item()) for grad in gradients)
 
 
 def values_of(grad: Tensor) -> Tensor:

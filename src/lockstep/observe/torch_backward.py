@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import repeat
-from threading import get_ident
 from time import monotonic_ns
 from typing import Any, final
 
@@ -22,7 +21,6 @@ from lockstep.observe.call_site import SITES, backward_site, site_from
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.phases import BACKWARD, OPTIMIZER, OTHER, TAIL
-from lockstep.observe.profile.step_clock import MARKS, WAITS
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
 
@@ -155,23 +153,19 @@ class Backwards(SharedPatches):
                         self.losses.append(loss)
                     if len(self.recent) < _KEPT:
                         self.recent.append(loss)
-                phases = None if is_brief else self.phases
-                if phases is None or get_ident() != phases.owner or (before := phases.clock.marks[-1][0]) == BACKWARD:
-                    # of another thread, or inside of one, as checkpointing does it
+                phases, tails_ns = self.phases, self._tails_ns
+                before = -1 if is_brief or phases is None or not phases.owner else phases.clock.switch(BACKWARD)
+                if phases is None or before in (-1, BACKWARD):  # of another thread, or inside one, as checkpointing is
                     return old(tensors, *args, **kwargs)
-                clock, tails_ns = phases.clock, self._tails_ns
                 tails_ns.clear()
-                clock.marks.append((BACKWARD, monotonic_ns()))
                 try:
                     return old(tensors, *args, **kwargs)
                 finally:
-                    now_ns, marks = monotonic_ns(), clock.marks
-                    if tails_ns and clock.close_reader is not None:
+                    clock = phases.clock
+                    if tails_ns:
                         clock.tail_site = site
-                        clock.waits.append((TAIL, tails_ns[-1], now_ns))
-                    marks.append((before if before == OPTIMIZER else OTHER, now_ns))
-                    if len(marks) >= MARKS or len(clock.waits) >= WAITS:
-                        clock.sum_up(now_ns)
+                        clock.waited(TAIL, tails_ns[-1], monotonic_ns())
+                    clock.switch(before if before == OPTIMIZER else OTHER)
             except RuntimeError as error:  # of an operation that C++ has started, say
                 self.failed(error)
                 raise

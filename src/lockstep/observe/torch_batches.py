@@ -7,13 +7,11 @@ Whoever wants to know of them attaches `BATCHES`. One replacement of the iterato
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
-from time import monotonic_ns
 from typing import Any, Protocol, final
 
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.phases import DATA, OTHER
-from lockstep.observe.profile.step_clock import MARKS, StepClock
+from lockstep.observe.profile.step_clock import StepClock
 
 PASS = "_lockstep_pass"  # of an iterator: what the one pass over its loader is kept as, see `torch_data`
 
@@ -22,7 +20,7 @@ class Timed(Protocol):
     """Whose time it is: see `StepClock`."""
 
     clock: StepClock
-    owner: int
+    owner: int  # 0 once that is over
 
 
 @final
@@ -39,11 +37,9 @@ class Batches(SharedPatches):
 
     def _seeing(self, old: Callable[[Any], Any]) -> Callable[[Any], Any]:
         def next_batch(iterator: Any) -> Any:
-            phases, before = self.phases, OTHER
-            clock = phases.clock if phases is not None and get_ident() == phases.owner else None
-            if clock is not None:
-                before = clock.marks[-1][0]
-                clock.marks.append((DATA, monotonic_ns()))
+            phases = self.phases
+            clock = phases.clock if phases is not None and phases.owner else None
+            before = -1 if clock is None else clock.switch(DATA)
             passed = getattr(iterator, PASS, None) if self._users else None
             try:
                 batch = old(iterator)
@@ -53,11 +49,8 @@ class Batches(SharedPatches):
                 raise
             finally:
                 if clock is not None:
-                    now_ns, marks = monotonic_ns(), clock.marks
-                    marks.append((clock.rest if before == OTHER else before, now_ns))  # also of a second microbatch
-                    if len(marks) >= MARKS:
-                        clock.sum_up(now_ns)
-            if clock is not None and before != DATA:  # else another one counts it, which has asked this one
+                    clock.switch(clock.rest if before == OTHER else before)  # also of a second microbatch
+            if clock is not None and before not in (-1, DATA):  # else another one counts it, which has asked this one
                 first = batch[0] if type(batch) is list and batch else batch
                 shape: Any = getattr(first, "shape", ())
                 clock.samples += int(shape[0]) if len(shape) else samples_in(batch)

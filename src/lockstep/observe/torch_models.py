@@ -132,14 +132,15 @@ class ModelFacts:
 
     def _forwarding(self, old: Callable[..., bool]) -> Callable[..., bool]:
         """Reducer._rebuild_buckets, which every forward calls that will have a backward."""
+        models, recorder, pace = self._models, self._guard.recorder, PACE
 
         @functools.wraps(old)
         def _rebuild_buckets(reducer: Any) -> bool:
-            model = self._models.get(id(reducer))
+            model = models.get(id(reducer))
             ddp: Any = None if model is None else model.module()
             if model is not None and ddp is not None:
-                step = self._guard.recorder.step
-                if PACE.is_brief and ddp.require_backward_grad_sync and model.brief_after != step:
+                step = recorder.step
+                if pace.is_brief and ddp.require_backward_grad_sync and model.brief_after != step:
                     model.brief_after = step  # as a rule the only one of this step
                 else:
                     self._forwarded(model, ddp, step)

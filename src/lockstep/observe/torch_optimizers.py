@@ -17,7 +17,6 @@ from lockstep.observe.call_site import call_site
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.phases import FORWARD, OPTIMIZER, OTHER
-from lockstep.observe.profile.step_clock import MARKS
 from lockstep.observe.torch_backward import BACKWARDS, Loss
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
@@ -112,11 +111,8 @@ class Optimizers(SharedPatches):
 
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_unseen = False
-        now_ns, before, phases, backwards = monotonic_ns(), OTHER, self.phases, BACKWARDS
-        if phases is not None and get_ident() == phases.owner:
-            marks = phases.clock.marks
-            before = marks[-1][0]
-            marks.append((OPTIMIZER, now_ns))
+        phases, backwards = self.phases, BACKWARDS
+        before = phases.clock.switch(OPTIMIZER) if phases is not None and phases.owner else OTHER
         self._begun.setdefault(id(optimizer), before)
         looks = self.looks
         if looks is not None:
@@ -124,7 +120,7 @@ class Optimizers(SharedPatches):
             is_sound = backwards.is_sound
             backwards.recent, backwards.is_sound = [], None
             backwards.own.clear()
-            if now_ns >= looks.due_ns or not is_sound:
+            if monotonic_ns() >= looks.due_ns or not is_sound:
                 looks.look(optimizer)
 
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -155,13 +151,9 @@ class Optimizers(SharedPatches):
             else:
                 PACE.leave()
                 has_ended = steps.stepped(optimizer, started)
-        if not has_ended:  # else what the thread does now begins with the step
-            phases = self.phases
-            if phases is not None and get_ident() == phases.owner:
-                clock, now_ns, marks = phases.clock, monotonic_ns(), phases.clock.marks
-                marks.append((clock.rest if before in (FORWARD, OTHER) else before, now_ns))
-                if len(marks) >= MARKS:
-                    clock.sum_up(now_ns)
+        phases = self.phases
+        if not has_ended and phases is not None and phases.owner:  # else what the thread does now begins with the step
+            phases.clock.switch(phases.clock.rest if before in (FORWARD, OTHER) else before)
         if self.counted is not None:
             self.counted(optimizer, has_ended)
         if has_ended and steps is not None:

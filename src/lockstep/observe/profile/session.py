@@ -80,29 +80,21 @@ class Profile:
 
     def step_done(self, step: int, tokens: int = 0) -> None:
         """A step has ended whose phases the program has marked.  Raises: as `Guard.step_done`."""
-        passed = self._passed
-        if passed is not None and (number := passed("", step, tokens)):
+        guard, passed = self._guard, self._passed
+        if guard is None or passed is None:
+            self.clock.step_done(step, 0, tokens)
+            self._writer.look_now_and_then()  # as the guard's thread would
+        else:
+            if not passed("", step, tokens):
+                guard.step_done()
+                self.clock.step_done(step, guard.recorder.started, tokens, is_brief=PACE.is_brief)
             if not PACE.is_brief:
                 OPTIMIZERS.step_done()
                 if PACE.is_brief:
                     self.clock.time_batches_only()
-            elif number + 1 >= PACE.until:
-                PACE.turn(is_brief=False)
-                self.clock.time_all()
-            if self._window.steps and self._window.step_done(step):
-                self.clock.restart()
-            return
-        guard, operations = self._guard, 0
-        if guard is not None:
-            guard.step_done()
-            operations = guard.recorder.started
-            if not PACE.is_brief:
-                OPTIMIZERS.step_done()
             elif guard.recorder.step + 1 >= PACE.until:
                 PACE.turn(is_brief=False)
-        self.clock.step_done(step, operations, tokens, is_brief=PACE.is_brief)
-        if guard is None:  # whose thread would look
-            self._writer.look_now_and_then()
+                self.clock.time_all()
         if self._window.steps and self._window.step_done(step):  # to start torch's profiler takes longer than a step
             self.clock.restart()
 

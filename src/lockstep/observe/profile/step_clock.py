@@ -48,10 +48,7 @@ WAITS = MARKS = 4096  # of one step
 class StepClock:
     """Stamps of one thread, the one that makes it; calls of others do nothing.
 
-    A stamp costs a quarter of a microsecond: what they add up to is worked out by who takes the steps. Among caches
-    that a step has left cold a call of Python's costs ten times that. So what is called in every step of a program that
-    is not ours does not call `switch`: it appends to `marks` itself, if the thread is `owner`, and calls `sum_up` where
-    there are MARKS of them.
+    A stamp costs a quarter of a microsecond: what they add up to is worked out by who takes the steps.
     """
 
     __slots__ = (
@@ -143,8 +140,7 @@ class StepClock:
 
     def is_plain(self) -> bool:
         """Whether nothing but its end is to be told of a step that is looked at closely: its program has marked it."""
-        is_on_cpu = self.gpu is None and not stream_times.is_in_use()
-        return self.values is None and is_on_cpu and not self.begins_with_mark
+        return self.values is None and self.gpu is None and not (self.begins_with_mark or stream_times.is_in_use())
 
     def cut(self, step: int, now_ns: int) -> Ended:
         """A step ends and the next one begins, now; the thread itself says so. For `keep`."""

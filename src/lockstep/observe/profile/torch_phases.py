@@ -8,14 +8,11 @@ autograd has computed the last gradient, and ends when backward returns. No torc
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import get_ident
-from time import monotonic_ns
 from typing import Any, final
 
-from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches, around
 from lockstep.observe.profile.phases import DATA, FORWARD, OTHER
-from lockstep.observe.profile.step_clock import MARKS, StepClock
+from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_batches import BATCHES
 from lockstep.observe.torch_optimizers import OPTIMIZERS
@@ -76,19 +73,14 @@ class TorchPhases:
         clock = self.clock
 
         def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if PACE.is_brief or get_ident() != self.owner:
+            before = clock.switch(FORWARD) if self.owner else -1
+            if before < 0:
                 return old(module, *args, **kwargs)
             clock.rest = OTHER
-            marks = clock.marks
-            before = marks[-1][0]
-            marks.append((FORWARD, monotonic_ns()))
             try:
                 return old(module, *args, **kwargs)
             finally:
-                now_ns, marks = monotonic_ns(), clock.marks
-                marks.append((OTHER if before == FORWARD else before, now_ns))
-                if len(marks) >= MARKS:
-                    clock.sum_up(now_ns)
+                clock.switch(OTHER if before == FORWARD else before)
 
         return forward
 
@@ -108,4 +100,3 @@ class TorchPhases:
                 self.enter(OTHER)
 
         return end
-

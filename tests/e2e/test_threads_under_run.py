@@ -122,9 +122,13 @@ def hold(held, has_all, is_over):
     ours = [each for each in gc.get_objects() if type(each).__module__.startswith("lockstep.observe")]
     fields = [field for each in ours for field in getattr(each, "__dict__", {}).values()]
     fields += [field._cond._lock for field in fields if isinstance(field, threading.Event)]
-    for lock in {id(field): field for field in fields if isinstance(field, kinds)}.values():  # two may have one
-        lock.acquire()
-        held.append(lock)
+    locks = [*{id(field): field for field in fields if isinstance(field, kinds)}.values()]  # two may have one
+    while len(held) < len(locks):
+        lock = locks[len(held)]
+        if lock.acquire(timeout=0.1):
+            held.append(lock)
+        while held and held[-1] is not lock:  # the guard's thread has it, and may wait for one of these
+            held.pop().release()
     has_all.set()
     is_over.wait()
     for lock in reversed(held):

@@ -13,7 +13,7 @@ from backend_groups import default_group
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
-from lockstep.errors import CommError, LockstepError
+from lockstep.errors import LockstepError
 from lockstep.observe import lookout
 from lockstep.observe.flight import VERSION
 from lockstep.observe.glance import Glance
@@ -30,7 +30,7 @@ _FEW = 50  # operations
 _SOON = 2  # glances and looks of the rank that raises first, until then
 _PACE_S = 0.004
 
-Act = Callable[[Communicator, torch.Tensor, int], object]
+Act = Callable[[Communicator, torch.Tensor, Guard], object]
 
 
 class Counted:
@@ -84,39 +84,13 @@ def found_after(rank: int, world_size: int, folder: str, act: Act) -> tuple[str,
                 comm.all_reduce(rest.fill_(counted.left_out), "min")
                 if not since and rest[0] >= _REST:
                     since = counted.acts
-                    act(comm, tensor, rank)
+                    act(comm, tensor, guard)
                 else:
                     comm.all_reduce(tensor)
-                guard.step_done()
-            except CommError as raised:  # by its own guard, or the other one's, who has left
-                error = str(raised)
-        return error, counted.acts - since
-
-
-def frozen_by(rank: int, world_size: int, folder: str) -> tuple[str, int]:
-    """One rank trains less than the other, which both tell once looks are left out, as what can wait. What is raised,
-    how many acts later.
-    """
-    pace, tensor, error, since = threading.Event(), torch.ones(8), "", 0
-    with calm_rank(rank, world_size, folder) as (comm, guard, counted):
-        while not error:
-            pace.wait(_PACE_S)
-            try:
-                comm.all_reduce(tensor.fill_(counted.left_out), "min")
-                if not since and tensor[0] >= _REST:
-                    since = counted.acts
-                    guard.facts.tell("trained world/2", 4, [["head.bias"] * rank, True, "train.py:9"], can_wait=True)
                 guard.step_done()
             except LockstepError as raised:  # by its own guard, or the other one's, who has left
                 error = str(raised)
         return error, counted.acts - since
-
-
-def test_what_can_wait_is_seen_when_the_record_is_written(tmp_path: Path) -> None:
-    found = run_processes(2, frozen_by, 2, str(tmp_path), connect=False)
-    for error, _ in found:
-        assert "FROZEN on some ranks only" in error, error
-    assert min(acts for _, acts in found) <= _WAITS, found
 
 
 def unread_by(rank: int, world_size: int, folder: str) -> list[int]:
@@ -141,14 +115,14 @@ def test_between_looks_a_rank_reads_its_record_and_tells_nothing(tmp_path: Path)
         assert max(unread) < _FEW, unread
 
 
-def another_reduction(comm: Communicator, tensor: torch.Tensor, rank: int) -> None:
+def another_reduction(comm: Communicator, tensor: torch.Tensor, guard: Guard) -> None:
     """Gloo goes on with garbage."""
-    comm.all_reduce(tensor, "max" if rank else "sum")
+    comm.all_reduce(tensor, "max" if guard.rank else "sum")
 
 
-def one_more(comm: Communicator, tensor: torch.Tensor, rank: int) -> None:
+def one_more(comm: Communicator, tensor: torch.Tensor, guard: Guard) -> None:
     """And from there on each of the other's is matched with the one after it."""
-    for _ in range(1 + rank):
+    for _ in range(1 + guard.rank):
         comm.all_reduce(tensor)
 
 
@@ -160,3 +134,17 @@ def test_what_differs_is_named_at_once(tmp_path: Path, act: Act) -> None:
         assert "MISMATCH" in error, error
         assert act.__name__ in error, error
     assert min(acts for _, acts in found) <= _SOON, found
+
+
+def train_less(comm: Communicator, tensor: torch.Tensor, guard: Guard) -> None:
+    """One rank trains less than the other, and both tell it as what can wait."""
+    value = [["head.bias"] * guard.rank, True, "train.py:9"]
+    guard.facts.tell(f"trained world/{comm.world_size}", 4, value, can_wait=True)
+    comm.all_reduce(tensor)
+
+
+def test_what_can_wait_is_seen_when_the_record_is_written(tmp_path: Path) -> None:
+    found = run_processes(2, found_after, 2, str(tmp_path), train_less, connect=False)
+    for error, _ in found:
+        assert "FROZEN on some ranks only" in error, error
+    assert min(acts for _, acts in found) <= _WAITS, found

@@ -175,7 +175,7 @@ def test_what_was_before_the_first_mark_belongs_to_no_step(read: StepClock) -> N
             clock.switch(DATA)
         clock.step_done(1, 0)
         clock.step_done(2, 0)
-        first, second = map(worked_out, clock.steps)
+        first, second = clock.steps
         assert first.began_ns > began_ns
         assert sum(first.summed_ns) == first.ended_ns - first.began_ns == sum(first.summed_ns[DATA : DATA + 1])
         assert second.began_ns == first.ended_ns
@@ -207,7 +207,7 @@ def test_wait_after_many_phases_of_one_step_is_kept(read: StepClock) -> None:
         read.waited(number, step_clock.monotonic_ns(), step_clock.monotonic_ns())
     read.step_done(1, 0)
     read.step_done(2, 0)
-    assert [[wait[0] for wait in step.waits] for step in map(worked_out, read.steps)] == [[7, 8], []]
+    assert [[wait[0] for wait in step.waits] for step in read.steps] == [[7, 8], []]
 
 
 def test_values_are_asked_for_once_a_step_and_who_wants_to_be_called_later_is(read: StepClock) -> None:
@@ -233,7 +233,7 @@ def test_of_a_step_without_end_only_the_sums_and_the_last_waits_are_kept(read: S
     read.step_done(1, 0)
     read.switch(DATA)
     read.step_done(2, 0)
-    long, short = map(worked_out, read.steps)
+    long, short = read.steps
     assert sum(long.summed_ns) == long.ended_ns - long.began_ns
     assert [wait[0] for wait in long.waits] == list(range(9 * WAITS, 10 * WAITS))
     assert spans_in(long, 100) == []
@@ -259,7 +259,7 @@ def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_one_that_was(re
     read.switch(FORWARD)
     read.step_done(4, 9)
     timed, *brief, last = read.steps
-    like = worked_out(timed).summed_ns
+    like = timed.summed_ns
     assert (timed.is_brief, last.is_brief, read.is_brief) == (False, False, False)
     assert [one.step for one in brief] == [2, 3]
     assert [one.operations for one in brief] == [(4, 6), (6, 7)]
@@ -267,7 +267,7 @@ def test_of_a_brief_step_the_data_is_timed_and_the_rest_is_as_in_one_that_was(re
     assert timed.values is not None
     assert last.values is not None
     for one in brief:
-        spent = worked_out(one).summed_ns
+        spent = one.summed_ns
         assert one.is_brief
         assert one.values is None
         assert (one.marks, one.waits) == ((), ())
@@ -330,7 +330,7 @@ def test_a_first_step_that_is_brief_has_what_was_timed(read: StepClock) -> None:
     read.switch(DATA)
     read.step_done(1, 0)
     (step,) = read.steps
-    assert sum(worked_out(step).summed_ns) == step.ended_ns - step.began_ns
+    assert sum(step.summed_ns) == step.ended_ns - step.began_ns
 
 
 def test_who_ends_a_step_says_whether_the_next_is_brief(read: StepClock) -> None:

@@ -36,8 +36,12 @@ class Ranks:
         self.seqs = [dict.fromkeys(("world", "ranks 0,1", "send"), 0) for _ in here]
         for part in (*self.boards, *self.accounts, *self.recorders):
             self._open.callback(part.close)
-        for account in self.accounts:
-            account.facts.said()
+        for rank in here:
+            self.tells(rank)
+
+    def tells(self, rank: int) -> None:
+        """The others how it is, as each look does."""
+        self.boards[rank].tell(self.accounts[rank].brief(facts=self.accounts[rank].facts.said()))
 
     def begins(self, rank: int, words: Any) -> None:
         kind = "send" if words is SEND else words.group
@@ -101,11 +105,11 @@ def test_each_says_that_it_lives(ranks: Ranks) -> None:
     ranks.settle()
     record = ranks.boards[0].records_here()
     assert record is not None
-    before = record[0].header().alive_ns
+    before, told_ns = record[0].header().alive_ns, record[0].told_ns
     ranks.steps([SUM])
     ranks.glance()
     assert record[0].header().alive_ns > before
-    assert record[0].told_ns == 0, "it has told nothing"
+    assert record[0].told_ns == told_ns, "it has told nothing more"
 
 
 def test_whoever_has_not_moved_is_looked_at(ranks: Ranks) -> None:
@@ -183,7 +187,9 @@ def test_what_it_does_not_see_is_looked_at(two: Ranks) -> None:
     assert rests()
     account.facts.tell("data world/2/0", 1, "batch")
     assert not rests()
-    account.facts.said()
+    account.facts.said()  # and nobody has told the others
+    assert not rests()
+    two.tells(0)
     assert rests()
     with account.activity("checkpoint"):
         assert not rests()
@@ -203,22 +209,17 @@ def test_what_it_does_not_see_is_looked_at(two: Ranks) -> None:
 
 def test_news_of_another_rank_are_looked_at_once(two: Ranks) -> None:
     """What it has told of its training, not that it has told it again, nor what can wait."""
-    facts, board = two.accounts[1].facts, two.boards[1]
-
-    def tells() -> None:
-        board.tell(two.accounts[1].brief(facts=facts.said()))
-
-    tells()
+    facts = two.accounts[1].facts
     two.settle()
     for step, news in enumerate(("", "wrapped", "", "wrapped", "", "wrapped again", "drawn")):
         if news:
             facts.tell("model", step, news, can_wait=news == "drawn")
         is_told = step in (1, 5)
-        assert facts.have_news is is_told
-        assert facts.are_said is not bool(news)
         two.steps([SUM])
         assert two.glance()[1] is not is_told
-        tells()
+        two.steps([SUM])
+        assert two.glances[1].is_enough(has_time=True) is not bool(news)
+        two.tells(1)
         two.steps([SUM])
         assert two.glance()[0] is not is_told
         for is_seen in (False, True):  # then there is time
@@ -296,7 +297,7 @@ def test_of_other_machines_it_sees_nothing(tmp_path: Path) -> None:
 def test_nor_of_a_rank_that_has_not_begun(tmp_path: Path) -> None:
     recorder = FlightRecorder(flight_path(tmp_path, 0), 0, 2)
     account, board = Account(recorder), Board(tmp_path, recorder, range(2))
-    account.facts.said()
+    board.tell(account.brief(facts=account.facts.said()))
     one = Glance(recorder, account, board)
     for _ in range(3):
         recorder.set_step(recorder.step + 1)

@@ -17,7 +17,7 @@ from lockstep.errors import ConfigError
 from lockstep.observe.cores import Cores
 from lockstep.observe.flight import FlightRecorder, Record
 from lockstep.observe.sights import FlightRecord, flight_path, sight_of, status_of
-from lockstep.observe.status import RUNNING, Sight, Status
+from lockstep.observe.status import RUNNING, Sight, Status, ToldFacts
 
 _ENDED = "ended-{}"  # of what a launcher says of a rank whose process has ended
 _ANSWER_S = 1.5  # how long a rank of another machine may take to show its records
@@ -30,6 +30,7 @@ _GONE = "gone "  # before the status of a rank whose process has ended, and how;
 _STOPPED = "stopped"  # before that of one that is
 _SEEN = "seen "  # before that of one whose guard is silent: whether it works, and for how long
 _SEEN_S = 3.0  # after which that is old
+_NOTHING = ToldFacts("{}", -1)
 
 _T = TypeVar("_T")
 
@@ -90,13 +91,17 @@ class Board:
         for rank in self._here:
             self._record_of(rank)
 
+    @property
+    def told(self) -> ToldFacts:
+        """What this rank has said of its training: all that others can see of it."""
+        facts = self._mine and self._mine.facts
+        return facts if isinstance(facts, ToldFacts) else _NOTHING
+
     def tell(self, status: Status) -> None:
         """Show the others how this rank is."""
-        text, before = status.to_json(), self._mine
-        facts, known = status.facts, None if before is None else before.facts
-        is_news = getattr(facts, "news", 0) != getattr(known, "news", -1)
-        self._recorder.tell(text, is_news=is_news, has_facts=facts is not known)
+        text, before = status.to_json(), self.told
         self._mine = status
+        self._recorder.tell(text, is_news=self.told.news != before.news, has_facts=self.told is not before)
         now_s = time.monotonic()
         if self._store is not None and (now_s - self._told_s >= _PERIOD_S or status.state != RUNNING):
             self._told_s = now_s

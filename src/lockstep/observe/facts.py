@@ -116,23 +116,13 @@ class Facts:
         self._details: dict[tuple[str, str], Callable[[], Rows]] = {}
         self._shown: dict[tuple[str, str], str] = {}  # what is disputed
         self._said: ToldFacts | None = None  # as it was said last, while nothing else is told
-        self._news = self._news_said = 0  # told so far that cannot wait; of these said
+        self.news = 0  # told so far that cannot wait
         self._compared: list[dict[str, dict[str, Any]]] = []  # what ranks had told at the last comparison
 
     @property
     def is_disputed(self) -> bool:
         """Whether another rank has told something else than this one."""
         return bool(self._shown)
-
-    @property
-    def have_news(self) -> bool:
-        """Whether something has been told since they were said last that cannot wait."""
-        return self._news != self._news_said
-
-    @property
-    def are_said(self) -> bool:
-        """Whether all that was told has been said."""
-        return self._said is not None
 
     def tell(self, topic: str, key: str | int, value: Any, details: Details = None, *, can_wait: bool = False) -> None:
         """A fact, in the place of an older one of that key.
@@ -143,7 +133,7 @@ class Facts:
         with self._lock:
             told = self._told[topic] = self._told.pop(topic, {})  # the last one is that told last
             is_again = bool(told) and next(reversed(told.values())) == value
-            self._said, self._news = None, self._news + (not (can_wait or is_again))
+            self._said, self.news = None, self.news + (not (can_wait or is_again))
             told.pop(key, None)
             told[key] = value
             if details is not None:
@@ -160,7 +150,7 @@ class Facts:
             room = _ROOM - sum(map(len, self._shown.values()))
             packed = pack(details(), max(room, 100))
             with self._lock:
-                self._said, self._news = None, self._news + 1
+                self._said, self.news = None, self.news + 1
                 self._shown[topic, str(key)] = packed
 
     def hide(self, topic: str) -> None:
@@ -201,13 +191,12 @@ class Facts:
                     explained.add(topic)
                     self.show(topic, key)
 
-    def said(self) -> dict[str, dict[str, Any]]:
+    def said(self) -> ToldFacts:
         """As a status has it: as other ranks read it, and the same object until something else is told."""
         with self._lock:
             said = self._said
             if said is None:
                 shown = {f"{topic}|{key}": packed for (topic, key), packed in self._shown.items()}
                 facts = {**self._told, DETAILS: shown} if shown else self._told
-                said = self._said = ToldFacts(json.dumps(facts, separators=(",", ":")), self._news)
-                self._news_said = self._news
+                said = self._said = ToldFacts(json.dumps(facts, separators=(",", ":")), self.news)
         return said

@@ -57,7 +57,7 @@ class Glance:
         self._soon = seen.begun + seen.begun - last.begun  # as many until the next glance as since the last
         has_moved = seen[:2] != last[:2]
         is_same = seen.line is not None and (seen.news, seen.line) == (base.news, base.line)
-        has_facts = has_time and (seen.facts != self._known or not self._account.facts.are_said)
+        has_facts = has_time and (seen.facts != self._known or self._account.facts.said() is not self._board.told)
         if has_moved and is_same and not (is_due or has_facts or self._is_beside(records)):
             self._recorder.live()
             return True
@@ -101,6 +101,7 @@ class Glance:
     def _is_beside(self, records: Sequence[FlightRecord]) -> bool:
         """Whether there is something that a glance does not see."""
         account = self._account
+        has_news = account.facts.news != self._board.told.news
         has_gpu = self._recorder.clock.gpu is not None or account.motion.is_queued()  # a look settles what has ended
-        is_odd = has_gpu or account.state != RUNNING or account.facts.have_news or bool(account.activities)
+        is_odd = has_gpu or has_news or account.state != RUNNING or bool(account.activities)
         return is_odd or any(record.has_notice for record in records)

@@ -1,6 +1,6 @@
 """What the guard and the record cost a training step: both on, as they are by default, and both off in the same run.
 
-    python benchmarks/bench_observe.py [--quick] [--rounds 12000] [--record]
+    python benchmarks/bench_observe.py [--quick] [--rounds 10000] [--record]
 
 A step is 10 ms of arithmetic, and in between 8 all-reduces over shared memory, as the buckets of a model have them:
 half of them asynchronous, all from the user's own code. Before them comes a backward, after them an optimizer's step,
@@ -54,7 +54,7 @@ from harness import (
 from lockstep.comm.choose import fastest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
-from lockstep.observe import lookout, pace
+from lockstep.observe import lookout
 from lockstep.observe.guard import GuardSettings
 from lockstep.observe.init import meet
 from lockstep.observe.pace import EVERY, FIRST
@@ -72,7 +72,7 @@ _FIRST = f"the first {FIRST} steps"
 _TURN = EVERY, 2  # steps that count, after so many that do not: what comes once in EVERY is in each, on average
 _BEHIND = 10_000  # steps: of those before nearly all are listed one by one, however short they are
 _WARM = 3  # operations after torch's calls were exchanged, which Python looks up anew then
-_FEWER = 6  # rounds of steps as at first, of which a run has a hundred
+_FEWER = 3  # rounds of steps as at first, of which a run has a hundred
 
 
 def alone(
@@ -148,7 +148,7 @@ def measure(rank: Rank) -> dict[str, Samples]:
     assert guard is not None
     switch.is_watched()
     attach_training(guard)
-    pace.FIRST, lookout._YOUNG = 1, 1  # so every step can be a later one, of a run that is no longer young
+    lookout._YOUNG = 1  # the run is no longer so
     plain, guarded = Communicator(transport), Communicator(GuardLayer(transport, guard))
     nothing = Nothing(transport)
     still, still_guarded = Communicator(nothing), Communicator(GuardLayer(nothing, guard, name="nothing"))
@@ -176,7 +176,7 @@ def measure(rank: Rank) -> dict[str, Samples]:
             alone(lambda each: loop.bare(averaging(still, apart, each)), work, *_TURN),
             alone(lambda each: loop.marked(averaging(still_guarded, apart, each)), work, *_TURN),
         )
-        figures["step alone"] = interleaved(parts, max(2, rounds // 120), warmup=2, together=plain.barrier)["alone"]
+        figures["step alone"] = interleaved(parts, max(2, rounds // 100), warmup=2, together=plain.barrier)["alone"]
         loop.end()
         figures["stock"] = interleaved(switch.variants(work), rounds // 30, warmup=5, together=plain.barrier)["alone"]
         profile.close()
@@ -300,7 +300,7 @@ def mean_rank(by_rank: Sequence[dict[str, Samples]], metric: str) -> Samples:
 def main() -> None:
     """Measure on two ranks of this machine."""
     parser = arguments("cost of the guard and the record")
-    parser.add_argument("--rounds", type=int, default=12_000, help="of steps; a tenth does on a machine that is quiet")
+    parser.add_argument("--rounds", type=int, default=10_000, help="of steps; a tenth does on a machine that is quiet")
     options = parser.parse_args()
     settings = {
         "rounds": 150 if options.quick else options.rounds,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, final
@@ -16,6 +16,7 @@ from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import DONE, CommOp, Work
 from lockstep.comm.transport import Transport
 from lockstep.errors import CommError
+from lockstep.observe import pace
 from lockstep.observe.guard import Guard
 from lockstep.observe.pace import PACE
 from lockstep.observe.profile.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER
@@ -128,10 +129,9 @@ class Loop:
         self._hooks = Hooks()
         self._weight = torch.ones((), requires_grad=True)
         self._optimizer = torch.optim.SGD([self._weight], 1e-6)
-        self._is_first = self._is_on = True
+        self._is_on, self._first = True, pace.FIRST
         self._guard, self._act = guard, guard.act
         guard.act = self._act_if_on
-        PACE.dues.append(lambda step: step + 1 if self._is_first else math.inf)
 
     def _act_if_on(self) -> None:
         """What the guard's thread does each time: steps of torch alone have none beside them.
@@ -180,7 +180,7 @@ class Loop:
             def block(number: int) -> dict[str, float]:
                 PACE.turn(is_brief=False)  # while the hooks are there, of which it exchanges some
                 self._hooks.hang(are_there=is_on)
-                self._is_first, self._is_on = is_first, is_on
+                pace.FIRST, self._is_on = sys.maxsize if is_first else 1, is_on
                 try:
                     return run(number)
                 finally:
@@ -198,4 +198,4 @@ class Loop:
         """All is there again."""
         self._hooks.hang(are_there=True)
         self._guard.act = self._act
-        PACE.dues.pop()
+        pace.FIRST = self._first

@@ -233,7 +233,21 @@ def test_the_way_up_from_a_line_of_torchs_is_remembered_and_no_other_line_is_tak
         assert one_of(users, b).endswith(" users")  # as deep, from the same line
         assert one_of(a, users).endswith(" users")
         assert [one_of(a, b) for _ in range(6)] == [here] * 6
-    assert len(module._ways) < module._REMEMBERED
+    assert len(module.WAYS) < module._REMEMBERED
+
+
+def test_a_way_that_is_remembered_is_not_walked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frame of Python's for each step of it would cost ten times as much."""
+    a, b, c, d, e = (through(TORCH / f"way_{name}.py", CALLS_BACK) for name in "abcde")
+    sees = functools.partial(through(LOCKSTEP / "observe" / "seeing.py", SEES), None)
+    for call in (b, c, d, e):
+        sees = functools.partial(call, sees)
+    found = []
+    for _ in range(2):
+        found.append(a(sees))
+        monkeypatch.setattr(module, "_up_from", None)
+    assert found[0] == found[1]
+    assert "test_call_site.py:" in found[0]
 
 
 def test_autograd_works_for_the_line_of_backward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,13 +39,12 @@ CAN_BUILD = (
 needs_compiler = pytest.mark.skipif(not CAN_BUILD, reason="needs Linux, a C compiler and the headers of this Python")
 
 
-def stories(folder: Path, word: str) -> list[str]:
+def stories(folder: Path, word: str, name: str = "native_stories.py") -> list[str]:
     folder.mkdir()
-    program = [sys.executable, str(Path(__file__).with_name("native_stories.py")), str(folder), str(STORIES)]
+    program = [sys.executable, str(Path(__file__).with_name(name)), str(folder), str(STORIES)]
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT / "src")])
-    done = subprocess.run(
-        program, env={**os.environ, NATIVE: word, "PYTHONPATH": paths}, capture_output=True, text=True
-    )
+    environ = {**os.environ, NATIVE: word, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run(program, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -68,6 +67,23 @@ def test_a_program_is_recorded_alike_in_c_and_in_python(tmp_path: Path) -> None:
     assert len(set(ours)) == STORIES
     for word in ("rank 1 failed", "Ctrl-C", "refused"):
         assert word in "".join(ours)
+
+
+@needs_compiler
+def test_calls_of_torch_are_recorded_alike_in_c_and_in_python(tmp_path: Path) -> None:
+    """From lines of the user's and of torch's, in groups, threads and steps; also what fails, at once or at its end."""
+    told = [stories(tmp_path / word, word, "torch_stories.py") for word in ("on", "off")]
+    (is_c, *ours, blocks, calls), (is_c_too, *theirs, _, calls_too) = told
+    assert (is_c, is_c_too) == ("True", "False")
+    assert len(ours) == len(theirs) == STORIES
+    for one, other in zip(ours, theirs, strict=True):
+        assert json.loads(one) == json.loads(other)
+    assert len(set(ours)) == STORIES
+    for word in ("saw RuntimeError", "started by torch's C++", "reduce_scatter", "root=0"):
+        assert word in "".join(ours)
+    assert int(blocks) < 500  # of 9000 calls, of which 1000 have failed
+    assert calls.split() == ["0"] * 3
+    assert "0" not in calls_too.split()
 
 
 def blocks_of(comm: Communicator, watcher: Watcher, transport: Silent, times: int) -> int:

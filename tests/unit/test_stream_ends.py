@@ -19,6 +19,7 @@ from watched_guard import Watched, failed
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
 from lockstep.observe.motion import Stand
+from lockstep.observe.native import in_c
 from lockstep.observe.profile import stream_event
 from lockstep.observe.profile.phases import UNKNOWN
 from lockstep.observe.torch_groups import WatchedGroup
@@ -194,6 +195,34 @@ def test_a_message_on_the_cpu_ends_with_its_wait(watched: Watched, events: list[
     watch.under_way.follow(followed, number, work, on_cpu, True)
     watch._leaving(lambda work: True)(work)
     assert (are_open(watched.guard), events) == ([], [])
+
+
+@pytest.mark.parametrize("is_c", [False, True])
+@pytest.mark.parametrize("error", [None, RuntimeError("gone"), KeyboardInterrupt()], ids=["done", "failed", "Ctrl-C"])
+@pytest.mark.parametrize("is_seen", [False, True])
+def test_a_wait_that_fails_has_ended(watched: Watched, is_c: bool, error: BaseException | None, is_seen: bool) -> None:
+    """is_seen: a look sees it ending first."""
+    watch, _, followed = watch_of(watched.guard)
+    seen, work, (number,) = list[BaseException](), Work(), begin(watched.guard.recorder)
+    watched.guard.saw = seen.append
+
+    def old(work: Any) -> bool:
+        if is_seen:
+            watch.under_way.open.pop(id(work))
+        if error is not None:
+            raise error
+        return True
+
+    wait = watch._leaving(old)
+    wait = in_c(wait, watch._leaving_holds(old)) if is_c else wait
+    followed.has_streams = False
+    followed.seen = 1
+    watch.under_way.follow(followed, number, work, None, is_message=False)
+    with contextlib.nullcontext() if error is None else pytest.raises(type(error)):
+        assert wait(work)
+    assert watch.under_way.open == {}
+    assert are_open(watched.guard) == [number] * is_seen
+    assert seen == [error] * (type(error) is RuntimeError)
 
 
 class Flights:

@@ -22,11 +22,11 @@ _TYPED = ("<string>", "<stdin>", "<ipython-input")  # `python -c`, the prompt, a
 _OURS, _OTHER, _LOOP, _USER = range(4)
 
 _OUTERMOST = ("<module>", "_bootstrap")  # of the main thread, and of one that Python has made: not of autograd's
-_WAYS = 4  # that are remembered from one line, as from torch's in forward and in backward
+_MANY_WAYS = 4  # that are remembered from one line, as from torch's in forward and in backward
 _DEEP = 3  # frames that tell one way from another
 
 # both by (id of code, instruction), and with the code, which keeps the id
-_ways: dict[tuple[int, int], tuple[CodeType, list[Way]]] = {}  # newest first
+WAYS: dict[tuple[int, int], tuple[CodeType, list[Way]]] = {}  # newest first
 SITES: dict[tuple[int, int], tuple[CodeType, str, bool]] = {}  # the line in words; whether no other would be better
 backward_site = [""]  # the user's line of the last backward, which autograd's own threads work for, as each GPU has one
 
@@ -47,17 +47,20 @@ def call_site(depth: int = 1) -> str:
     known = SITES.get(line)
     if known is not None and known[2]:
         return known[1]
-    _, ways = _ways.get(line, (None, ()))
+    _, ways = WAYS.get(line, (None, ()))
     for way in ways:
         if way.leads(depth + 1):
             return way.site
     site, steps, found = _up_from(frame)
     if steps > _DEEP and is_users(found.f_code.co_filename):
-        if len(_ways) >= _REMEMBERED:
-            _ways.clear()
-        below = [_getframe(depth + steps - at).f_code for at in range(1, _DEEP + 1)]
-        new = Way(steps, found.f_code, found.f_lasti, below, site)
-        _ways[line] = frame.f_code, [new, *ways[: _WAYS - 1]]
+        if len(WAYS) >= _REMEMBERED:
+            WAYS.clear()
+        users = depth + steps
+        below = [
+            *map(_getframe, range(users - 1, users - 1 - _DEEP, -1))
+        ]  # not in a comprehension, which may have a frame
+        new = Way(steps, found.f_code, found.f_lasti, [frame.f_code for frame in below], site)
+        WAYS[line] = frame.f_code, [new, *ways[: _MANY_WAYS - 1]]
     return site
 
 

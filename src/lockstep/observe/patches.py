@@ -34,7 +34,7 @@ class Patches:
         """
         old = vars(owner).get(name, _MISSING)  # as it lies there; a class may inherit it
         new = wrap(getattr(owner, name))
-        _pass_by(new)
+        pass_by(new)
         setattr(owner, name, new)
 
         def restore() -> None:
@@ -75,7 +75,7 @@ def around(call: Callable[..., Any]) -> Wrap:
 
     As a wrap of one's own, but with one call more: for what is not called in every step.
     """
-    _pass_by(call)
+    pass_by(call)
 
     def wrap(old: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(old)
@@ -87,7 +87,7 @@ def around(call: Callable[..., Any]) -> Wrap:
     return wrap
 
 
-def _pass_by(call: Any) -> None:
+def pass_by(call: Any) -> None:
     """The frames of `call` are none to `warnings`."""
     while isinstance(call, partial):
         call = call.func

@@ -17,6 +17,7 @@ from lockstep.observe.first_uses import FirstUses
 from lockstep.observe.flight import FlightRecorder, MessageNumbers, Words
 from lockstep.observe.guard import Guard
 from lockstep.observe.line_words import Line, LineWords
+from lockstep.observe.native import read_in_c
 from lockstep.observe.scene import FROM_CPP
 from lockstep.observe.torch_flight_recorder import Entry
 from lockstep.observe.torch_operations import Operation, text_of
@@ -28,6 +29,7 @@ Pending = tuple[int, int]  # torch's number of a collective whose end its Flight
 
 
 @final
+@read_in_c
 class WatchedGroup:
     """Counts the collectives of one group.
 
@@ -35,6 +37,8 @@ class WatchedGroup:
     between two calls from Python was started by C++, and is entered then, in the order in which it happened: by the
     rank's own thread at the next call or at the end of a step; by the guard's thread once nothing moves any more.
     """
+
+    __slots__ = ("__dict__", "__weakref__", "collectives", "has_streams", "inside", "of_lines", "of_sites", "seen")
 
     def __init__(
         self, group: Any, name: str, ranks: Sequence[int], recorder: FlightRecorder, backends: str, started: int = 0
@@ -56,6 +60,7 @@ class WatchedGroup:
         self._late: int | None = None  # its number, where another thread has entered it
         self._words = LineWords(name)  # by the operation, or what C++ said of it
         self.of_lines = self._words.of_lines  # a line with the fields of the Operation
+        self.of_sites = self._words.of_sites
         self._lock = threading.RLock()  # who has it takes nothing up: `FlightRecorder.take_up` needs it
 
     def learn(self, line: Line, frame: FrameType, depth: int) -> Words:

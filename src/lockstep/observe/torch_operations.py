@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lockstep.observe.scene import message_text
@@ -81,7 +80,7 @@ def by_order(operation: tuple[Any, ...]) -> tuple[Any, ...]:
 def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
     """The fields of the Operation that these arguments of method `name` ask for, and one of its tensors, if it has any.
 
-    Made at every call, so it is fast before it is short: 1 us.
+    Made at every call that is not noted in C, so it is fast before it is short: 1 us.
     """
     _, (index, names), has_shape, reduces, has_root, is_message = CALLS[name]
     tensor = args[index] if len(args) > index else _named(kwargs, names)
@@ -112,34 +111,10 @@ def read(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tup
     return (name, tensors, dtype, shape, reduction, peer if peer is None else _number(peer), 0), tensor
 
 
-def reader_of(name: str, plain: Any) -> Callable[[Sequence[Any], Mapping[str, Any]], tuple[tuple[Any, ...], Any]]:
-    """`read` for method `name`, quicker where it is given one plain tensor and options, as torch's own functions do.
-
-    plain: torch.Tensor.
-    """
-    _, (index, _), has_shape, reduces, has_root, is_message = CALLS[name]
-    slow = partial(read, name)
-    if is_message or not has_shape or index > 1:
-        return slow
-
-    def quick(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], Any]:
-        if kwargs or len(args) <= index:
-            return slow(args, kwargs)
-        given = args[index]
-        tensor: Any = given[0] if type(given) is list and len(given) == 1 else given
-        if type(tensor) is not plain:
-            return slow(args, kwargs)
-        reduction = root = None
-        try:
-            if reduces:
-                reduction = hash(args[-1].reduceOp)
-            if has_root:
-                root = args[-1].rootRank
-        except AttributeError:  # one of the short forms
-            return slow(args, kwargs)
-        return (name, 1, tensor.dtype, tensor.shape, reduction, root, 0), tensor
-
-    return quick
+def has_one_tensor(name: str) -> bool:
+    """Whether method `name` is for all ranks, and tells by one tensor what it does, as by a rule torch calls it."""
+    _, (index, _), has_shape, _, _, is_message = CALLS[name]
+    return has_shape and index <= 1 and not is_message
 
 
 def _number(value: Any) -> Any:

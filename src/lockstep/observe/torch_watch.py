@@ -9,26 +9,26 @@ from __future__ import annotations
 
 import os
 import sys
-import weakref
 from collections.abc import Callable
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, final
 
-from lockstep.observe.call_site import call_site, site_from
+from lockstep.observe.call_site import WAYS, call_site, site_from
 from lockstep.observe.group_layers import watch_groups
 from lockstep.observe.guard import Guard
-from lockstep.observe.patches import Patches, around
+from lockstep.observe.native import in_c
+from lockstep.observe.patches import Patches, Wrap, around, pass_by
 from lockstep.observe.settings import CHECKED_STEPS
 from lockstep.observe.torch_flight_recorder import TIMING, TorchFlightRecorder
 from lockstep.observe.torch_functional import watch_functional
 from lockstep.observe.torch_groups import TorchGroups, WatchedGroup, outlive
 from lockstep.observe.torch_import import when_imported
-from lockstep.observe.torch_operations import CALLS, Operation, by_order, reader_of, text_of
+from lockstep.observe.torch_operations import CALLS, Operation, by_order, has_one_tensor, read, text_of
 from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_start import Meetings
 from lockstep.observe.torch_steps import TorchSteps
-from lockstep.observe.torch_under_way import MESSAGE, QUEUED_MESSAGE, UnderWay
+from lockstep.observe.torch_under_way import QUEUED_MESSAGE, UnderWay
 from lockstep.observe.wording import step_after
 
 if TYPE_CHECKING:
@@ -86,8 +86,9 @@ class TorchWatch:
         self._groups.begin()
         for name in CALLS:
             if hasattr(ProcessGroup, name):
-                self._replace(ProcessGroup, name, partial(self._noting, name, doors))
-        self._replace(Work, "wait", self._leaving)
+                holds = partial(self._noting_holds, name, doors) if has_one_tensor(name) else None
+                self._replace(ProcessGroup, name, partial(self._noting, name, doors), holds)
+        self._replace(Work, "wait", self._leaving, self._leaving_holds)
         self._replace(ProcessGroup, "_end_coalescing", self._ending_batch)
         reducer = _distributed_c10d.Reducer
         self._replace(reducer, "__init__", around(self._remember))
@@ -107,22 +108,32 @@ class TorchWatch:
         """Functional collectives are there, which DTensor and torch.compile make."""
         self.patches.add(watch_functional(self._groups.known, self._groups.first_uses))
 
-    def _replace(self, owner: Any, name: str, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _replace(self, owner: Any, name: str, wrap: Wrap, holds: Callable[[Any], Any] | None = None) -> None:
+        """holds: what C needs in the place of a closure, to try each call first; see `native/torch_calls.c`."""
+
         # torch's C++ asks a Python subclass for its own `name`, and takes what we put into the class for one; it sees
         # that it was called by just that, and does not call it again, by the name of the code
         def named(old: Callable[..., Any]) -> Callable[..., Any]:
             new = wrap(old)
             new.__code__ = new.__code__.replace(co_name=name)  # type: ignore[attr-defined]
-            return new
+            pass_by(new)
+            return new if holds is None or self._is_checking else in_c(new, holds(old))
 
         self.patches.replace(owner, name, named)
+
+    def _noting_holds(self, name: str, doors: set[int], old: Callable[..., Any]) -> tuple[Any, ...]:
+        groups, its, call, saw = self._groups, self.under_way, CALLS[name], self._guard.saw
+        how = call.tensor[0], call.reduces, call.has_root, partial(read, name)
+        return self._recorder, old, its.open, saw, its.follow, groups.plain, groups.followed, doors, WAYS, *how
+
+    def _leaving_holds(self, old: Callable[..., bool]) -> tuple[Any, ...]:
+        return self._recorder, old, self.under_way.open, self._guard.saw, self.under_way.has_waited
 
     def _noting(self, name: str, doors: set[int], old: Callable[..., Any]) -> Callable[..., Any]:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
         groups, followed, is_message = self._groups, self._groups.followed, CALLS[name].is_message
-        begins = groups.first_uses.begin
-        recorder, read = self._recorder, reader_of(name, sys.modules["torch"].Tensor)
-        clock, opened, follow = recorder.clock, self.under_way.open, self.under_way.follow
+        begins, recorder, clock = groups.first_uses.begin, self._recorder, self._recorder.clock
+        follow = self.under_way.follow
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             watched = followed.get(id(group)) or groups.known(group)
@@ -141,7 +152,7 @@ class TorchWatch:
                 if watched.inside == 1 and (before := group._get_sequence_number_for_group()) != watched.seen:
                     watched.catch_up(before, call_site() if is_ours else site_from(frame))
                 if not is_ours:
-                    operation, tensor = read(args, kwargs)
+                    operation, tensor = read(name, args, kwargs)
                     if is_message and watched.has_streams and not getattr(tensor, "is_cpu", True):
                         operation = by_order(operation)
                     line = id(frame.f_code), frame.f_lasti, operation
@@ -164,10 +175,7 @@ class TorchWatch:
                     watched.seen = group._get_sequence_number_for_group()
                 watched.inside -= 1
             if number >= 0:
-                if work is None or watched.has_streams or id(work) in opened:
-                    follow(watched, number, work, tensor, is_message, now_ns)
-                else:
-                    opened[id(work)] = number, watched, weakref.ref(work), MESSAGE if is_message else watched.seen
+                follow(watched, number, work, tensor, is_message, now_ns)
                 if self._is_checking and not is_message:
                     self._check(watched, work, operation, tensor, site_from(frame))
             return work

@@ -29,8 +29,8 @@ try:
 except (ImportError, OSError):
     IS_IN_C = False
 
-    def in_c(method: _Method) -> _Method:
-        """`method`, tried in C first, which declines all that is not as usual."""
+    def in_c(method: _Method, held: tuple[Any, ...] = ()) -> _Method:
+        """`method`, tried in C first, which declines all that is not as usual. held: of a function, what C needs."""
         return method
 
     def read_in_c(of: _Class) -> _Class:

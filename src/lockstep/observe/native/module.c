@@ -16,11 +16,13 @@ Class classes[] = {
      .slots = {"_activities", "_ended_ns", "_ends", "_followed", "_left", "_lookout", "_recorder", "_take_up"}},
     {.name = "StepEnds", .slots = {"operations"}},
     {.name = "Lookout", .slots = {"finding"}},
+    {.name = "WatchedGroup", .slots = {"collectives", "has_streams", "inside", "of_lines", "of_sites", "seen"}},
 };
 
 PyObject *comm_error, *get_frame, *monotonic_ns, *nothing, *partial;
 static PyObject *get_objects;
 PyObject *name_cuda, *name_initialized;
+PyObject *name_reduce_op, *name_root;
 PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
@@ -31,12 +33,17 @@ typedef struct {
     vectorcallfunc vectorcall;
     PyObject *plain; /* the method in Python */
     Way way;
+    PyObject *held; /* or NULL: what a function of Python's holds in its closure */
+    HeldWay held_way;
 } Quick;
 
 static PyObject *
 quick_call(Quick *self, PyObject *const *args, size_t count, PyObject *names)
 {
-    PyObject *answer = names == NULL ? self->way(args, PyVectorcall_NARGS(count)) : DECLINED;
+    Py_ssize_t given = PyVectorcall_NARGS(count);
+    PyObject *answer = DECLINED;
+    if (names == NULL)
+        answer = self->held == NULL ? self->way(args, given) : self->held_way(self->held, args, given);
     return answer == DECLINED ? PyObject_Vectorcall(self->plain, args, count, names) : answer;
 }
 
@@ -60,6 +67,7 @@ static void
 quick_dealloc(Quick *self)
 {
     Py_XDECREF(self->plain);
+    Py_XDECREF(self->held);
     PyObject_Free(self);
 }
 
@@ -99,31 +107,50 @@ quick_instances(PyObject *const *args, Py_ssize_t count)
 static const struct {
     const char *name;
     Way way;
+    HeldWay held_way; /* in the place of `way`: of a function that needs what its closure holds */
+    int (*can_go_by)(PyObject *held);
 } ways[] = {
-    {"FlightRecorder.enter", quick_enter}, {"FlightRecorder.stood", quick_stood}, {"StepClock.switch", quick_switch},
-    {"GuardLayer.submit", quick_submit},   {"RecordedWork.wait", quick_wait},     {"RecordedWork.__del__", quick_del},
-    {"Passing.passed", quick_passed},      {"instances", quick_instances},
-    {"in_line", quick_in_line},            {"outermost", quick_outermost},        {"sums_of", quick_sums_of},
+    {"FlightRecorder.enter", quick_enter, NULL, NULL},
+    {"FlightRecorder.stood", quick_stood, NULL, NULL},
+    {"StepClock.switch", quick_switch, NULL, NULL},
+    {"GuardLayer.submit", quick_submit, NULL, NULL},
+    {"RecordedWork.wait", quick_wait, NULL, NULL},
+    {"RecordedWork.__del__", quick_del, NULL, NULL},
+    {"Passing.passed", quick_passed, NULL, NULL},
+    {"instances", quick_instances, NULL, NULL},
+    {"in_line", quick_in_line, NULL, NULL},
+    {"outermost", quick_outermost, NULL, NULL},
+    {"sums_of", quick_sums_of, NULL, NULL},
+    {"TorchWatch._noting.<locals>.call", NULL, quick_noting, can_note},
+    {"TorchWatch._leaving.<locals>.wait", NULL, quick_leaving, can_leave},
 };
+enum { WAYS = sizeof(ways) / sizeof(*ways) };
 
-/* in_c(method): that, tried here first. */
+/* in_c(method), in_c(function, held): that, tried here first. */
 static PyObject *
-in_c(PyObject *Py_UNUSED(module), PyObject *plain)
+in_c(PyObject *Py_UNUSED(module), PyObject *args)
 {
-    PyObject *name = PyObject_GetAttrString(plain, "__qualname__");
-    const char *wanted = name == NULL ? NULL : PyUnicode_AsUTF8(name);
-    Way way = NULL;
-    for (size_t at = 0; wanted != NULL && at < sizeof(ways) / sizeof(*ways); at++)
-        if (strcmp(wanted, ways[at].name) == 0)
-            way = ways[at].way;
-    if (wanted != NULL && way == NULL)
+    PyObject *plain, *held = NULL, *name;
+    if (!PyArg_ParseTuple(args, "O|O!", &plain, &PyTuple_Type, &held) ||
+        (name = PyObject_GetAttrString(plain, "__qualname__")) == NULL)
+        return NULL;
+    const char *wanted = PyUnicode_AsUTF8(name);
+    size_t at = 0;
+    while (wanted != NULL && at < WAYS && strcmp(wanted, ways[at].name) != 0)
+        at++;
+    int is_known = wanted != NULL && at < WAYS && (held == NULL ? ways[at].way != NULL : ways[at].held_way != NULL);
+    if (wanted != NULL && !is_known)
         PyErr_Format(PyExc_LookupError, "%s is not in C", wanted);
-    Py_XDECREF(name);
-    Quick *made = way == NULL ? NULL : PyObject_New(Quick, &QuickType);
+    else if (is_known && held != NULL && !ways[at].can_go_by(held))
+        PyErr_Format(PyExc_TypeError, "%s does not go by %R", wanted, held);
+    Py_DECREF(name);
+    Quick *made = PyErr_Occurred() ? NULL : PyObject_New(Quick, &QuickType);
     if (made != NULL) {
         made->vectorcall = (vectorcallfunc)quick_call;
         made->plain = Py_NewRef(plain);
-        made->way = way;
+        made->way = ways[at].way;
+        made->held = Py_XNewRef(held);
+        made->held_way = ways[at].held_way;
     }
     return (PyObject *)made;
 }
@@ -152,7 +179,9 @@ read_in_c(PyObject *Py_UNUSED(module), PyObject *type)
     return Py_NewRef(type);
 }
 
-static PyMethodDef methods[] = {{"in_c", in_c, METH_O, NULL}, {"read_in_c", read_in_c, METH_O, NULL}, {NULL}};
+static PyMethodDef methods[] = {
+    {"in_c", in_c, METH_VARARGS, NULL}, {"read_in_c", read_in_c, METH_O, NULL}, {NULL},
+};
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_methods", .m_size = -1, .m_methods = methods};
 
 static const struct {
@@ -168,6 +197,8 @@ static const struct {
     {&name_cuda, NULL, "torch.cuda"},
     {&name_initialized, NULL, "_initialized"},
     {&name_inside, NULL, "inside"},
+    {&name_reduce_op, NULL, "reduceOp"},
+    {&name_root, NULL, "rootRank"},
     {&name_seen, NULL, "seen"},
     {&name_sequence, NULL, "_get_sequence_number_for_group"},
     {&name_submit, NULL, "submit"},

@@ -1,98 +1,10 @@
 /* An operation from its asking to its end: see `recording.py`. */
 
 #include "held.h"
-#include <frameobject.h>
 
 enum { DEPTH = 2 }; /* frames from who submits an all_reduce to who has asked for it */
 
-#if PY_VERSION_HEX < 0x030b0000
-#define PyFrame_GetLasti(frame) ((frame)->f_lasti < 0 ? -1 : (frame)->f_lasti * (int)sizeof(_Py_CODEUNIT))
-#endif
-
 /* ---------------------------------------------------------------- GuardLayer.submit */
-
-/* Who has asked for an all_reduce; a new reference, or NULL without an error. No frame is made of those in between. */
-static PyFrameObject *
-who_asked(void)
-{
-    PyObject *depth = PyLong_FromLong(DEPTH), *frame = depth == NULL ? NULL : PyObject_CallOneArg(get_frame, depth);
-    Py_XDECREF(depth);
-    if (frame == NULL)
-        PyErr_Clear(); /* the stack is not so deep */
-    return (PyFrameObject *)frame;
-}
-
-/* What a tensor is like, as DLPack has it: told by torch without an object of Python's for each size. */
-enum { SIZES_MAX = 6 };
-typedef struct {
-    void *data;
-    int32_t device[2], sizes, dtype;
-    int64_t *shape, *strides;
-    uint64_t offset;
-} Told; /* DLTensor */
-typedef struct {
-    uint32_t major, minor;
-    void *others[4];
-    int (*tell)(PyObject *tensor, Told *told);
-} Exchange; /* DLPackExchangeAPI, whose layout is the same for all of version 1 */
-static PyTypeObject *tensor_type; /* torch.Tensor, whose API `exchange` is; NULL before it was asked for */
-static const Exchange *exchange;
-
-/* Ask torch for it, once it is there. */
-static void
-find_exchange(void)
-{
-    PyObject *name = PyUnicode_FromString("torch"), *torch = name == NULL ? NULL : PyImport_GetModule(name);
-    PyObject *type = torch == NULL ? NULL : PyObject_GetAttrString(torch, "Tensor");
-    PyObject *capsule = type == NULL ? NULL : PyObject_GetAttrString(type, "__dlpack_c_exchange_api__");
-    const Exchange *found = capsule == NULL ? NULL : PyCapsule_GetPointer(capsule, "dlpack_exchange_api");
-    if (type != NULL && PyType_Check(type))
-        tensor_type = (PyTypeObject *)Py_NewRef(type); /* for good */
-    if (found != NULL && found->major == 1)
-        exchange = found;
-    PyErr_Clear(); /* torch before 2.10 has none */
-    Py_XDECREF(capsule);
-    Py_XDECREF(type);
-    Py_XDECREF(torch);
-    Py_XDECREF(name);
-}
-
-/* What was found last for calls that fall on the same place: as `of_lines` has it, found again without a key. */
-typedef struct {
-    PyObject *of_lines, *code, *reduce, *label, *words; /* kept for as long as they are here */
-    int32_t instruction, sizes, dtype;
-    int64_t shape[SIZES_MAX];
-} Line;
-static Line lines[64];
-
-/* The line has what this tensor is like, which is of torch's own class: no other's code runs for that. */
-static int
-describe(Line *line, PyObject *tensor)
-{
-    Told told;
-    if (tensor_type == NULL)
-        find_exchange();
-    if (exchange == NULL || exchange->tell == NULL || Py_TYPE(tensor) != tensor_type)
-        return 0;
-    if (exchange->tell(tensor, &told) != 0) {
-        PyErr_Clear(); /* of a dtype that DLPack has not */
-        return 0;
-    }
-    if (told.sizes > SIZES_MAX)
-        return 0;
-    line->sizes = told.sizes;
-    line->dtype = told.dtype;
-    memcpy(line->shape, told.shape, told.sizes * sizeof(int64_t));
-    return 1;
-}
-
-static int
-is_same(const Line *a, const Line *b)
-{
-    return a->of_lines == b->of_lines && a->code == b->code && a->instruction == b->instruction &&
-           a->reduce == b->reduce && a->label == b->label && a->sizes == b->sizes && a->dtype == b->dtype &&
-           memcmp(a->shape, b->shape, a->sizes * sizeof(int64_t)) == 0;
-}
 
 /* Found in `of_lines`: borrowed; NULL, maybe with an error, where it is not known. */
 static PyObject *
@@ -112,49 +24,22 @@ look_up(const Line *line, PyObject *tensor)
     return words;
 }
 
-static void
-keep_line(Line *place, Line found)
-{
-    Line before = *place;
-    PyObject *kept[] = {found.of_lines, found.code, found.reduce, found.label, found.words};
-    PyObject *left[] = {before.of_lines, before.code, before.reduce, before.label, before.words};
-    for (size_t at = 0; at < sizeof(kept) / sizeof(*kept); at++)
-        Py_INCREF(kept[at]);
-    *place = found; /* whole, before anything that was kept goes and calls who knows what */
-    for (size_t at = 0; at < sizeof(left) / sizeof(*left); at++)
-        Py_XDECREF(left[at]);
-}
-
 /* The words of this all_reduce in `of_lines`: a new reference; NULL, maybe with an error, where it is not known. */
 static PyObject *
 words_of(PyObject *op, PyObject *of_lines)
 {
     PyObject *inputs = PyTuple_GET_ITEM(op, 2), *words = NULL;
-    PyFrameObject *frame = NULL;
-    if (of_lines == NULL || !PyTuple_Check(inputs) || PyTuple_GET_SIZE(inputs) == 0)
-        return NULL;
-    if ((frame = who_asked()) == NULL)
+    Line line = {.of_lines = of_lines, .reduce = PyTuple_GET_ITEM(op, 5), .label = PyTuple_GET_ITEM(op, 7)};
+    if (of_lines == NULL || !PyTuple_Check(inputs) || PyTuple_GET_SIZE(inputs) == 0 || !line_at(DEPTH, &line))
         return NULL;
     PyObject *tensor = PyTuple_GET_ITEM(inputs, 0);
-    Line found = {
-        .of_lines = of_lines,
-        .code = (PyObject *)PyFrame_GetCode(frame),
-        .instruction = PyFrame_GetLasti(frame),
-        .reduce = PyTuple_GET_ITEM(op, 5),
-        .label = PyTuple_GET_ITEM(op, 7),
-    };
-    Line *place = &lines[((uintptr_t)found.code / 32 + (uintptr_t)of_lines / 32 + found.instruction / 2) % 64];
-    int is_described = describe(&found, tensor);
-    if (is_described && is_same(place, &found)) {
-        words = Py_NewRef(place->words);
-    } else if ((words = look_up(&found, tensor)) != NULL) {
+    int is_described = describe(&line, tensor);
+    if ((!is_described || (words = words_at(&line)) == NULL) && (words = look_up(&line, tensor)) != NULL) {
         Py_INCREF(words);
-        found.words = words;
         if (is_described)
-            keep_line(place, found);
+            keep_line(line, words);
     }
-    Py_DECREF(found.code);
-    Py_DECREF(frame);
+    Py_DECREF(line.code);
     return words;
 }
 

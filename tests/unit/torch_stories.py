@@ -1,0 +1,231 @@
+"""What is recorded of a random program that calls torch.distributed: as `native_stories.py`, of one rank of one.
+
+    python torch_stories.py FOLDER SEEDS
+
+Prints whether the calls are tried in C, then a story a line; then how many blocks Python holds more after many calls,
+and how many functions of lockstep's a call from the user's line has called, one from torch's, and one with its wait.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lockstep.observe.board import Board
+from lockstep.observe.flight import FlightRecorder, pack_words
+from lockstep.observe.guard import Guard
+from lockstep.observe.settings import GuardSettings
+from lockstep.observe.sights import flight_path
+from lockstep.observe.torch_watch import attach
+
+_ACTS = 200
+_DEEP = 5  # calls of torch's between the user's line and that of an operation
+_CALLS = "def through(call, *more):\n    return call(*more)\n"
+
+
+def torchs(name: str) -> Callable[..., Any]:
+    """A function of torch's, that calls what it is given."""
+    made: dict[str, Any] = {}
+    exec(compile(_CALLS, str(Path(torch.__file__).with_name(f"made_{name}.py")), "exec"), made)
+    return made["through"]
+
+
+class Story:
+    """One rank alone, over Gloo."""
+
+    def __init__(self, folder: Path, seed: int) -> None:
+        self.random = Random(seed)
+        self.recorder = FlightRecorder(flight_path(folder, 0), 0, 1)
+        self.guard = Guard(self.recorder, Board(folder, self.recorder, range(1)), GuardSettings("on", evidence=""))
+        self.told: list[object] = []
+        self.guard.saw = lambda error: self.told.append(f"saw {type(error).__name__}")
+        self.detach = attach(self.guard)
+        if self.random.random() < 0.7:
+            self.recorder.clock.close_reader = lambda: None
+        self.tensors = [torch.ones(2, 3), torch.ones(4), torch.ones(3, 2).t(), torch.ones(4, dtype=torch.int64)]
+        self.works: list[Any] = []
+        self.groups: list[Any] = [None, dist.new_group([0])]
+        self.deep = [torchs(name) for name in "abcdefgh"]
+
+    def keep(self, work: Any) -> None:
+        if work is not None:
+            self.works.append(work)
+
+    def reduce(self) -> None:
+        tensor, group, is_async = self.random.choice(self.tensors), self.random.choice(self.groups), self.is_async()
+        op = self.random.choice([dist.ReduceOp.SUM, dist.ReduceOp.MAX])
+        if self.random.random() < 0.5:
+            self.keep(dist.all_reduce(tensor, op, group, is_async))
+        else:
+            self.keep(dist.reduce(tensor, 0, op, group, is_async))
+
+    def is_async(self) -> bool:
+        return self.random.random() < 0.5
+
+    def spread(self) -> None:
+        tensor, is_async = self.random.choice(self.tensors), self.is_async()
+        self.keep(dist.broadcast(tensor, 0, async_op=is_async))
+
+    def gather(self) -> None:
+        """Into what does not fit, now and then: that raises, at once or where it is waited for."""
+        is_async, (more, kind) = (
+            self.is_async(),
+            self.random.choice([(0, torch.float32)] * 3 + [(0, torch.float64), (1, torch.float32)]),
+        )
+        into = torch.empty(
+            self.tensors[1].numel() + more * (not is_async), dtype=kind
+        )  # a second wait may not raise it
+        self.keep(dist.all_gather_into_tensor(into, self.tensors[1], async_op=is_async))
+
+    def scatter(self) -> None:
+        part = torch.empty_like(self.tensors[1])
+        self.keep(dist.reduce_scatter_tensor(part, self.tensors[1], async_op=self.is_async()))
+
+    def from_torch(self) -> None:
+        """From a line of torch's, as fully_shard does it, by ways of some lengths up to two lines of ours."""
+        call: Callable[..., Any] = partial(dist.all_reduce, self.random.choice(self.tensors), async_op=self.is_async())
+        for through in self.random.sample(self.deep[:6], self.random.choice([1, _DEEP])):
+            call = partial(through, call)
+        self.keep(self.deep[6](call) if self.random.random() < 0.5 else self.deep[7](call))
+
+    def otherwise(self) -> None:
+        """Not by one of torch's functions, or not of one tensor."""
+        group, tensor = dist.group.WORLD, self.random.choice(self.tensors)
+        assert group is not None
+        others: list[Callable[[], Any]] = [
+            lambda: group.allreduce([tensor]).wait(),
+            lambda: group.broadcast(tensor, 0).wait(),
+            lambda: dist.barrier(),
+            lambda: dist.all_gather([torch.empty_like(tensor)], tensor),
+            lambda: dist._broadcast_coalesced(group, [tensor], 1 << 20, 0),  # started by C++
+            lambda: dist.all_reduce(tensor.view(*[1] * 7, -1)),
+            lambda: dist.all_reduce(tensor=tensor),
+            lambda: dist.all_reduce(torch.nn.Parameter(torch.ones(2))),
+        ]
+        self.random.choice(others)()
+
+    def resize(self) -> None:
+        self.tensors[1] = torch.zeros(self.random.choice([4, 5, 6]))
+
+    def wait(self) -> None:
+        if self.works:
+            work = self.random.choice(self.works)  # maybe for a second time
+            self.told.append(work.wait(*self.random.choice([(), (), (torch.distributed.default_pg_timeout,)])))
+
+    def drop(self) -> None:
+        if self.works:
+            self.works.pop(self.random.randrange(len(self.works))).wait()
+
+    def elsewhere(self) -> None:
+        """In a thread of the program's own, whose operations belong to no step."""
+        thread = threading.Thread(target=self.act, args=(self.reduce,))
+        thread.start()
+        thread.join()
+
+    def end_step(self) -> None:
+        self.recorder.clock.is_brief = self.random.random() < 0.5
+        self.told.append([number for number, *_ in self.recorder.clock.waits])
+        self.guard.step_done()
+
+    def leave_for_later(self) -> None:
+        words = pack_words("later", "all_reduce float32 [1] sum", "train.py:1")
+        self.recorder.left.append(lambda: self.recorder.enter_all(iter([7]), words, 1, 3))
+
+    def act(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+        except Exception as error:  # noqa: BLE001
+            self.told.append(type(error).__name__)
+
+    def tell(self) -> str:
+        often = [self.reduce] * 4 + [self.wait] * 4 + [self.spread, self.gather, self.scatter, self.from_torch] * 2
+        seldom = [self.resize, self.otherwise, self.drop, self.elsewhere, self.end_step, self.leave_for_later]
+        for _ in range(_ACTS):
+            self.act(self.random.choice([*often, *seldom]))
+        for work in self.works:
+            self.act(work.wait)
+        self.works.clear()
+        self.recorder.take_up()
+        records = [one._replace(entered_ns=one.entered_ns > 0, left_ns=one.left_ns > 0) for one in self.guard.records()]
+        self.give_back()
+        return json.dumps([records, self.told, self.recorder.started])
+
+    def give_back(self) -> None:
+        self.detach()
+        self.guard.close()
+        dist.destroy_process_group(self.groups[1])
+
+    def blocks_after(self, times: int) -> int:
+        """How many blocks Python holds after so many rounds of calls, of which some fail."""
+        wrong = torch.empty(5)
+        for _ in range(times):
+            for tensor in self.tensors:
+                dist.all_reduce(tensor)
+                dist.broadcast(tensor, 0, async_op=True).wait()
+            try:
+                dist.all_gather_into_tensor(wrong, self.tensors[1])
+            except (RuntimeError, ValueError):
+                self.told.clear()
+            self.recorder.clock.waits.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    def calls_of_python(self) -> list[int]:
+        """Of calls that have been made before."""
+
+        def made_asynchronously() -> None:
+            dist.broadcast(self.tensors[0], 0, async_op=True).wait()
+
+        def made_by_torch() -> None:
+            call: Callable[..., Any] = partial(dist.all_reduce, self.tensors[0])
+            for through in self.deep:
+                call = partial(through, call)
+            call()
+
+        def count(frame: Any, event: str, _: object) -> None:
+            counts[-1] += event == "call" and "/lockstep/observe/" in frame.f_code.co_filename
+
+        counts: list[int] = []
+        for call in (lambda: dist.all_reduce(self.tensors[0]), made_by_torch, made_asynchronously):
+            for _ in range(3):
+                call()
+            counts.append(0)
+            sys.setprofile(count)
+            call()
+            sys.setprofile(None)
+        return counts
+
+
+def main(folder: Path, seeds: int) -> None:
+    """Tell so many stories."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    for number in range(seeds + 1):
+        here = folder / str(number)
+        here.mkdir()
+        story = Story(here, number)
+        if number == 0:
+            print(
+                type(vars(dist.ProcessGroup)["allreduce"]).__name__ == type(vars(dist.Work)["wait"]).__name__ == "Quick"
+            )
+        if number < seeds:
+            print(story.tell())
+            continue
+        story.blocks_after(300)
+        print(-story.blocks_after(100) + story.blocks_after(1000))
+        print(*story.calls_of_python())
+        story.give_back()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

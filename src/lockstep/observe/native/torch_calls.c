@@ -1,7 +1,7 @@
-/* Calls of torch's ProcessGroup and of its Works, of which C++ tells nobody: see `torch_watch.py`.
+/* Calls of the methods of torch's ProcessGroup, and of Work.wait: see `torch_watch.py`.
 
-   For the case that programs are made of: one of torch's own functions calls, from a line that is known, for one tensor
-   of a group whose collectives run on the CPU. */
+   For the case that programs are made of: one of torch's own functions calls, from a line that is known, for one tensor,
+   in a group whose collectives run on the CPU. */
 
 #include "held.h"
 
@@ -296,12 +296,12 @@ call_of(PyObject *opened, PyObject *work)
 {
     PyObject *id = PyLong_FromVoidPtr(work), *call = id == NULL ? NULL : PyDict_GetItemWithError(opened, id);
     Py_XDECREF(id);
+    int is_call = call != NULL && PyTuple_CheckExact(call) && PyTuple_GET_SIZE(call) == 4;
+    PyObject *its = is_call ? PyObject_CallNoArgs(PyTuple_GET_ITEM(call, 2)) : NULL; /* a weak reference */
+    call = its == work && PyLong_AsLongLong(PyTuple_GET_ITEM(call, 3)) >= 0 ? Py_NewRef(call) : NULL;
+    Py_XDECREF(its);
     PyErr_Clear();
-    if (call == NULL || !PyTuple_CheckExact(call) || PyTuple_GET_SIZE(call) != 4)
-        return NULL;
-    PyObject *weak = PyTuple_GET_ITEM(call, 2);
-    int is_its = PyWeakref_Check(weak) && PyWeakref_GetObject(weak) == work;
-    return is_its && PyLong_AsLongLong(PyTuple_GET_ITEM(call, 3)) >= 0 ? Py_NewRef(call) : NULL;
+    return call;
 }
 
 /* It has ended; -1 with an error. */

@@ -3,13 +3,15 @@
     python torch_stories.py FOLDER SEEDS
 
 Prints whether the calls are tried in C, then a story a line; then how many blocks Python holds more after many calls,
-and how many functions of lockstep's a call from the user's line has called, one from torch's, and one with its wait.
+and how many functions of lockstep's a call from the user's line has called, one from torch's, one with its wait, and a
+backward.
 """
 
 from __future__ import annotations
 
 import gc
 import json
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -24,8 +26,11 @@ import torch.distributed as dist
 from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.guard import Guard
+from lockstep.observe.pace import PACE
+from lockstep.observe.profile.torch_phases import TorchPhases
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.sights import flight_path
+from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_watch import attach
 
 _ACTS = 200
@@ -49,7 +54,11 @@ class Story:
         self.guard = Guard(self.recorder, Board(folder, self.recorder, range(1)), GuardSettings("on", evidence=""))
         self.told: list[object] = []
         self.guard.saw = lambda error: self.told.append(f"saw {type(error).__name__}")
-        self.detach = attach(self.guard)
+        self.undo = [attach(self.guard), BACKWARDS.attach()]
+        BACKWARDS.failed = self.guard.saw
+        BACKWARDS.phases = self.random.choice([None, None, TorchPhases(self.recorder.clock)])
+        BACKWARDS.are_shared = self.random.random() < 0.8  # else somebody waits for each backward
+        PACE.reset()
         if self.random.random() < 0.7:
             self.recorder.clock.close_reader = lambda: None
         self.tensors = [torch.ones(2, 3), torch.ones(4), torch.ones(3, 2).t(), torch.ones(4, dtype=torch.int64)]
@@ -126,6 +135,35 @@ class Story:
         if self.works:
             self.works.pop(self.random.randrange(len(self.works))).wait()
 
+    def backward(self) -> None:
+        """Of a loss that is finite, or not, or no single number; some fail, and some are waited for by others."""
+        weight = torch.ones(2, requires_grad=True, dtype=self.random.choice([torch.float32, torch.complex64]))
+        if self.random.random() < 0.1:
+            BACKWARDS.once.append(partial(self.told.append, "once"))
+        if self.random.random() < 0.1:
+            weight.register_hook(lambda grad: grad.sum() + self.random.choice([torch.ones(3, 4), "no tensor"]))
+        loss = (weight * self.random.choice([1.0, 1.0, 2.5, math.inf, math.nan])).real.sum()
+        if self.random.random() < 0.1:
+            BACKWARDS.scaled, loss = (loss * 8, loss), loss * 8
+        calls: list[Callable[[], Any]] = [
+            loss.backward,
+            lambda: loss.backward(retain_graph=True),
+            lambda: self.deep[0](loss.backward),
+            lambda: torch.autograd.backward([loss]),
+            lambda: torch.autograd.backward(loss, inputs=[weight]),
+            lambda: (weight * 2).real.backward(torch.ones(2)),
+        ]
+        PACE.is_brief = self.random.random() < 0.4
+        try:
+            for _ in range(2):  # the second fails, unless the graph was retained
+                self.random.choice([*calls, *[loss.backward] * 5])()
+        finally:
+            losses = [(repr(value), site) for value, site in BACKWARDS.losses]
+            self.told += [BACKWARDS.step_site, BACKWARDS.is_sound, losses, len(BACKWARDS.recent), PACE.is_brief]
+            self.told.append([phase for phase, _ in self.recorder.clock.marks])
+            if self.random.random() < 0.3:
+                BACKWARDS.losses, BACKWARDS.recent, BACKWARDS.is_sound = [], [], None
+
     def elsewhere(self) -> None:
         """In a thread of the program's own, whose operations belong to no step."""
         thread = threading.Thread(target=self.act, args=(self.reduce,))
@@ -149,6 +187,7 @@ class Story:
 
     def tell(self) -> str:
         often = [self.reduce] * 4 + [self.wait] * 4 + [self.spread, self.gather, self.scatter, self.from_torch] * 2
+        often += [self.backward] * 3
         seldom = [self.resize, self.otherwise, self.drop, self.elsewhere, self.end_step, self.leave_for_later]
         for _ in range(_ACTS):
             self.act(self.random.choice([*often, *seldom]))
@@ -161,7 +200,8 @@ class Story:
         return json.dumps([records, self.told, self.recorder.started])
 
     def give_back(self) -> None:
-        self.detach()
+        for call in reversed(self.undo):
+            call()
         self.guard.close()
         dist.destroy_process_group(self.groups[1])
 
@@ -169,6 +209,7 @@ class Story:
         """How many blocks Python holds after so many rounds of calls, of which some fail."""
         wrong = torch.empty(5)
         for _ in range(times):
+            torch.ones(1, requires_grad=True).sum().backward()
             for tensor in self.tensors:
                 dist.all_reduce(tensor)
                 dist.broadcast(tensor, 0, async_op=True).wait()
@@ -192,11 +233,16 @@ class Story:
                 call = partial(through, call)
             call()
 
+        def backward() -> None:
+            torch.ones(1, requires_grad=True).sum().backward()
+
         def count(frame: Any, event: str, _: object) -> None:
             counts[-1] += event == "call" and "/lockstep/observe/" in frame.f_code.co_filename
 
         counts: list[int] = []
-        for call in (lambda: dist.all_reduce(self.tensors[0]), made_by_torch, made_asynchronously):
+        calls = lambda: dist.all_reduce(self.tensors[0]), made_by_torch, made_asynchronously, backward
+        BACKWARDS.phases, BACKWARDS.once = None, []
+        for call in calls:
             for _ in range(3):
                 call()
             counts.append(0)

@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import final
 
+from lockstep.observe.native import read_in_c
+
 FIRST = 128  # steps of this process, all looked at
 EVERY = 16  # of later ones, on average
 SHORT_NS = 50_000_000  # longer steps are all looked at
 
 
 @final
+@read_in_c
 class Pace:
     """Of one process; the thread whose steps these are calls it."""
 

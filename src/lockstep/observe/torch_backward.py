@@ -18,8 +18,9 @@ from time import monotonic_ns
 from typing import Any, final
 
 from lockstep.observe.call_site import SITES, backward_site, site_from
+from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.pace import PACE
-from lockstep.observe.patches import SharedPatches
+from lockstep.observe.patches import SharedPatches, pass_by
 from lockstep.observe.profile.phases import BACKWARD, OPTIMIZER, OTHER, TAIL
 from lockstep.observe.torch_batches import Timed
 from lockstep.observe.torch_import import when_imported
@@ -31,8 +32,11 @@ Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it;
 
 
 @final
+@read_in_c
 class Backwards(SharedPatches):
     """Those of one process. Nothing is kept unless somebody has attached it."""
+
+    __slots__ = ("_places", "failed", "is_sound", "losses", "once", "phases", "recent", "scaled", "step_site")
 
     def _end(self) -> None:
         self.phases: Timed | None = None
@@ -112,7 +116,6 @@ class Backwards(SharedPatches):
     def _seeing(self, autograd: Any, old: Callable[..., None]) -> Callable[..., None]:
         method = self._plain.backward.__code__  # as a rule between the user's line and this
 
-        @functools.wraps(old)
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 if self._places[1] is not backward:  # put back by somebody who had wrapped it meanwhile
@@ -170,6 +173,9 @@ class Backwards(SharedPatches):
                 self.failed(error)
                 raise
 
+        plain = backward
+        backward = in_c(plain, (old, method, self, backward_site, SITES, self._plain, PACE))
+        pass_by(functools.update_wrapper(plain, old))
         self._places = autograd, backward, old
         return backward
 

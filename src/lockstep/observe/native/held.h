@@ -7,19 +7,23 @@
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
+#include <math.h>
 #include <stdint.h>
 
 #define DECLINED Py_NotImplemented /* borrowed: the method is to be called */
 enum { LISTED_MAX = 4096 };        /* WAITS and MARKS of `step_clock.py` */
 
 typedef PyObject *(*Way)(PyObject *const *args, Py_ssize_t count);
-typedef PyObject *(*HeldWay)(PyObject *held, PyObject *const *args, Py_ssize_t count);
+typedef PyObject *(*HeldWay)(PyObject *held, PyObject *const *args, Py_ssize_t count, PyObject *names);
 PyObject *quick_enter(PyObject *const *, Py_ssize_t), *quick_stood(PyObject *const *, Py_ssize_t);
 PyObject *quick_switch(PyObject *const *, Py_ssize_t), *quick_submit(PyObject *const *, Py_ssize_t);
 PyObject *quick_wait(PyObject *const *, Py_ssize_t), *quick_del(PyObject *const *, Py_ssize_t);
 PyObject *quick_passed(PyObject *const *, Py_ssize_t), *quick_in_line(PyObject *const *, Py_ssize_t);
-PyObject *quick_noting(PyObject *, PyObject *const *, Py_ssize_t), *quick_leaving(PyObject *, PyObject *const *, Py_ssize_t);
-int can_note(PyObject *held), can_leave(PyObject *held);
+PyObject *quick_noting(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
+PyObject *quick_leaving(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
+PyObject *quick_backward(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
+int can_note(PyObject *held), can_leave(PyObject *held), can_see(PyObject *held);
+int is_held_by(PyObject *quick, PyObject *held);
 PyObject *quick_outermost(PyObject *const *, Py_ssize_t), *quick_sums_of(PyObject *const *, Py_ssize_t);
 
 /* ---------------------------------------------------------------- classes, and what is in their slots */
@@ -31,7 +35,7 @@ typedef struct {
     Py_ssize_t at[20]; /* of its slots */
 } Class;
 
-enum { RECORDER, CLOCK, LAYER, WORK, PASSING, ENDS, LOOKOUT, WATCHED, CLASSES };
+enum { RECORDER, CLOCK, LAYER, WORK, PASSING, ENDS, LOOKOUT, WATCHED, BACKWARDS, PACER, CLASSES };
 enum { R_DIGESTS, R_MEMORY, R_NUMBERS, R_OWNER, R_CLOCK, R_LEFT, R_STARTED, R_STEP };
 enum { C_FIRST, C_LEFT, C_BEGAN_NS, C_BEGINS_WITH_MARK, C_CLOSE_READER, C_GPU, C_IS_BRIEF, C_MARKS, C_OWNER, C_REST };
 enum { C_SAMPLES = C_REST + 1, C_STEP, C_SUMMED_NS, C_TIME, C_VALUES, C_WAITS };
@@ -40,6 +44,8 @@ enum { W_ERRORS, W_LAYER, W_NUMBER, W_OTHERS, W_WORK };
 enum { P_ACTIVITIES, P_ENDED_NS, P_ENDS, P_FOLLOWED, P_LEFT, P_LOOKOUT, P_RECORDER, P_TAKE_UP };
 enum { E_OPERATIONS };
 enum { O_FINDING };
+enum { B_FAILED, B_IS_SOUND, B_LOSSES, B_ONCE, B_PHASES, B_PLACES, B_RECENT, B_SCALED, B_STEP_SITE };
+enum { E_IS_BRIEF };
 enum { G_COLLECTIVES, G_HAS_STREAMS, G_INSIDE, G_OF_LINES, G_OF_SITES, G_SEEN };
 extern Class classes[];
 
@@ -76,7 +82,7 @@ is_owner(PyObject *object, int class, int slot)
 extern PyObject *comm_error, *get_frame, *monotonic_ns, *partial;
 extern PyObject *nothing; /* () */
 extern PyObject *name_cuda, *name_initialized;
-extern PyObject *name_reduce_op, *name_root;
+extern PyObject *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 extern PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
@@ -97,6 +103,7 @@ PyObject *words_at(const Line *line);
 void keep_line(Line line, PyObject *words);
 
 int64_t now(void);
+void tell(PyObject *saw);
 long long next_of(PyObject *numbers);
 int can_enter(PyObject *recorder, PyObject *words);
 long long enter(PyObject *recorder, long long seq, PyObject *words, int is_message, int64_t now_ns);

@@ -17,12 +17,15 @@ Class classes[] = {
     {.name = "StepEnds", .slots = {"operations"}},
     {.name = "Lookout", .slots = {"finding"}},
     {.name = "WatchedGroup", .slots = {"collectives", "has_streams", "inside", "of_lines", "of_sites", "seen"}},
+    {.name = "Backwards",
+     .slots = {"failed", "is_sound", "losses", "once", "phases", "_places", "recent", "scaled", "step_site"}},
+    {.name = "Pace", .slots = {"is_brief"}},
 };
 
 PyObject *comm_error, *get_frame, *monotonic_ns, *nothing, *partial;
 static PyObject *get_objects;
 PyObject *name_cuda, *name_initialized;
-PyObject *name_reduce_op, *name_root;
+PyObject *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
@@ -42,8 +45,10 @@ quick_call(Quick *self, PyObject *const *args, size_t count, PyObject *names)
 {
     Py_ssize_t given = PyVectorcall_NARGS(count);
     PyObject *answer = DECLINED;
-    if (names == NULL)
-        answer = self->held == NULL ? self->way(args, given) : self->held_way(self->held, args, given);
+    if (self->held != NULL)
+        answer = self->held_way(self->held, args, given, names);
+    else if (names == NULL)
+        answer = self->way(args, given);
     return answer == DECLINED ? PyObject_Vectorcall(self->plain, args, count, names) : answer;
 }
 
@@ -85,6 +90,13 @@ static PyTypeObject QuickType = {
     .tp_members = quick_members,
 };
 
+/* Whether it is a function that `in_c` was given with that. */
+int
+is_held_by(PyObject *quick, PyObject *held)
+{
+    return Py_TYPE(quick) == &QuickType && ((Quick *)quick)->held == held;
+}
+
 /* The list of all objects is gone before another thread runs. */
 static PyObject *
 quick_instances(PyObject *const *args, Py_ssize_t count)
@@ -123,6 +135,7 @@ static const struct {
     {"sums_of", quick_sums_of, NULL, NULL},
     {"TorchWatch._noting.<locals>.call", NULL, quick_noting, can_note},
     {"TorchWatch._leaving.<locals>.wait", NULL, quick_leaving, can_leave},
+    {"Backwards._seeing.<locals>.backward", NULL, quick_backward, can_see},
 };
 enum { WAYS = sizeof(ways) / sizeof(*ways) };
 
@@ -197,6 +210,9 @@ static const struct {
     {&name_cuda, NULL, "torch.cuda"},
     {&name_initialized, NULL, "_initialized"},
     {&name_inside, NULL, "inside"},
+    {&name_is_cpu, NULL, "is_cpu"},
+    {&name_item, NULL, "item"},
+    {&name_numel, NULL, "numel"},
     {&name_reduce_op, NULL, "reduceOp"},
     {&name_root, NULL, "rootRank"},
     {&name_seen, NULL, "seen"},

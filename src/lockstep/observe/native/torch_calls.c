@@ -193,7 +193,7 @@ add_inside(PyObject *watched, long more)
 }
 
 /* The program sees an error, which is set, and is so again unless `saw` raises another one. */
-static void
+void
 tell(PyObject *saw)
 {
     PyObject *type, *error, *traceback;
@@ -259,10 +259,10 @@ carry_out(PyObject *held, PyObject *watched, PyObject *const *args, Py_ssize_t c
 }
 
 PyObject *
-quick_noting(PyObject *held, PyObject *const *args, Py_ssize_t count)
+quick_noting(PyObject *held, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     PyObject *recorder = THEIR(held, RECORDING), *watched, *words, *before, *answer = DECLINED;
-    if (count < 2 || (PyObject *)Py_TYPE(args[0]) != THEIR(held, PLAIN))
+    if (names != NULL || count < 2 || (PyObject *)Py_TYPE(args[0]) != THEIR(held, PLAIN))
         return DECLINED;
     if (!can_stand(recorder) || (watched = followed_as(held, args[0])) == NULL)
         return DECLINED;
@@ -326,10 +326,10 @@ closed(PyObject *held, PyObject *work, PyObject *call, int64_t since_ns)
 }
 
 PyObject *
-quick_leaving(PyObject *held, PyObject *const *args, Py_ssize_t count)
+quick_leaving(PyObject *held, PyObject *const *args, Py_ssize_t count, PyObject *names)
 {
     PyObject *recorder = THEIR(held, RECORDING), *call, *type, *error, *traceback;
-    if (count != 1 || !can_stand(recorder) || (call = call_of(THEIR(held, OPENED), args[0])) == NULL)
+    if (names != NULL || count != 1 || !can_stand(recorder) || (call = call_of(THEIR(held, OPENED), args[0])) == NULL)
         return DECLINED;
     int64_t since_ns = now();
     PyObject *done = PyObject_Vectorcall(THEIR(held, OLD), args, 1, NULL);

@@ -4,7 +4,7 @@
 
 Prints whether the calls are tried in C, then a story a line; then how many blocks Python holds more after many calls,
 and how many functions of lockstep's a call from the user's line has called, one from torch's, one with its wait, and a
-backward.
+backward with the step of an optimizer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from lockstep.observe.profile.torch_phases import TorchPhases
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.sights import flight_path
 from lockstep.observe.torch_backward import BACKWARDS
+from lockstep.observe.torch_gradients import GradientFacts
+from lockstep.observe.torch_optimizers import OPTIMIZERS
 from lockstep.observe.torch_watch import attach
 
 _ACTS = 200
@@ -57,6 +59,8 @@ class Story:
         self.undo = [attach(self.guard), BACKWARDS.attach()]
         BACKWARDS.failed = self.guard.saw
         BACKWARDS.phases = self.random.choice([None, None, TorchPhases(self.recorder.clock)])
+        self.looks = OPTIMIZERS.looks = GradientFacts(self.guard, lambda optimizer: [])
+        OPTIMIZERS.phases = self.random.choice([None, None, TorchPhases(self.recorder.clock)])
         BACKWARDS.are_shared = self.random.random() < 0.8  # else somebody waits for each backward
         PACE.reset()
         if self.random.random() < 0.7:
@@ -164,6 +168,26 @@ class Story:
             if self.random.random() < 0.3:
                 BACKWARDS.losses, BACKWARDS.recent, BACKWARDS.is_sound = [], [], None
 
+    def optimize(self) -> None:
+        """A step of an optimizer, in a loop that marks its own, or does not; some are looked at."""
+        looks, weight = self.looks, torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        self.recorder.clock.is_marked = self.random.random() < 0.7
+        PACE.is_brief = False
+        if self.random.random() < 0.9:
+            (weight * self.random.choice([1.0, 1.0, 1.0, math.nan])).sum().backward()
+        BACKWARDS.own.extend([torch.ones(1)] * self.random.randrange(3))
+        looks.due_ns = looks._due_ns = self.random.choice([0.0, math.inf, math.inf])
+        for _ in range(self.random.choice([1, 1, 2])):
+            optimizer.step()
+            seen = [[step, repr(losses), len(own), applied] for step, losses, own, applied in looks.seen]
+            self.told += [seen[-2:], len(seen), len(OPTIMIZERS._begun), OPTIMIZERS._is_unseen]
+            self.told += [len(BACKWARDS.recent), len(BACKWARDS.own), BACKWARDS.is_sound, self.recorder.step]
+            self.told.append(OPTIMIZERS._marked() is optimizer)
+        if self.recorder.clock.is_marked:
+            OPTIMIZERS.step_done()
+        self.recorder.clock.is_marked = False
+
     def elsewhere(self) -> None:
         """In a thread of the program's own, whose operations belong to no step."""
         thread = threading.Thread(target=self.act, args=(self.reduce,))
@@ -187,7 +211,7 @@ class Story:
 
     def tell(self) -> str:
         often = [self.reduce] * 4 + [self.wait] * 4 + [self.spread, self.gather, self.scatter, self.from_torch] * 2
-        often += [self.backward] * 3
+        often += [self.backward] * 3 + [self.optimize] * 2
         seldom = [self.resize, self.otherwise, self.drop, self.elsewhere, self.end_step, self.leave_for_later]
         for _ in range(_ACTS):
             self.act(self.random.choice([*often, *seldom]))
@@ -207,9 +231,14 @@ class Story:
 
     def blocks_after(self, times: int) -> int:
         """How many blocks Python holds after so many rounds of calls, of which some fail."""
-        wrong = torch.empty(5)
+        wrong, weight = torch.empty(5), torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        self.recorder.clock.is_marked = True
+        BACKWARDS.once = []
+        OPTIMIZERS.phases = BACKWARDS.phases = None
         for _ in range(times):
-            torch.ones(1, requires_grad=True).sum().backward()
+            optimizer.step()
+            weight.sum().backward()
             for tensor in self.tensors:
                 dist.all_reduce(tensor)
                 dist.broadcast(tensor, 0, async_op=True).wait()
@@ -218,6 +247,8 @@ class Story:
             except (RuntimeError, ValueError):
                 self.told.clear()
             self.recorder.clock.waits.clear()
+            BACKWARDS.losses.clear()
+            self.looks.seen.clear()
         gc.collect()
         return sys.getallocatedblocks()
 
@@ -233,15 +264,19 @@ class Story:
                 call = partial(through, call)
             call()
 
+        weight = torch.ones(1, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], 0.1)
+        self.recorder.clock.is_marked, self.looks.due_ns = True, math.inf
+
         def backward() -> None:
-            torch.ones(1, requires_grad=True).sum().backward()
+            weight.sum().backward()
+            optimizer.step()
 
         def count(frame: Any, event: str, _: object) -> None:
             counts[-1] += event == "call" and "/lockstep/observe/" in frame.f_code.co_filename
 
         counts: list[int] = []
         calls = lambda: dist.all_reduce(self.tensors[0]), made_by_torch, made_asynchronously, backward
-        BACKWARDS.phases, BACKWARDS.once = None, []
         for call in calls:
             for _ in range(3):
                 call()

@@ -55,10 +55,8 @@ def call_site(depth: int = 1) -> str:
     if steps > _DEEP and is_users(found.f_code.co_filename):
         if len(WAYS) >= _REMEMBERED:
             WAYS.clear()
-        users = depth + steps
-        below = [
-            *map(_getframe, range(users - 1, users - 1 - _DEEP, -1))
-        ]  # not in a comprehension, which may have a frame
+        # in a comprehension, which may have a frame, each would be one further away
+        below = [*map(_getframe, range(depth + steps - 1, depth + steps - 1 - _DEEP, -1))]
         new = Way(steps, found.f_code, found.f_lasti, [frame.f_code for frame in below], site)
         WAYS[line] = frame.f_code, [new, *ways[: _MANY_WAYS - 1]]
     return site

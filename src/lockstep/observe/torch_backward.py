@@ -36,7 +36,7 @@ Loss = tuple[Any, str]  # (its value, or on a device a tensor that will have it;
 class Backwards(SharedPatches):
     """Those of one process. Nothing is kept unless somebody has attached it."""
 
-    __slots__ = ("_places", "failed", "is_sound", "losses", "once", "phases", "recent", "scaled", "step_site")
+    __slots__ = ("_places", "failed", "is_sound", "losses", "once", "own", "phases", "recent", "scaled", "step_site")
 
     def _end(self) -> None:
         self.phases: Timed | None = None

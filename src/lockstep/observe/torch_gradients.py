@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, final
 from lockstep.observe.call_site import backward_site, call_site
 from lockstep.observe.facts import FINITE, NEVER_FINITE, UNTIL
 from lockstep.observe.guard import Guard
+from lockstep.observe.native import read_in_c
 from lockstep.observe.pace import PACE
 from lockstep.observe.settings import FIRST_STEPS
 from lockstep.observe.torch_backward import BACKWARDS, SMALL, Loss
@@ -44,8 +45,11 @@ Named = Callable[[Any], list[tuple[str, Any]]]  # the parameters of an optimizer
 
 
 @final
+@read_in_c
 class GradientFacts:
     """Of one rank."""
+
+    __slots__ = ("__dict__", "__weakref__", "due_ns", "recorder", "seen")
 
     def __init__(self, guard: Guard, named: Named) -> None:
         self.recorder = guard.recorder

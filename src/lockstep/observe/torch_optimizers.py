@@ -14,6 +14,7 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
 from lockstep.observe.call_site import call_site
+from lockstep.observe.native import in_c, read_in_c
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import SharedPatches
 from lockstep.observe.profile.phases import FORWARD, OPTIMIZER, OTHER
@@ -38,10 +39,14 @@ def params_of(optimizer: Any) -> list[Any]:
 
 
 @final
+@read_in_c
 class Optimizers(SharedPatches):
     """Those of one process. An optimizer whose step calls that of its parent class steps once: when that has ended."""
 
+    __slots__ = ("_begun", "_is_unseen", "_marked", "backwards", "looks", "phases", "steps")
+
     def _end(self) -> None:
+        self.backwards = BACKWARDS
         self.phases: Timed | None = None
         self.looks: GradientFacts | None = None  # called where it is due, or a loss is not finite or not known
         self.steps: TorchSteps | None = None
@@ -109,6 +114,7 @@ class Optimizers(SharedPatches):
         if self.steps is not None:
             self.steps.plan()
 
+    @in_c
     def _begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._is_unseen = False
         phases, backwards = self.phases, BACKWARDS
@@ -123,6 +129,7 @@ class Optimizers(SharedPatches):
             if monotonic_ns() >= looks.due_ns or not is_sound:
                 looks.look(optimizer)
 
+    @in_c
     def _ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         before = self._begun.pop(id(optimizer), None)
         if before is None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any, final
 
+from lockstep.observe.native import read_in_c
 from lockstep.observe.pace import PACE
 from lockstep.observe.torch_backward import BACKWARDS
 from lockstep.observe.torch_optimizers import params_of
@@ -69,7 +70,9 @@ class StepCounter:
         if self.leader() is optimizer:
             return self._follow(1, operations)
         self.leads_alone = False
-        is_shared, trained = self._shares(optimizer), self._trained()
+        if optimizer not in self._shared:
+            self._shared[optimizer] = self._is_shared(optimizer)
+        is_shared, trained = self._shared[optimizer], self._trained()
         is_made_anew = trained is not None and any(param is trained for param in params_of(optimizer))
         key = self if is_made_anew else optimizer
         steps, since = self._others.get(key, (0, self._led if is_shared else begun))
@@ -88,11 +91,6 @@ class StepCounter:
         self._needed = (_TAKES_OVER, _TAKES_OVER_UNSEEN) if is_shared else (1, _TAKES_OVER)
         return self._follow(steps, operations)
 
-    def _shares(self, optimizer: Any) -> bool:
-        if optimizer not in self._shared:
-            self._shared[optimizer] = self._is_shared(optimizer)
-        return self._shared[optimizer]
-
     def _follow(self, steps: int, operations: int) -> int:
         self._led = operations
         self.leads_alone = True
@@ -101,8 +99,11 @@ class StepCounter:
 
 
 @final
+@read_in_c
 class TorchSteps:
     """When a step of this rank ends."""
+
+    __slots__ = ("__dict__", "__weakref__", "clock")
 
     def __init__(self, guard: Guard, groups: TorchGroups) -> None:
         self.guard, self._recorder, self.groups = guard, guard.recorder, groups

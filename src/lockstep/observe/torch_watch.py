@@ -108,20 +108,19 @@ class TorchWatch:
         """Functional collectives are there, which DTensor and torch.compile make."""
         self.patches.add(watch_functional(self._groups.known, self._groups.first_uses))
 
-    def _replace(self, owner: Any, name: str, wrap: Wrap, holds: Callable[[Any], Any] | None = None) -> None:
-        """holds: what C needs in the place of a closure, to try each call first; see `native/torch_calls.c`."""
-
+    def _replace(self, owner: Any, name: str, wrap: Wrap, c_holds: Callable[[Any], Any] | None = None) -> None:
         # torch's C++ asks a Python subclass for its own `name`, and takes what we put into the class for one; it sees
         # that it was called by just that, and does not call it again, by the name of the code
         def named(old: Callable[..., Any]) -> Callable[..., Any]:
             new = wrap(old)
             new.__code__ = new.__code__.replace(co_name=name)  # type: ignore[attr-defined]
             pass_by(new)
-            return new if holds is None or self._is_checking else in_c(new, holds(old))
+            return new if c_holds is None or self._is_checking else in_c(new, c_holds(old))
 
         self.patches.replace(owner, name, named)
 
     def _noting_holds(self, name: str, doors: set[int], old: Callable[..., Any]) -> tuple[Any, ...]:
+        """What C needs in the place of the closure that `_noting` makes: see `native/torch_calls.c`."""
         groups, its, call, saw = self._groups, self.under_way, CALLS[name], self._guard.saw
         how = call.tensor[0], call.reduces, call.has_root, partial(read, name)
         return self._recorder, old, its.open, saw, its.follow, groups.plain, groups.followed, doors, WAYS, *how

@@ -24,6 +24,7 @@ PyObject *quick_leaving(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 PyObject *quick_backward(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 int can_note(PyObject *held), can_leave(PyObject *held), can_see(PyObject *held);
 int is_held_by(PyObject *quick, PyObject *held);
+PyObject *quick_begins(PyObject *const *, Py_ssize_t), *quick_ends(PyObject *const *, Py_ssize_t);
 PyObject *quick_outermost(PyObject *const *, Py_ssize_t), *quick_sums_of(PyObject *const *, Py_ssize_t);
 
 /* ---------------------------------------------------------------- classes, and what is in their slots */
@@ -35,17 +36,20 @@ typedef struct {
     Py_ssize_t at[20]; /* of its slots */
 } Class;
 
-enum { RECORDER, CLOCK, LAYER, WORK, PASSING, ENDS, LOOKOUT, WATCHED, BACKWARDS, PACER, CLASSES };
+enum { RECORDER, CLOCK, LAYER, WORK, PASSING, ENDS, LOOKOUT, WATCHED, BACKWARDS, PACER, OPTIMIZERS, GRADIENTS, TORCH_STEPS, CLASSES };
 enum { R_DIGESTS, R_MEMORY, R_NUMBERS, R_OWNER, R_CLOCK, R_LEFT, R_STARTED, R_STEP };
-enum { C_FIRST, C_LEFT, C_BEGAN_NS, C_BEGINS_WITH_MARK, C_CLOSE_READER, C_GPU, C_IS_BRIEF, C_MARKS, C_OWNER, C_REST };
-enum { C_SAMPLES = C_REST + 1, C_STEP, C_SUMMED_NS, C_TIME, C_VALUES, C_WAITS };
+enum { C_FIRST, C_LEFT, C_BEGAN_NS, C_BEGINS_WITH_MARK, C_CLOSE_READER, C_GPU, C_IS_BRIEF, C_IS_MARKED, C_MARKS, C_OWNER };
+enum { C_REST = C_OWNER + 1, C_SAMPLES, C_STEP, C_SUMMED_NS, C_TIME, C_VALUES, C_WAITS };
 enum { L_COLLECTIVES, L_OF_LINES, L_INNER, L_IS_QUEUED, L_RECORDER };
 enum { W_ERRORS, W_LAYER, W_NUMBER, W_OTHERS, W_WORK };
 enum { P_ACTIVITIES, P_ENDED_NS, P_ENDS, P_FOLLOWED, P_LEFT, P_LOOKOUT, P_RECORDER, P_TAKE_UP };
 enum { E_OPERATIONS };
 enum { O_FINDING };
-enum { B_FAILED, B_IS_SOUND, B_LOSSES, B_ONCE, B_PHASES, B_PLACES, B_RECENT, B_SCALED, B_STEP_SITE };
+enum { B_FAILED, B_IS_SOUND, B_LOSSES, B_ONCE, B_OWN, B_PHASES, B_PLACES, B_RECENT, B_SCALED, B_STEP_SITE };
 enum { E_IS_BRIEF };
+enum { Z_BEGUN, Z_IS_UNSEEN, Z_MARKED, Z_BACKWARDS, Z_LOOKS, Z_PHASES, Z_STEPS };
+enum { F_DUE_NS, F_RECORDER, F_SEEN };
+enum { T_CLOCK };
 enum { G_COLLECTIVES, G_HAS_STREAMS, G_INSIDE, G_OF_LINES, G_OF_SITES, G_SEEN };
 extern Class classes[];
 
@@ -82,7 +86,7 @@ is_owner(PyObject *object, int class, int slot)
 extern PyObject *comm_error, *get_frame, *monotonic_ns, *partial;
 extern PyObject *nothing; /* () */
 extern PyObject *name_cuda, *name_initialized;
-extern PyObject *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
+extern PyObject *name_append, *name_clear, *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 extern PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 

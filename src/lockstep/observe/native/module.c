@@ -8,8 +8,8 @@ Class classes[] = {
     {.name = "FlightRecorder",
      .slots = {"_digests", "_memory", "_numbers", "_owner", "clock", "left", "started", "step"}},
     {.name = "StepClock",
-     .slots = {"_first", "_left", "began_ns", "begins_with_mark", "close_reader", "gpu", "is_brief", "marks", "owner",
-               "rest", "samples", "step", "summed_ns", "time", "values", "waits"}},
+     .slots = {"_first", "_left", "began_ns", "begins_with_mark", "close_reader", "gpu", "is_brief", "is_marked",
+               "marks", "owner", "rest", "samples", "step", "summed_ns", "time", "values", "waits"}},
     {.name = "GuardLayer", .slots = {"_collectives", "_of_lines", "inner", "is_queued", "recorder"}},
     {.name = "RecordedWork", .slots = {"_errors", "_layer", "_number", "_others", "_work"}},
     {.name = "Passing",
@@ -18,14 +18,17 @@ Class classes[] = {
     {.name = "Lookout", .slots = {"finding"}},
     {.name = "WatchedGroup", .slots = {"collectives", "has_streams", "inside", "of_lines", "of_sites", "seen"}},
     {.name = "Backwards",
-     .slots = {"failed", "is_sound", "losses", "once", "phases", "_places", "recent", "scaled", "step_site"}},
+     .slots = {"failed", "is_sound", "losses", "once", "own", "phases", "_places", "recent", "scaled", "step_site"}},
     {.name = "Pace", .slots = {"is_brief"}},
+    {.name = "Optimizers", .slots = {"_begun", "_is_unseen", "_marked", "backwards", "looks", "phases", "steps"}},
+    {.name = "GradientFacts", .slots = {"due_ns", "recorder", "seen"}},
+    {.name = "TorchSteps", .slots = {"clock"}},
 };
 
 PyObject *comm_error, *get_frame, *monotonic_ns, *nothing, *partial;
 static PyObject *get_objects;
 PyObject *name_cuda, *name_initialized;
-PyObject *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
+PyObject *name_append, *name_clear, *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
 
@@ -129,6 +132,8 @@ static const struct {
     {"RecordedWork.wait", quick_wait, NULL, NULL},
     {"RecordedWork.__del__", quick_del, NULL, NULL},
     {"Passing.passed", quick_passed, NULL, NULL},
+    {"Optimizers._begins", quick_begins, NULL, NULL},
+    {"Optimizers._ends", quick_ends, NULL, NULL},
     {"instances", quick_instances, NULL, NULL},
     {"in_line", quick_in_line, NULL, NULL},
     {"outermost", quick_outermost, NULL, NULL},
@@ -210,6 +215,8 @@ static const struct {
     {&name_cuda, NULL, "torch.cuda"},
     {&name_initialized, NULL, "_initialized"},
     {&name_inside, NULL, "inside"},
+    {&name_append, NULL, "append"},
+    {&name_clear, NULL, "clear"},
     {&name_is_cpu, NULL, "is_cpu"},
     {&name_item, NULL, "item"},
     {&name_numel, NULL, "numel"},

@@ -53,7 +53,7 @@ class StepClock:
 
     __slots__ = (
         *("__dict__", "__weakref__", "_first", "_left", "began_ns", "begins_with_mark", "close_reader", "gpu"),
-        *("is_brief", "marks", "owner", "rest", "samples", "step", "summed_ns", "time", "values", "waits"),
+        *("is_brief", "is_marked", "marks", "owner", "rest", "samples", "step", "summed_ns", "time", "values", "waits"),
     )
 
     def __init__(self) -> None:

@@ -94,8 +94,7 @@ class Board:
     @property
     def told(self) -> ToldFacts:
         """What this rank has said of its training: all that others can see of it."""
-        facts = self._mine and self._mine.facts
-        return facts if isinstance(facts, ToldFacts) else _NOTHING
+        return facts if isinstance(facts := self._mine and self._mine.facts, ToldFacts) else _NOTHING
 
     def tell(self, status: Status) -> None:
         """Show the others how this rank is."""

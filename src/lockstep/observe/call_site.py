@@ -55,8 +55,7 @@ def call_site(depth: int = 1) -> str:
     if steps > _DEEP and is_users(found.f_code.co_filename):
         if len(WAYS) >= _REMEMBERED:
             WAYS.clear()
-        # in a comprehension, which may have a frame, each would be one further away
-        below = [*map(_getframe, range(depth + steps - 1, depth + steps - 1 - _DEEP, -1))]
+        below = [*map(_getframe, range(depth + steps - 1, depth + steps - 1 - _DEEP, -1))]  # comprehensions add a frame
         new = Way(steps, found.f_code, found.f_lasti, [frame.f_code for frame in below], site)
         WAYS[line] = frame.f_code, [new, *ways[: _MANY_WAYS - 1]]
     return site

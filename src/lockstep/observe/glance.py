@@ -100,7 +100,7 @@ class Glance:
 
     def _is_beside(self, records: Sequence[FlightRecord]) -> bool:
         """Whether there is something that a glance does not see."""
-        account, has_news = self._account, self._account.facts.news != self._board.told.news
+        account = self._account
         has_gpu = self._recorder.clock.gpu is not None or account.motion.is_queued()  # a look settles what has ended
-        is_odd = has_gpu or has_news or account.state != RUNNING or bool(account.activities)
-        return is_odd or any(record.has_notice for record in records)
+        has_news = account.facts.news != self._board.told.news or any(record.has_notice for record in records)
+        return has_gpu or has_news or account.state != RUNNING or bool(account.activities)

@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any
 
 from lockstep.observe.call_site import is_users, users_stack
+from lockstep.observe.native import standing
 
 _DEEPEST = 40  # frames that are kept, the innermost
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb", "pudb")
@@ -50,7 +51,8 @@ def is_in_torch(thread_id: int) -> bool:
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
     name = "" if frame is None else frame.f_code.co_filename
-    return not is_users(name) and any(f"{os.sep}{one}{os.sep}" in name for one in ("torch", "lockstep"))
+    is_torchs = not is_users(name) and any(f"{os.sep}{one}{os.sep}" in name for one in ("torch", "lockstep"))
+    return is_torchs or standing() == thread_id
 
 
 def backward_frame() -> FrameType | None:

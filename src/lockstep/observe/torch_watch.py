@@ -132,7 +132,6 @@ class TorchWatch:
         """`old`, a method of ProcessGroup, that is entered in the record. doors: code of torch's that users call."""
         groups, followed, is_message = self._groups, self._groups.followed, CALLS[name].is_message
         begins, recorder, clock = groups.first_uses.begin, self._recorder, self._recorder.clock
-        follow = self.under_way.follow
 
         def call(group: Any, *args: Any, **kwargs: Any) -> Any:
             watched = followed.get(id(group)) or groups.known(group)
@@ -174,7 +173,7 @@ class TorchWatch:
                     watched.seen = group._get_sequence_number_for_group()
                 watched.inside -= 1
             if number >= 0:
-                follow(watched, number, work, tensor, is_message, now_ns)
+                self.under_way.follow(watched, number, work, tensor, is_message, now_ns)
                 if self._is_checking and not is_message:
                     self._check(watched, work, operation, tensor, site_from(frame))
             return work

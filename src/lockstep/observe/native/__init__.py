@@ -20,7 +20,7 @@ _Class = TypeVar("_Class", bound=type[Any])
 try:
     if TYPE_CHECKING or os.environ.get(NATIVE) == "off":
         raise ImportError
-    from lockstep.observe.native._methods import SOURCES, in_c, read_in_c
+    from lockstep.observe.native._methods import SOURCES, in_c, read_in_c, standing
 
     sources = sorted(Path(__file__).parent.glob("*.[ch]"))
     if zlib.crc32(b"".join([path.read_bytes() for path in sources])) != SOURCES:  # it was built of others
@@ -28,6 +28,7 @@ try:
     IS_IN_C = True
 except (ImportError, OSError):
     IS_IN_C = False
+    standing = int  # a thread that is in C++ without a frame of Python's that tells it; 0: none is
 
     def in_c(method: _Method, held: tuple[Any, ...] = ()) -> _Method:
         """`method`, tried in C first, which declines all that is not as usual. held: of a function, what C needs."""

@@ -23,6 +23,7 @@ PyObject *quick_noting(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 PyObject *quick_leaving(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 PyObject *quick_backward(PyObject *, PyObject *const *, Py_ssize_t, PyObject *);
 int can_note(PyObject *held), can_leave(PyObject *held), can_see(PyObject *held);
+PyObject *standing(PyObject *, PyObject *);
 int is_held_by(PyObject *quick, PyObject *held);
 PyObject *quick_begins(PyObject *const *, Py_ssize_t), *quick_ends(PyObject *const *, Py_ssize_t);
 PyObject *quick_outermost(PyObject *const *, Py_ssize_t), *quick_sums_of(PyObject *const *, Py_ssize_t);

@@ -198,7 +198,10 @@ read_in_c(PyObject *Py_UNUSED(module), PyObject *type)
 }
 
 static PyMethodDef methods[] = {
-    {"in_c", in_c, METH_VARARGS, NULL}, {"read_in_c", read_in_c, METH_O, NULL}, {NULL},
+    {"in_c", in_c, METH_VARARGS, NULL},
+    {"read_in_c", read_in_c, METH_O, NULL},
+    {"standing", standing, METH_NOARGS, NULL},
+    {NULL},
 };
 static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_methods", .m_size = -1, .m_methods = methods};
 

@@ -290,6 +290,14 @@ quick_noting(PyObject *held, PyObject *const *args, Py_ssize_t count, PyObject *
 
 /* ---------------------------------------------------------------- Work.wait */
 
+static unsigned long standing_thread; /* which is in such a wait; 0: none */
+
+PyObject *
+standing(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    return PyLong_FromUnsignedLong(standing_thread);
+}
+
 /* The call that has returned this very Work: a new reference, or NULL without an error. */
 static PyObject *
 call_of(PyObject *opened, PyObject *work)
@@ -332,7 +340,10 @@ quick_leaving(PyObject *held, PyObject *const *args, Py_ssize_t count, PyObject 
     if (names != NULL || count != 1 || !can_stand(recorder) || (call = call_of(THEIR(held, OPENED), args[0])) == NULL)
         return DECLINED;
     int64_t since_ns = now();
+    unsigned long before = standing_thread;
+    standing_thread = PyThread_get_thread_ident();
     PyObject *done = PyObject_Vectorcall(THEIR(held, OLD), args, 1, NULL);
+    standing_thread = before;
     if (done == NULL && PyErr_ExceptionMatches(PyExc_RuntimeError))
         tell(THEIR(held, SAW));
     PyErr_Fetch(&type, &error, &traceback);

@@ -46,6 +46,8 @@ def stories(folder: Path, word: str, name: str = "native_stories.py") -> list[st
     environ = {**os.environ, NATIVE: word, "PYTHONPATH": paths, "GLOO_SOCKET_IFNAME": "lo"}
     done = subprocess.run(program, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+    for mistake in ("NameError", "AttributeError"):  # of the story's own, and alike in both
+        assert mistake not in done.stdout
     return done.stdout.splitlines()
 
 

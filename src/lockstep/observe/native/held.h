@@ -59,6 +59,9 @@ extern Class classes[];
 /* What it holds in a slot: borrowed, and NULL before it is set. */
 #define HELD(object, class, slot) (*(PyObject **)((char *)(object) + classes[class].at[slot]))
 
+/* What a function of Python's holds in its closure: borrowed. */
+#define THEIR(held, what) PyTuple_GET_ITEM(held, what)
+
 /* `value` is the object's own from now on. */
 static inline void
 hold(PyObject *object, int class, int slot, PyObject *value)
@@ -103,6 +106,7 @@ typedef struct {
 
 PyObject *code_at(long depth, int32_t *instruction);
 int line_at(long depth, Line *line);
+PyObject *key_of(PyObject *code, int32_t instruction);
 int describe(Line *line, PyObject *tensor);
 PyObject *words_at(const Line *line);
 void keep_line(Line line, PyObject *words);

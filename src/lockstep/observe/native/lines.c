@@ -24,6 +24,13 @@ code_at(long depth, int32_t *instruction)
     return code;
 }
 
+/* What the tables of `call_site.py` have it by: a new reference, or NULL with an error. */
+PyObject *
+key_of(PyObject *code, int32_t instruction)
+{
+    return Py_BuildValue("Ni", PyLong_FromVoidPtr(code), (int)instruction);
+}
+
 /* Whether that frame is there, whose code is kept in `line`. */
 int
 line_at(long depth, Line *line)

@@ -4,7 +4,6 @@
 
 enum { KEPT = 256 }; /* of `torch_backward.py` */
 enum { OLD, METHOD, OURS, LAST_SITE, SITES, PLAIN, PACE, HELD_SIZE }; /* what the function there holds */
-#define THEIR(held, what) PyTuple_GET_ITEM(held, what)
 
 int
 can_see(PyObject *held)
@@ -53,7 +52,7 @@ users_line(PyObject *held)
         instruction = above;
     }
     if (code != NULL)
-        key = Py_BuildValue("Ni", PyLong_FromVoidPtr(code), (int)instruction);
+        key = key_of(code, instruction);
     if (key != NULL)
         known = PyDict_GetItemWithError(THEIR(held, SITES), key);
     if (known != NULL && PyTuple_CheckExact(known) && PyTuple_GET_SIZE(known) == 3 && PyTuple_GET_ITEM(known, 2) == Py_True)

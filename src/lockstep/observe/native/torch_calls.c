@@ -13,7 +13,6 @@ enum { BELOW_SIZE = 3 };
 enum { RECORDING, OLD, OPENED, SAW };
 enum { FOLLOW = SAW + 1, PLAIN, FOLLOWED, DOORS, WAYS, INDEX, REDUCES, HAS_ROOT, READ, NOTING_SIZE };
 enum { HAS_WAITED = SAW + 1, LEAVING_SIZE };
-#define THEIR(held, what) PyTuple_GET_ITEM(held, what)
 
 static int
 can_go_by(PyObject *held, Py_ssize_t size)
@@ -159,7 +158,7 @@ words_of(PyObject *held, PyObject *watched, PyObject *const *args, Py_ssize_t co
     if (!is_by_door(THEIR(held, DOORS)) || !is_described(held, args, count, &line) || !line_at(ASKER, &line))
         return NULL;
     PyObject *words = words_at(&line), *site = NULL, *operation = NULL, *key = NULL;
-    PyObject *place = words == NULL ? Py_BuildValue("Ni", PyLong_FromVoidPtr(line.code), (int)line.instruction) : NULL;
+    PyObject *place = words == NULL ? key_of(line.code, line.instruction) : NULL;
     if (place != NULL && (site = site_of(THEIR(held, WAYS), place)) != NULL) {
         Py_SETREF(line.code, Py_NewRef(site)); /* the call goes by that, from whatever line of torch's */
         line.instruction = -1;

@@ -15,9 +15,9 @@ from typing import NamedTuple, final
 
 from chaos_plan import Blow, Phase, Role, Strike, choose
 from lockstep.comm.pulse import NONE, Beat
+from lockstep.comm.waiting import wait_until
 from lockstep.launch.processes import reap_strangers
 from lockstep.launch.worker import INTERRUPTED, REQUEUE
-from lockstep.testing.waiting import wait_until
 from observer import Observer
 from process_tree import Process, age_s, descendants, strike, words_of
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CommError
-from lockstep.testing.waiting import wait_until
 from shard_sides import ADAMW
 from shm_ranks import LIMIT_S
 

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lockstep.comm.pulse import open_pulse
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import PeerLost
 from lockstep.launch.worker import INTERRUPTED, REQUEUE, StopRequest
-from lockstep.testing.waiting import wait_until
 
 _LIMIT_S = 30.0
 
@@ -172,7 +172,7 @@ def run(name: str) -> tuple[int, str]:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(said):
         config = replace(local_config(2, Path(folder)))
         program = Program("script", __file__, ("--rank", name, folder))
-        code = launch(Launch(program, config, supervision, Path(folder), modules=("lockstep.testing.waiting",)))
+        code = launch(Launch(program, config, supervision, Path(folder), modules=("lockstep.comm.waiting",)))
     return code, said.getvalue()
 
 

@@ -12,8 +12,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from lockstep.comm.waiting import wait_until
 from lockstep.launch.processes import children
-from lockstep.testing.waiting import wait_until
 from process_tree import words_of
 from shared_segments import pool_segments
 

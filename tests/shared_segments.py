@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
+from lockstep.comm.waiting import wait_until
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 
 _MAPS = Path("/proc/self/maps")
 _SEGMENT = re.compile(r"/(#\d+|lockstep-\w+) \(deleted\)$")  # without a name from the first, or after a moment

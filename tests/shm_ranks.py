@@ -14,7 +14,7 @@ from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm.waiting import Parking, PollingParking
 from lockstep.comm.shm_transport import ShmTransport
-from lockstep.testing.waiting import wait_until
+from lockstep.comm.waiting import wait_until
 from shared_segments import mapped_segments
 
 LIMIT_S = 30.0  # of every operation: a test that gets there has failed

@@ -17,11 +17,11 @@ import pytest
 
 import lockstep.cli.puzzle as command
 from command_runs import is_alive
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import ConfigError
 from lockstep.lessons import LESSONS
 from lockstep.observe.report.source import find_run
 from lockstep.puzzles import PUZZLES
-from lockstep.testing.waiting import wait_until
 
 GOLDEN = Path(__file__).parents[1] / "golden/lessons"
 _PATIENCE_S = 50

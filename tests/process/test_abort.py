@@ -18,8 +18,8 @@ from lockstep.comm import torch_names
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
 from lockstep.comm.transport import LentTransport, Transport, TransportLayer
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CommError, PeerFailed, PeerLost
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes, run_threads
 from shm_ranks import share
 

@@ -23,9 +23,9 @@ from torch.distributed._functional_collectives import all_reduce
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.process_group import autoload, register_backend
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, CommError, PeerLost
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, CommError, ConfigError, PeerLost, TransportClosed
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 
 

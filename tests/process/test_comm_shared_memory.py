@@ -16,9 +16,9 @@ from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.shm import segment
 from lockstep.comm.shm_transport import ShmTransport
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveMismatch
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from shared_segments import mapped_segments
 from shm_ranks import goes_on, segment_bytes, share, shared

@@ -13,8 +13,8 @@ from guarded_programs import Case, is_left_alone, is_named, small
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, Subset, TensorDataset, random_split
 
+from lockstep.comm.waiting import wait_until
 from lockstep.observe.sights import FlightRecord, flight_path
-from lockstep.testing.waiting import wait_until
 
 EPOCHS, STEP = 3, 2  # the guards are met in that step of the second epoch
 

@@ -21,12 +21,12 @@ from lockstep.checkpoint.checkpointer import Checkpointer
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import CommOp, Work
 from lockstep.comm.transport import Transport, TransportLayer
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CommError, ConfigError, PeerFailed, PeerLost
 from lockstep.parallel.fsdp import FullyShardedDataParallel
 from lockstep.parallel.shard_slot import slot_of
 from lockstep.parallel.torch_fsdp import MixedPrecisionPolicy, ShardingStrategy
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from lockstep.train.evaluate import prove_equal
 from shard_models import MLP_UNITS, Branches, Checkpointed, Tiny, mlp

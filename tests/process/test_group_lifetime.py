@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import lockstep
 from lockstep import Communicator, DistributedDataParallel
 from lockstep.comm.process_group import register_backend
-from lockstep.testing.waiting import wait_until
+from lockstep.comm.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from shared_segments import kept_segments, mapped_segments
 

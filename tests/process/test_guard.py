@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 import warm_programs
-from lockstep.testing.waiting import wait_until
+from lockstep.comm.waiting import wait_until
 from shm_ranks import named_memory, named_since
 
 _LIMIT_S = 50.0

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from comm_cases import bits
 from lockstep import DistributedDataParallel
 from lockstep.comm.communicator import Communicator
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import TransportClosed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes, run_threads
 from shared_segments import mapped_segments
 from shm_ranks import lies_in_segment, segment_bytes, shared

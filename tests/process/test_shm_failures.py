@@ -19,9 +19,9 @@ from torch import Tensor
 from comm_cases import same
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import Work
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, CommError, PeerLost, TransportClosed
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from shm_ranks import goes_on, share, shared
 

@@ -17,9 +17,9 @@ import torch
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.op import Work
 from lockstep.comm.shm_transport import ShmTransport
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CommError, PeerLost
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 from shm_ranks import LIMIT_S, named_memory, named_since, share
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from comm_cases import same
 from leaks import open_files
 from lockstep.comm.communicator import Communicator
-from lockstep.testing.waiting import wait_until
+from lockstep.comm.waiting import wait_until
 from lockstep.testing.worlds import close_pools, run_processes
 from shared_segments import mapped_segments
 from shm_ranks import (

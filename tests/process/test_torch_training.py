@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+from lockstep.comm.waiting import wait_until
 from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
 from lockstep.observe.settings import REPLICA_EVERY, GuardSettings
 from lockstep.observe.sights import FlightRecord, flight_path
 from lockstep.observe.torch_training import TrainingWatch, attach_training
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 
 

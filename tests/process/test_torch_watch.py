@@ -24,6 +24,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, CommError
 from lockstep.observe.flight import FlightRecorder, Record, pack_words
 from lockstep.observe.motion import Motion
@@ -33,7 +34,6 @@ from lockstep.observe.sights import FlightRecord
 from lockstep.observe.step_ends import Started
 from lockstep.observe.stream_ends import StreamEnds
 from lockstep.observe.torch_watch import attach
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_processes
 
 

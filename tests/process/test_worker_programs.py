@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.comm.waiting import wait_until
 from lockstep.launch.fork_server import Start, why_not_fork
 from lockstep.launch.processes import ForkServer, WorkerProcess, adopting_orphans, reap_strangers, start_fresh, wait_for
 from lockstep.launch.program import Program, python_command
 from lockstep.launch.worker import AGENT_PID, ERROR_FILE, read_failure
 from lockstep.observe.process_guard import FLIGHT
-from lockstep.testing.waiting import wait_until
 
 _LIMIT_S = 30.0
 

@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor, Shard
 from leaks import Snapshot, process_stacks
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.torch_transport import TorchTransport
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import PeerLost
 from lockstep.testing import pool
 from lockstep.testing.failures import RankFailed, RankTimeout
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worker import serve
 from lockstep.testing.worlds import close_pools, run_processes, run_threads
 

@@ -21,6 +21,7 @@ from lockstep.comm.local_transport import LocalTransport
 from lockstep.comm.op import REDUCTIONS, CommOp, Reduction, Work
 from lockstep.comm.reduction import tree_reduce
 from lockstep.comm.transport import Transport, TransportLayer
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
@@ -31,7 +32,6 @@ from lockstep.errors import (
     TransportClosed,
 )
 from lockstep.testing.failures import RankFailed
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worlds import run_threads
 
 Call = Callable[[Communicator], object]

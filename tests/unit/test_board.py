@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.comm.waiting import wait_until
 from lockstep.observe.board import Board, send_ends, send_silent
 from lockstep.observe.cores import Cores
 from lockstep.observe.flight import FlightRecorder, pack_words
 from lockstep.observe.onlooker import noticed
 from lockstep.observe.sights import FlightRecord, flight_path, sight_of
 from lockstep.observe.status import FINISHED, RUNNING, LastWords, Mark, Progress, Sight, Status, Waiting
-from lockstep.testing.waiting import wait_until
 
 Make = Callable[..., tuple[FlightRecorder, Board]]
 

@@ -10,8 +10,8 @@ import pytest
 
 from lockstep.comm.engine import Engine, EngineWork, Patience
 from lockstep.comm.op import CommOp
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import CollectiveTimeout, CommError, TransportClosed
-from lockstep.testing.waiting import wait_until
 
 LIMIT_S = 30.0
 

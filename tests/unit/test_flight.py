@@ -20,10 +20,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import RECORDS, FlightRecorder, MessageNumbers, pack_words
 from lockstep.observe.sights import FlightRecord
-from lockstep.testing.waiting import wait_until
 
 # A writer whose records say everything twice: `seq` is the number, and so is the text.
 WRITER = """

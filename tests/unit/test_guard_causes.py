@@ -61,6 +61,7 @@ class Story:
     def __init__(self, folder: Path) -> None:
         self.ranks = [RecordedRank(rank, folder) for rank in (1, 2)]
         self.looks = 0
+        self.is_mute = False  # the ranks say nothing before that
         self.happens: Any = lambda: None
 
     def sights(self, *, is_urgent: bool = False) -> Mapping[int, Sight]:
@@ -80,6 +81,9 @@ class Story:
 
     def tell(self, status: object) -> None:
         pass
+
+    def have_told(self, since_ns: int) -> bool:
+        return since_ns > 0 and not (self.is_mute and self.looks < 3)
 
     def close(self) -> None:
         for one in self.ranks:
@@ -141,6 +145,29 @@ def test_who_was_aborted_is_not_blamed_before_the_others_have_spoken(guard: Guar
     other.group("world", range(3))
     story.happens = lambda: other.call("barrier", SECOND)
     assert "MISMATCH in step 1, group world.  Culprit: rank 2" in str(guard.cause_of(LOST))
+
+
+def test_who_has_left_out_an_average_may_say_why(guard: Guard, story: Story) -> None:
+    """Its record shows that at once, but why is told by its guard, when that looks."""
+    guard.recorder.leave(guard.enter("world", 0, REDUCE, FIRST))
+    guard.recorder.set_step(1)
+    guard.enter("world", 1, REDUCE, FIRST)
+    guard.facts.tell("sync world/3", 0, [1, 0, FIRST])
+    told: dict[str, object] = {"0": [1, 0, FIRST]}
+    for one in story.ranks:
+        one.call()
+        one.step += 1
+        one.status_fields["facts"] = {"sync world/3": {**told}}
+    culprit, other = story.ranks
+    culprit.step += 1
+    for one in (culprit, other):
+        one._recorder.set_step(one.step)
+        one.call()
+    story.is_mute = True
+    story.happens = lambda: culprit.status_fields.update(facts={"sync world/3": {**told, "1": [0, 1, SECOND]}})
+    said = str(guard.cause_of(LOST))
+    assert "NO_SYNC on some ranks only, in step 2, group world.  Culprit: rank 1" in said
+    assert f"rank 1 ran 1 backward in no_sync(), at {SECOND}" in said
 
 
 @pytest.mark.parametrize("comes", [False, True])

@@ -311,8 +311,8 @@ def moments_of(guard: Guard, begun_s: float, took_s: float, monkeypatch: pytest.
         moments.append(round(now_s, 6))
         return now_s > 103
 
-    def look(*, is_urgent: bool) -> None:
-        assert not is_urgent
+    def look(*, hurries: bool) -> None:
+        assert not hurries
         nonlocal now_s
         now_s += took_s
 
@@ -354,12 +354,27 @@ def test_in_a_long_run_it_looks_less_often_while_all_is_well(watched: Watched, m
     monkeypatch.setattr(guard._lookout, "_period_s", 0.25)
     watched.sees(running(3))
     assert moments() == seldom
+    guard.look(hurries=True)
+    assert moments() == often
+    watched.sees(running(3))
+    assert moments() == seldom
     watched.sees(stopped())
     assert guard.finding is not None
     assert moments() == often
     watched.sees(running(3, steps=5))  # they go on
     assert guard.finding is None
     assert moments() == seldom
+
+
+def test_what_records_show_is_said_once_the_ranks_have_told_it(watched: Watched) -> None:
+    """For with that they tell what explains it."""
+    before, after = running(3), running(3)
+    for one in after:
+        one.call(REDUCE if one.rank else "barrier", FIRST)
+    watched.board.ranks, watched.board.urgent = before, after
+    watched.guard.look(hurries=True)
+    assert watched.guard.finding is None
+    assert watched.sees(after)[0].startswith("lockstep: MISMATCH in step")
 
 
 def test_what_names_nobody_has_passed_once_anybody_goes_on(watched: Watched) -> None:

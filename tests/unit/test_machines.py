@@ -8,9 +8,9 @@ from concurrent.futures import ThreadPoolExecutor, wait
 import pytest
 from torch.distributed import HashStore
 
+from lockstep.comm.waiting import wait_until
 from lockstep.launch.machines import Machines
 from lockstep.launch.stop_signals import StopSignals
-from lockstep.testing.waiting import wait_until
 
 
 def test_who_was_told_to_stop_does_not_take_the_place_of_who_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:

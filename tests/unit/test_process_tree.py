@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from lockstep.comm.waiting import wait_until
 from lockstep.launch.processes import reap_strangers
-from lockstep.testing.waiting import wait_until
 from process_tree import age_s, descendants, look, mapped_files, strike, words_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="it reads /proc")

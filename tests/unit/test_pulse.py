@@ -14,8 +14,8 @@ import pytest
 from lockstep.comm.communicator import Communicator
 from lockstep.comm.local_transport import LocalWorld
 from lockstep.comm.pulse import NONE, PULSE, Beat, create_pulses, open_pulse, read_pulses
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import ConfigError
-from lockstep.testing.waiting import wait_until
 
 
 @pytest.fixture

@@ -24,12 +24,12 @@ from reported_runs import add_launch, full_run
 from lockstep.cli import main
 from lockstep.cli.report import tell_record
 from lockstep.cli.watched import watched
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.window import PROFILE, RUN
 from lockstep.observe.report import server as report_server
 from lockstep.observe.report.server import PageServer
 from lockstep.observe.report.writing import LiveDocument
-from lockstep.testing.waiting import wait_until
 
 
 class Client:

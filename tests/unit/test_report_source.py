@@ -13,11 +13,11 @@ import pytest
 from profiled_worlds import World
 from reported_runs import add_launch, began_ns
 
+from lockstep.comm.waiting import wait_until
 from lockstep.errors import ConfigError
 from lockstep.observe.profile.run_record import Start, start_line
 from lockstep.observe.report.run_rows import is_alive, status_of
 from lockstep.observe.report.source import Launch, RunReader, find_run, places_of, record_in
-from lockstep.testing.waiting import wait_until
 
 _WORLD = World(work_us=lambda rank, step: 1000, steps=10)
 _LAUNCHED = {"launch": "a", "command": ["train.py"], "time_ns": 10, "pid": 1, "host": "elsewhere"}

@@ -15,6 +15,7 @@ from profiled_worlds import World, read_rank, reader
 
 from lockstep.errors import ConfigError
 from lockstep.observe.flight import Record
+from lockstep.observe.pace import EVERY, FIRST, one_of_each
 from lockstep.observe.profile.listed_operations import covered_ns
 from lockstep.observe.profile.phases import BACKWARD, FORWARD, OTHER, PHASES, TAIL, Step, forwards_found, worked_out
 from lockstep.observe.profile.run_record import (
@@ -138,12 +139,21 @@ def test_the_next_step_that_is_listed() -> None:
         assert listed_after(step) == due
 
 
+def test_what_is_listed_was_looked_at_closely() -> None:
+    """None is looked at for that alone. Once lines are long, of half of them and fewer the operations are listed."""
+    listed = [step for step in range(FIRST + 1, 70_000) if is_listed(step)]
+    assert all(one_of_each(step - 1) == step for step in listed)
+    for longest in range(11, 17):  # lines of 2, 4, .. steps, from step 1024 on
+        many, size = 1 << (longest - 1), 1 << (longest - 10)
+        assert sum(step in range(many, 2 * many) for step in listed) == many // EVERY // max(1, size // 2)
+
+
 def test_steps_that_are_counted_anew_begin_a_line(tmp_path: Path) -> None:
     """A program that goes on from an older checkpoint within one process."""
     clock = StepClock()
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="a/0", window=range(5003, 5005))
     clock.close_reader = writer.close
-    for step in (*range(4090, 4096), 4098, *range(5000, 5006), *range(1030, 1033)):
+    for step in (*range(4090, 4096), 4098, *range(5000, 5006), *range(1034, 1037)):
         clock.step_done(step, operations=0)
         writer.look()
     writer.close()
@@ -158,8 +168,8 @@ def test_steps_that_are_counted_anew_begin_a_line(tmp_path: Path) -> None:
         (5003, 1),
         (5004, 1),
         (5005, 1),
-        (1030, 1),
-        (1032, 2),
+        (1034, 1),
+        (1036, 2),
     ]
 
 
@@ -167,13 +177,13 @@ def test_steps_that_were_only_counted_are_said_to_be(tmp_path: Path) -> None:
     clock = StepClock()
     writer = RunWriter(tmp_path, clock, rank=0, world_size=1, attempt="a/0")
     clock.close_reader = writer.close
-    for step in range(2049, 2057):
-        clock.is_brief = step not in (2050, 2056)
+    for step in range(2057, 2065):
+        clock.is_brief = step not in (2058, 2064)
         clock.step_done(step, operations=0)
     writer.close()
     run = read_run(tmp_path)
     lines = [(line.step, line.count, line.counted) for line in run.ranks[0].lines]
-    assert lines == [(2052, 4, 3), (2056, 4, 3)]
+    assert lines == [(2060, 4, 3), (2064, 4, 3)]
     assert heat_of(run)["counted"] == 6
 
 

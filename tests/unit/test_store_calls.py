@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 from lockstep.comm.store_calls import StoreCalls
-from lockstep.testing.waiting import wait_until
+from lockstep.comm.waiting import wait_until
 
 
 def lose() -> str:

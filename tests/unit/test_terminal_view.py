@@ -22,11 +22,11 @@ from rank_sights import FIRST, PaperRank, rank_1, running, waiting_for_rank_1
 from rich.console import Console
 from rich.text import Text
 
+from lockstep.comm.waiting import wait_until
 from lockstep.observe.report.rank_rows import RankRow, Stand, folded, rows_of, stand_of
 from lockstep.observe.report.terminal import News, TerminalView
 from lockstep.observe.report.terminal_frame import Picture, frame
 from lockstep.observe.scene import Limits, Scene
-from lockstep.testing.waiting import wait_until
 
 GOOD = Stand("good", "running")
 PHASES_US = (5_000, 20_000, 40_000, 15_000, 10_000, 10_000)

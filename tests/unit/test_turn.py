@@ -6,7 +6,7 @@ import threading
 
 from lockstep.comm.background import Background
 from lockstep.comm.turn import Turn
-from lockstep.testing.waiting import wait_until
+from lockstep.comm.waiting import wait_until
 
 LONG_S = 30.0
 

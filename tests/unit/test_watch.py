@@ -15,9 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lockstep.comm.pulse import Beat
+from lockstep.comm.waiting import wait_until
 from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.watch import Stuck, Watch, _states_by_ps, process_states
-from lockstep.testing.waiting import wait_until
 
 RUNNING = {0: "R", 1: "S", 2: "S"}
 

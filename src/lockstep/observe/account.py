@@ -56,8 +56,7 @@ class Account:
     def group(self, name: str, ranks: Sequence[int]) -> bool:
         """There is a group of this name and these ranks. Whether that is news."""
         is_new = name not in self._folds
-        if is_new:
-            self._folds[name] = Folding(ranks)
+        self._folds.setdefault(name, Folding(ranks))
         return is_new
 
     def has_ended(self, now_ns: int) -> None:

@@ -36,8 +36,7 @@ class Share:
     def __init__(self, deal: Deal) -> None:
         self.deal = deal
         self.drawn: list[Any] = []  # ids, of a batch each: those handed out, and those on their way
-        self._counted = 0  # batches, which are not in the list any more
-        self._used, self._bins = Tally(), bins_of((), deal.length)
+        self._counted, self._used, self._bins = 0, Tally(), np.zeros(1, np.int64)  # batches that are not in it any more
         self._lock = Lock()
 
     def count(self, batches: int) -> None:
@@ -48,7 +47,7 @@ class Share:
             del self.drawn[:new]
             ids = list(itertools.chain.from_iterable([ids] if isinstance(ids, int) else ids for ids in drawn))
             self._used += tally_of(ids)
-            self._bins += bins_of(ids, self.deal.length)
+            self._bins = self._bins + bins_of(ids, self.deal.length)
 
     def fields(self, batches: int, skipped: int, is_whole: bool) -> dict[str, Any]:
         """A note of the pass, which was left early where it is not whole. skipped: batches before the first of it.

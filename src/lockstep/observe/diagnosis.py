@@ -12,11 +12,10 @@ from lockstep.observe.deadlock import find_cycle
 from lockstep.observe.divergence import find_mismatch
 from lockstep.observe.endings import find_finished, find_gone, find_raised
 from lockstep.observe.hang import find_hang, find_stopped, find_waiting
-from lockstep.observe.idle import find_idle
 from lockstep.observe.scene import Limits, Records, Scene
+from lockstep.observe.standstill import find_idle, find_unreachable
 from lockstep.observe.status import Sight
 from lockstep.observe.training_findings import Training
-from lockstep.observe.unreachable import find_unreachable
 from lockstep.observe.wording import Finding
 
 _ENDS = (find_raised, find_gone, find_finished)

@@ -12,7 +12,7 @@ from lockstep.observe.flight import Record
 from lockstep.observe.messages import PAIR_UP, let_go, unpaired, waiters
 from lockstep.observe.profile.phases import DATA
 from lockstep.observe.scene import SILENT_S, STILL_S, Scene, Wait
-from lockstep.observe.status import FINISHED, RAISED
+from lockstep.observe.status import FINISHED, RAISED, Stalled
 from lockstep.observe.wait_chains import START_TIMES, activity, point_of_life, roots, state, waits_for
 from lockstep.observe.wording import Finding, names, seconds, step_after, times
 
@@ -22,6 +22,7 @@ _LOADS = "is loading data"
 _COMPUTES = "waits for a GPU that is at what it was given before"
 _TIMED_OUT = re.compile("(?P<store>wait timeout|Socket Timeout|waiting for clients|client socket has)|[Tt]imed out")
 _TRANSPORT_TIMES = 3  # as long as the limit: moving much data is no hang
+_FAILING_S = 5.0  # for what waits for a rank that has failed to be ended by that
 
 
 def find_stopped(scene: Scene) -> Finding | None:
@@ -86,6 +87,15 @@ def find_waiting(scene: Scene) -> Finding | None:
         if busy and wait.rank in scene.blocked:
             return _report_waiting(scene, wait, busy)
     return None
+
+
+def stands_for_s(scene: Scene, told: Stalled) -> float:
+    """For how long `scene.me` has stood still, if what was told is its doing, or that of ranks it waits for in vain."""
+    is_hang, stood_s = told.kind == "hang", scene.status(scene.me).unmoved_s
+    if is_hang and scene.ended.issuperset(told.ranks):
+        have_failed = any(scene.status(rank).state != FINISHED for rank in told.ranks)
+        return max(0.0, stood_s - _FAILING_S * have_failed) if scene.me in scene.blocked else 0.0
+    return stood_s if (is_hang or told.kind == "unreachable") and (scene.me in told.ranks) is is_hang else 0.0
 
 
 def find_timed_out(scene: Scene, error: str, line: str) -> Finding | None:

@@ -18,15 +18,16 @@ from lockstep.observe.board import Board
 from lockstep.observe.diagnosis import diagnose
 from lockstep.observe.divergence import find_left_out
 from lockstep.observe.endings import find_caught, goes_on, left_first, stalled_by
-from lockstep.observe.hang import find_timed_out
+from lockstep.observe.hang import find_timed_out, stands_for_s
 from lockstep.observe.last_words import users_line
 from lockstep.observe.message_findings import find_left_over, find_too_large
 from lockstep.observe.native import read_in_c
 from lockstep.observe.scene import Limits, Scene
+from lockstep.observe.standstill import fell_silent
 from lockstep.observe.status import FINISHED, RUNNING, Sight, Stalled, Waiting
 from lockstep.observe.training_findings import Training
 from lockstep.observe.voice import Voice
-from lockstep.observe.wording import STANDSTILLS, Finding, names, step_after
+from lockstep.observe.wording import STANDSTILLS, Finding
 
 WORDS_S = 2.0  # how long a rank that lost another one waits for what is known of that
 _NEWS_S = 0.5  # how long what has happened may take to be seen from here: a look, and what it takes
@@ -35,7 +36,6 @@ _COMPARED_S = 10.0  # after which the messages of the ranks are compared again
 _YOUNG = 40  # looks: the first ten seconds of a run, in which most that is wrong shows
 CALM_S = 3.6  # from one look to the next at most, where nothing hurries
 _SETTLED_S = 1.0  # after a rank stood still itself, as all may have: until then the others have said how they are
-_FAILING_S = 5.0  # for what waits for a rank that has failed to be ended by that
 
 
 @final
@@ -54,11 +54,10 @@ class Lookout:
         self._rank, self._account, self._board, self._voice, self._limits = rank, account, board, voice, limits
         self._period_s = period_s
         self._training = Training()
-        self._looked_s = self._blind_until_s = 0.0
+        self._looks, self._looked_s, self._blind_until_s = 0, 0.0, 0.0
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
         self.is_calm = False  # nothing hurries
         self.stuck_s = 0.0  # for how long this rank has stood still, where its launcher may end it for that
-        self._looks = 0
         self._stood: Stalled | None = None  # whom `finding` is about, while it is only said: all, if nobody is named
         self._lock = threading.RLock()  # what a look calls may find a new group
 
@@ -88,11 +87,11 @@ class Lookout:
 
     # ------------------------------------------------------------------ looking
 
-    def look(self, *, is_last: bool = False, is_urgent: bool = False) -> None:
+    def look(self, *, is_last: bool = False, hurries: bool = False) -> None:
         """Say how this rank is, see how the others are, act on what is found.
 
         is_last: there may be no other look, so this rank does not leave it to the one that looks for all.
-        is_urgent: see `Board.sights`.
+        hurries: the records of ranks show that something is wrong. The next look comes soon: by then all have said why.
         """
         with self._lock:
             now_s = time.monotonic()
@@ -106,10 +105,10 @@ class Lookout:
             failures = self._voice.failures
             with self._voice.spared("looking at the other ranks"):
                 if self.certain() is None:
-                    self._find(is_last, is_urgent)
+                    self._find(is_last)
             self._account.is_blind = self._voice.failures > failures
             self._looks += 1
-            self.is_calm = self._looks > _YOUNG and self._is_well()
+            self.is_calm = self._looks > _YOUNG and not hurries and self._is_well()
 
     def keep_up(self) -> None:
         """Of a look only what cannot wait for the next: what this rank has done is read, and written down."""
@@ -138,13 +137,13 @@ class Lookout:
         with self._voice.spared("saying that this rank is there"):  # whoever is silent is said to stand still
             self._board.tell(self._account.brief())
 
-    def _find(self, is_last: bool, is_urgent: bool) -> None:
-        sights = self._board.sights(is_urgent=is_urgent)
+    def _find(self, is_last: bool) -> None:
+        sights = self._board.sights()
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._let_go(sights)
         told = [sight.status.stalled for sight in sights.values() if sight.status.stalled is not None]
-        self.stuck_s = max([self._stood_s(one, self._scene(sights)) for one in told], default=0.0)
+        self.stuck_s = max([stands_for_s(self._scene(sights), one) for one in told], default=0.0)
         is_first = self._is_first(sights)
         with self._voice.part("looking at what they train"):
             for note in self._training.notes(self._scene(sights)) if is_first else ():
@@ -172,14 +171,6 @@ class Lookout:
         found, stood = self.finding, self._stood
         if found is not None and not found.is_certain and stood is not None and goes_on(stood, sights):
             self.finding = self._stood = None
-
-    def _stood_s(self, told: Stalled, scene: Scene) -> float:
-        """See `stuck_s`: a hang is this rank's doing, or that of ranks which have ended or cannot be reached."""
-        is_hang, stood_s = told.kind == "hang", scene.status(self._rank).unmoved_s
-        if is_hang and scene.ended.issuperset(told.ranks):
-            have_failed = any(scene.status(rank).state != FINISHED for rank in told.ranks)
-            return max(0.0, stood_s - _FAILING_S * have_failed) if self._rank in scene.blocked else 0.0
-        return stood_s if (is_hang or told.kind == "unreachable") and (self._rank in told.ranks) is is_hang else 0.0
 
     def _look_at_messages(self, sights: Mapping[int, Sight], *, is_last: bool) -> None:
         """Of both ends: when they are twice as many, after a while, and at the end; for all records have to be read."""
@@ -268,8 +259,10 @@ class Lookout:
         """Why the newest operation of this rank failed, by torch's `error`; put up. None where that cannot be seen."""
         if self.certain() is not None:
             return self.finding
-        deadline = time.monotonic() + _NEWS_S
-        while ((found := self.now(has_failed=True)) is None or _may_be_another(found)) and time.monotonic() < deadline:
+        begun_ns, deadline = time.monotonic_ns(), time.monotonic() + _NEWS_S
+        while (found := self.now(has_failed=True)) is None or self._may_be_another(found, begun_ns):
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.02)  # the others may be about to say it
         with self._lock:
             sights = self._board.sights(is_urgent=True)
@@ -283,6 +276,13 @@ class Lookout:
                 self.put_up(found, sights)
             return found and self.finding
 
+    def _may_be_another(self, found: Finding, since_ns: int) -> bool:
+        """Whether a rank that has yet to say what it does may be at fault, as Gloo aborts who is sent too much; or has
+        yet to say why it did what its record shows.
+        """
+        is_mute = found.kind == "mismatch" and not self._board.have_told(since_ns)
+        return is_mute or found.kind == "finished" or (found.kind == "gone" and signal.SIGABRT.name in found.text)
+
     def who_left(self, lost: int | None) -> tuple[int, str] | None:
         """The first cause that this rank has lost another one: see `left_first`. Waits for it."""
         begun_s, passed_s = time.monotonic(), 0.0
@@ -291,22 +291,6 @@ class Lookout:
                 sights = self._board.sights(is_urgent=True)
             said = left_first(self._rank, sights, is_final=passed_s >= _NEWS_S, lost=lost)
             if said is not None or passed_s >= WORDS_S:
-                return said or _fell_silent(sights[self._rank], sights)
+                return said or fell_silent(sights[self._rank], sights, _STALE_S)
             time.sleep(0.02)
             passed_s = time.monotonic() - begun_s
-
-
-def _fell_silent(mine: Sight, sights: Mapping[int, Sight]) -> tuple[int, str] | None:
-    """Of another machine, where nobody is left to tell how they ended: not even their launcher."""
-    away = [one for one in sights.values() if one.status.state == RUNNING and one.status.machine != mine.status.machine]
-    quiet = [one.status for one in away if one.age_s > _STALE_S and not (one.is_gone or one.is_seen)]
-    if not quiet:
-        return None
-    who = names([one.rank for one in quiet if one.machine == quiet[0].machine])
-    where, step = quiet[0].host, step_after(quiet[0].step)
-    return quiet[0].rank, f"in {step} {who} on {where} fell silent, and the launcher there: killed, or {where} is down"
-
-
-def _may_be_another(found: Finding) -> bool:
-    """Whether the fault may be that of a rank which has yet to say what it does: Gloo aborts who is sent too much."""
-    return found.kind == "finished" or (found.kind == "gone" and signal.SIGABRT.name in found.text)

@@ -110,10 +110,7 @@ class SharedPatches(ABC):
         self._users += 1
         if self._users == 1:
             self._begin()
-        return self._detach
-
-    def _detach(self) -> None:
-        self._keep(self._users - 1)
+        return lambda: self._keep(self._users - 1)
 
     def _keep(self, users: int) -> None:
         self._users = max(0, users)

@@ -15,8 +15,8 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+from lockstep.comm.waiting import wait_until
 from lockstep.testing.failures import RankError, RankFailed, RankTimeout
-from lockstep.testing.waiting import wait_until
 from lockstep.testing.worker import STACKS, Job, serve
 
 _START_S = 120.0  # for the processes to come up: the first ones wait for the fork server's imports

@@ -251,7 +251,7 @@ def evened(play: Play, rank: int) -> Play:
 
 
 def plays_of(run: Run) -> list[Play]:
-    """Steps whose operations all ranks have listed, from all over the run, each for as many as the others."""
+    """Steps whose operations all ranks have listed, from all over the run, each as often as others are like it."""
     by_step: dict[int, dict[int, Steps]] = {}
     began_us: dict[int, dict[int, float]] = defaultdict(dict)
     weights: dict[int, int] = {}
@@ -264,10 +264,11 @@ def plays_of(run: Run) -> list[Play]:
             weights[line.step] = weight
     whole = [step for step, lines in sorted(by_step.items()) if len(lines) == len(run.ranks)]
     stops = max((sum(len(line.ops or ()) for line in by_step[step].values()) for step in whole[-1:]), default=0)
-    count, behind = max(1, min(_STEPS_MAX, _STOPS_MAX // max(1, stops))), list(accumulate(weights[n] for n in whole))
-    places = {bisect_left(behind, (n + 0.5) * behind[-1] / count) for n in range(count)} if whole else set[int]()
+    behind = list(accumulate(weights[n] for n in whole))
+    count = min(_STEPS_MAX, max(1, _STOPS_MAX // max(1, stops)), *behind[-1:])
+    places = [bisect_left(behind, (n + 0.5) * behind[-1] / count) for n in range(count)] if whole else []
     buckets = {rank: said for rank, record in run.ranks.items() if (said := record.buckets) is not None}
-    chosen = [whole[at] for at in sorted(places)]
+    chosen = [whole[at] for at in places]
     return _steadied([play_of(by_step[step], began_us[step], buckets, is_one_clock=is_one_clock) for step in chosen])
 
 

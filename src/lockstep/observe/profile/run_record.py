@@ -8,9 +8,9 @@ Each line is a JSON object of one of these kinds, told by its first key:
     others             see `notes.py`
 
 A run that is started again appends another start; its steps replace those of the same numbers. So that a long run stays
-small, from step 1024 on a line stands for 2 steps, from 2048 on for 4, and so on; operations are listed of the first
-256 steps, then of ever fewer. Which steps these are depends on nothing but their number: all ranks list the same ones.
-Steps that were only counted (see `pace`) have the phases of the one before that was not.
+small, from step 1024 on a line stands for 2 steps, from 2048 on for 4, and so on. Operations are listed of steps that
+are looked at closely, see `pace`: of all at first and then of ever fewer. Which steps these are depends on nothing but
+their number: all ranks list the same ones. Steps that were only counted have the phases of the one before that was not.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lockstep.observe.pace import FIRST, one_of_each
 from lockstep.observe.profile.notes import Note, json_line
 from lockstep.observe.profile.phases import PHASES
 
@@ -31,7 +32,7 @@ OPERATIONS_MAX, SPANS_MAX = 64, 128  # of one step that are listed
 WHOLE_MAX = 256  # of the operations of a program without steps
 TAIL_GROUP = "backward"  # of all that DistributedDataParallel waits for at its end; begins with that, of a few ranks
 _WARM_UP = 2  # first lines of a run
-_ALL_LISTED, _ALL_SINGLE, _PER_LISTED = 256, 1024, 8
+_ALL_LISTED, _ALL_SINGLE = FIRST, 1024
 
 Key = tuple[str, str, int]  # of an operation, equal on all ranks: its attempt, its group and its number
 
@@ -191,19 +192,17 @@ def steps_per_line(step: int) -> int:
 def last_in_line(step: int) -> int:
     """The last of the steps that share the line of `step`, which is not listed."""
     size = steps_per_line(step)
-    last = -(-step // size) * size
-    return last - 1 if is_listed(last) else last
+    return min(-(-step // size) * size, listed_after(step) - 1)
 
 
 def is_listed(step: int) -> bool:
     """Whether the operations of `step` are listed: it has a line of its own."""
-    return step <= _ALL_LISTED or step % (_PER_LISTED * steps_per_line(step)) == 0
+    return listed_after(step - 1) == step
 
 
 def listed_after(step: int) -> int:
     """The first step after `step` whose operations are listed."""
-    apart = _PER_LISTED * steps_per_line(step + 1)
-    return step + 1 if step < _ALL_LISTED else (step // apart + 1) * apart
+    return step + 1 if step < _ALL_LISTED else one_of_each(step, max(1, steps_per_line(step) // 2))
 
 
 def bytes_of(text: str, ranks: int = 0, group: str = "") -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -19,7 +20,7 @@ from lockstep.observe.pace import PACE
 from lockstep.observe.profile.device_values import read_later
 from lockstep.observe.profile.notes import Later, take_notes
 from lockstep.observe.profile.run_facts import run_facts
-from lockstep.observe.profile.run_record import WHOLE_MAX, attempt_of, listed_after
+from lockstep.observe.profile.run_record import WHOLE_MAX, attempt_of
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.profile.torch_notes import TorchNotes
 from lockstep.observe.profile.torch_phases import attach_phases
@@ -117,12 +118,11 @@ class Profile:
 
         self.clock.after_step, self.clock.values = stepped, notes.values
 
-    def _due(self, step: int) -> int:
-        """Which step after `step` the record needs to know more of than when it ended."""
+    def _due(self, step: int) -> float:
+        """Which step after `step` is to be looked at for what is noted after it, or for a window."""
         if self._window.steps:
             return step + 1
-        listed = listed_after(step)
-        return listed if self.clock.after_step is None else min(listed, max(step + 1, self.clock.after_from))
+        return math.inf if self.clock.after_step is None else max(step + 1, self.clock.after_from)
 
     def _give_way(self) -> None:
         """The program has a record of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -82,8 +82,8 @@ class Story:
     def tell(self, status: object) -> None:
         pass
 
-    def have_told(self, since_ns: int) -> bool:
-        return since_ns > 0 and not (self.is_mute and self.looks < 3)
+    def have_told(self, ranks: Sequence[int], since_ns: int) -> bool:
+        return bool(ranks) and since_ns > 0 and not (self.is_mute and self.looks < 3)
 
     def close(self) -> None:
         for one in self.ranks:

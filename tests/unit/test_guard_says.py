@@ -77,6 +77,20 @@ def test_a_hang_that_ends_in_an_error_quotes_it_in_a_line(watched: Watched) -> N
     ]
 
 
+def in_no_sync(*, knows: bool) -> list[PaperRank]:
+    """Rank 1 has left out an average; whether it has said so."""
+    ranks = world(3)
+    for one in ranks:
+        told: dict[str, object] = {"0": [1, 0, FIRST]}
+        one.status_fields["facts"] = {"sync world/3": told}
+        one.calls(FIRST)
+        if one.rank == 1:
+            told |= {"1": [0, 1, FIRST]} if knows else {}
+            one.step += 1
+        one.call(REDUCE, FIRST)
+    return ranks
+
+
 @pytest.mark.parametrize("is_over", [False, True])
 def test_an_operation_that_failed_by_a_hang_names_who_it_waited_for(
     watched: Watched, monkeypatch: pytest.MonkeyPatch, is_over: bool
@@ -311,8 +325,8 @@ def moments_of(guard: Guard, begun_s: float, took_s: float, monkeypatch: pytest.
         moments.append(round(now_s, 6))
         return now_s > 103
 
-    def look(*, hurries: bool) -> None:
-        assert not hurries
+    def look(*, is_urgent: bool) -> None:
+        assert not is_urgent
         nonlocal now_s
         now_s += took_s
 
@@ -354,10 +368,6 @@ def test_in_a_long_run_it_looks_less_often_while_all_is_well(watched: Watched, m
     monkeypatch.setattr(guard._lookout, "_period_s", 0.25)
     watched.sees(running(3))
     assert moments() == seldom
-    guard.look(hurries=True)
-    assert moments() == often
-    watched.sees(running(3))
-    assert moments() == seldom
     watched.sees(stopped())
     assert guard.finding is not None
     assert moments() == often
@@ -366,15 +376,32 @@ def test_in_a_long_run_it_looks_less_often_while_all_is_well(watched: Watched, m
     assert moments() == seldom
 
 
-def test_what_records_show_is_said_once_the_ranks_have_told_it(watched: Watched) -> None:
-    """For with that they tell what explains it."""
-    before, after = running(3), running(3)
-    for one in after:
-        one.call(REDUCE if one.rank else "barrier", FIRST)
-    watched.board.ranks, watched.board.urgent = before, after
-    watched.guard.look(hurries=True)
-    assert watched.guard.finding is None
-    assert watched.sees(after)[0].startswith("lockstep: MISMATCH in step")
+@pytest.mark.parametrize("ends", ["it says why", "it says nothing", "it was nothing"])
+def test_who_differs_by_the_records_is_heard_first(
+    watched: Watched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Rank 1 has left out an average: its record shows it, what explains it its guard tells when it looks."""
+    board, guard = watched.board, watched.guard
+    board.ranks, board.urgent = running(3), in_no_sync(knows=False)
+    guard.look(is_urgent=True)
+    assert guard.finding is None
+    assert not guard._lookout.is_calm
+    if ends == "it was nothing":
+        board.urgent = board.ranks = running(3)
+        guard.look()
+        board.urgent = in_no_sync(knows=False)  # which is not asked for any more
+        guard.look()
+        assert guard.finding is None
+        return
+    guard.look()
+    assert guard.finding is None
+    if ends == "it says why":
+        board.have_spoken, board.urgent = {1}, in_no_sync(knows=True)  # the others need not
+    else:
+        monkeypatch.setattr(lookout, "_NEWS_S", 0.0)
+    guard.look()
+    said = "NO_SYNC on some ranks only, in step 2" if board.have_spoken else "MISMATCH in step 2"
+    assert capsys.readouterr().err.startswith(f"lockstep: {said}, group world.  Culprit: rank 1")
 
 
 def test_what_names_nobody_has_passed_once_anybody_goes_on(watched: Watched) -> None:

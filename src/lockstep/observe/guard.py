@@ -151,17 +151,17 @@ class Guard:
                     self._lookout.keep_up()
                     glance.kept_up()
         if not is_enough:
-            self.look(hurries=has_found)
+            self.look(is_urgent=has_found)
 
     def _is_time(self, apart_s: float) -> bool:
         """Whether now is, for what is done so seldom in calm hours: for all ranks of a machine at one moment."""
         now, apart = (round(time_s / (self._period_s * _CALM)) for time_s in (time.monotonic(), apart_s))
         return now % max(1, apart) == 0
 
-    def look(self, *, hurries: bool = False) -> None:
+    def look(self, *, is_urgent: bool = False) -> None:
         """At all; see `Lookout.look`. No error ends the thread."""
         with self._voice.spared("a look"):
-            self._lookout.look(hurries=hurries)
+            self._lookout.look(is_urgent=is_urgent)
             oldest_ns, found = self._account.oldest_ns, self.finding
             is_blocked = oldest_ns > 0 and time.monotonic_ns() - oldest_ns > _BLOCKED_S * 1e9
             if found is None or not found.is_certain:

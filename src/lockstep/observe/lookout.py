@@ -55,6 +55,7 @@ class Lookout:
         self._period_s = period_s
         self._training = Training()
         self._looks, self._looked_s, self._blind_until_s = 0, 0.0, 0.0
+        self._shown_ns = 0  # when records showed what ranks have yet to explain; 0: they do not
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
         self.is_calm = False  # nothing hurries
         self.stuck_s = 0.0  # for how long this rank has stood still, where its launcher may end it for that
@@ -87,11 +88,11 @@ class Lookout:
 
     # ------------------------------------------------------------------ looking
 
-    def look(self, *, is_last: bool = False, hurries: bool = False) -> None:
+    def look(self, *, is_last: bool = False, is_urgent: bool = False) -> None:
         """Say how this rank is, see how the others are, act on what is found.
 
         is_last: there may be no other look, so this rank does not leave it to the one that looks for all.
-        hurries: the records of ranks show that something is wrong. The next look comes soon: by then all have said why.
+        is_urgent: see `Board.sights`.
         """
         with self._lock:
             now_s = time.monotonic()
@@ -105,10 +106,10 @@ class Lookout:
             failures = self._voice.failures
             with self._voice.spared("looking at the other ranks"):
                 if self.certain() is None:
-                    self._find(is_last)
+                    self._find(is_last, is_urgent or self._shown_ns > 0)
             self._account.is_blind = self._voice.failures > failures
             self._looks += 1
-            self.is_calm = self._looks > _YOUNG and not hurries and self._is_well()
+            self.is_calm = self._looks > _YOUNG and self._is_well()
 
     def keep_up(self) -> None:
         """Of a look only what cannot wait for the next: what this rank has done is read, and written down."""
@@ -122,7 +123,13 @@ class Lookout:
         account = self._account
         has_waited = 0 < account.oldest_ns < time.monotonic_ns() - self._period_s * 1e9
         moves = not has_waited and account.motion.stand.unmoved_s == 0
-        return self.finding is None and moves and not account.facts.is_disputed and account.state == RUNNING
+        return (
+            self.finding is None
+            and self._shown_ns == 0
+            and moves
+            and not account.facts.is_disputed
+            and account.state == RUNNING
+        )
 
     def _catch_up(self) -> None:
         """Know of all that this rank has done, also of what is only seen by looking."""
@@ -137,8 +144,8 @@ class Lookout:
         with self._voice.spared("saying that this rank is there"):  # whoever is silent is said to stand still
             self._board.tell(self._account.brief())
 
-    def _find(self, is_last: bool) -> None:
-        sights = self._board.sights()
+    def _find(self, is_last: bool, is_urgent: bool) -> None:
+        sights = self._board.sights(is_urgent=is_urgent)
         with self._voice.part("comparing what the ranks tell"):
             self._account.facts.compare(sights, self._rank)
         self._let_go(sights)
@@ -154,6 +161,8 @@ class Lookout:
         if not is_last and (not speaks_here or self._looked_s < self._blind_until_s):
             return
         found = self._diagnosed(sights, self._limits)
+        if not self._is_explained(found if is_urgent and found is not None and found.kind == "mismatch" else None):
+            return
         if found is None or not self._voice.is_news(found, sights if found.is_certain else near):
             return
         if found.is_certain:
@@ -164,6 +173,12 @@ class Lookout:
             of_whom = found if found.culprits else replace(found, culprits=tuple(sights))
             self.finding, self._stood = found, stalled_by(of_whom, sights, "")
             self._voice.say_with_evidence(found, sights)
+
+    def _is_explained(self, shown: Finding | None) -> bool:
+        """Whether those at fault have said so by now: their records show what they did before they say why."""
+        since_ns = self._shown_ns = 0 if shown is None else self._shown_ns or time.monotonic_ns()
+        is_late = time.monotonic_ns() - since_ns > _NEWS_S * 1e9
+        return shown is None or is_late or self._board.have_told(shown.culprits, since_ns)
 
     def _let_go(self, sights: Mapping[int, Sight]) -> None:
         """What was only said has passed where those it is about go on: that is said, and the run is as any other."""
@@ -259,10 +274,8 @@ class Lookout:
         """Why the newest operation of this rank failed, by torch's `error`; put up. None where that cannot be seen."""
         if self.certain() is not None:
             return self.finding
-        begun_ns, deadline = time.monotonic_ns(), time.monotonic() + _NEWS_S
-        while (found := self.now(has_failed=True)) is None or self._may_be_another(found, begun_ns):
-            if time.monotonic() >= deadline:
-                break
+        begun_ns = time.monotonic_ns()
+        while self._may_be_another(found := self.now(has_failed=True), begun_ns):
             time.sleep(0.02)  # the others may be about to say it
         with self._lock:
             sights = self._board.sights(is_urgent=True)
@@ -276,12 +289,12 @@ class Lookout:
                 self.put_up(found, sights)
             return found and self.finding
 
-    def _may_be_another(self, found: Finding, since_ns: int) -> bool:
-        """Whether a rank that has yet to say what it does may be at fault, as Gloo aborts who is sent too much; or has
-        yet to say why it did what its record shows.
-        """
-        is_mute = found.kind == "mismatch" and not self._board.have_told(since_ns)
-        return is_mute or found.kind == "finished" or (found.kind == "gone" and signal.SIGABRT.name in found.text)
+    def _may_be_another(self, found: Finding | None, since_ns: int) -> bool:
+        """Whether a rank is at fault that has yet to say what it does, as Gloo aborts who is sent too much; or why."""
+        is_mute = found is None or found.kind == "finished"
+        if found is not None and found.kind in ("gone", "mismatch"):
+            is_mute = signal.SIGABRT.name in found.text or not self._board.have_told(found.culprits, since_ns)
+        return is_mute and time.monotonic_ns() - since_ns < _NEWS_S * 1e9
 
     def who_left(self, lost: int | None) -> tuple[int, str] | None:
         """The first cause that this rank has lost another one: see `left_first`. Waits for it."""

@@ -37,8 +37,7 @@ class Pace:
         """All is looked at."""
         self.turn(is_brief=False)
         self.until = 0  # all before this one are only counted
-        # steps looked at, FIRST of them before any is only counted; the last and when it ended
-        self.seen, self._planned = 0, (0, 0)
+        self.seen, self._planned = 0, (0, 0)  # steps looked at, as FIRST has them; the last and when it ended
 
     def turn(self, *, is_brief: bool) -> None:
         """From here on the step under way is only counted, or looked at."""

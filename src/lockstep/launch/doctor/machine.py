@@ -256,10 +256,8 @@ def check_limits(limits: Limits, processes: int, world_size: int) -> list[Check]
     if limits.has_rdma and limits.locked_bytes < float("inf"):
         text = f"{size(limits.locked_bytes)} of locked memory (ulimit -l): NCCL cannot register InfiniBand's buffers"
         checks.append(Check("FAIL", "limits", text, "ulimit -l unlimited; in a container: --ulimit memlock=-1"))
-    shown = [
-        f"{name} {value:.0f}".replace("inf", "unlimited")
-        for name, value in (("files", limits.files), ("processes", limits.processes))
-    ]
+    counts = {"files": limits.files, "processes": limits.processes}
+    shown = [f"{name} {count:.0f}".replace("inf", "unlimited") for name, count in counts.items()]
     return checks or [Check("ok", "limits", f"{', '.join(shown)}, locked memory {size(limits.locked_bytes)}")]
 
 

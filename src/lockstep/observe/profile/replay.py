@@ -266,9 +266,8 @@ def plays_of(run: Run) -> list[Play]:
     stops = max((sum(len(line.ops or ()) for line in by_step[step].values()) for step in whole[-1:]), default=0)
     behind = list(accumulate(weights[n] for n in whole))
     count = min(_STEPS_MAX, max(1, _STOPS_MAX // max(1, stops)), *behind[-1:])
-    places = [bisect_left(behind, (n + 0.5) * behind[-1] / count) for n in range(count)] if whole else []
+    chosen = [whole[bisect_left(behind, (n + 0.5) * behind[-1] / count)] for n in range(count)] if whole else []
     buckets = {rank: said for rank, record in run.ranks.items() if (said := record.buckets) is not None}
-    chosen = [whole[at] for at in places]
     return _steadied([play_of(by_step[step], began_us[step], buckets, is_one_clock=is_one_clock) for step in chosen])
 
 

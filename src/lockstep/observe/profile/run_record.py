@@ -9,8 +9,8 @@ Each line is a JSON object of one of these kinds, told by its first key:
 
 A run that is started again appends another start; its steps replace those of the same numbers. So that a long run stays
 small, from step 1024 on a line stands for 2 steps, from 2048 on for 4, and so on. Operations are listed of steps that
-are looked at closely, see `pace`: of all at first and then of ever fewer. Which steps these are depends on nothing but
-their number: all ranks list the same ones. Steps that were only counted have the phases of the one before that was not.
+are looked at closely, see `pace`: of all at first, then of ever fewer, alike on all ranks. Steps that were only counted
+have the phases of the one before that was not.
 """
 
 from __future__ import annotations

@@ -376,7 +376,7 @@ def test_in_a_long_run_it_looks_less_often_while_all_is_well(watched: Watched, m
     assert moments() == seldom
 
 
-@pytest.mark.parametrize("ends", ["it says why", "it says nothing", "it was nothing"])
+@pytest.mark.parametrize("ends", ["it says why", "it says nothing", "it was nothing", "the program ends"])
 def test_who_differs_by_the_records_is_heard_first(
     watched: Watched, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, ends: str
 ) -> None:
@@ -395,7 +395,11 @@ def test_who_differs_by_the_records_is_heard_first(
         return
     guard.look()
     assert guard.finding is None
-    if ends == "it says why":
+    if ends == "the program ends":  # what all have told is said at once
+        board.ranks, board.urgent = in_no_sync(knows=True), in_no_sync(knows=True)
+        assert guard.look_now() is not None
+        board.have_spoken = {1}
+    elif ends == "it says why":
         board.have_spoken, board.urgent = {1}, in_no_sync(knows=True)  # the others need not
     else:
         monkeypatch.setattr(lookout, "_NEWS_S", 0.0)

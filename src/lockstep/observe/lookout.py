@@ -106,7 +106,7 @@ class Lookout:
             failures = self._voice.failures
             with self._voice.spared("looking at the other ranks"):
                 if self.certain() is None:
-                    self._find(is_last, is_urgent or self._shown_ns > 0)
+                    self._find(is_last, not is_last and (is_urgent or self._shown_ns > 0))
             self._account.is_blind = self._voice.failures > failures
             self._looks += 1
             self.is_calm = self._looks > _YOUNG and self._is_well()
@@ -123,13 +123,8 @@ class Lookout:
         account = self._account
         has_waited = 0 < account.oldest_ns < time.monotonic_ns() - self._period_s * 1e9
         moves = not has_waited and account.motion.stand.unmoved_s == 0
-        return (
-            self.finding is None
-            and self._shown_ns == 0
-            and moves
-            and not account.facts.is_disputed
-            and account.state == RUNNING
-        )
+        is_clear = self.finding is None and not self._shown_ns and not account.facts.is_disputed
+        return is_clear and moves and account.state == RUNNING
 
     def _catch_up(self) -> None:
         """Know of all that this rank has done, also of what is only seen by looking."""

@@ -56,7 +56,8 @@ class Account:
     def group(self, name: str, ranks: Sequence[int]) -> bool:
         """There is a group of this name and these ranks. Whether that is news."""
         is_new = name not in self._folds
-        self._folds.setdefault(name, Folding(ranks))
+        if is_new:
+            self._folds[name] = Folding(ranks)
         return is_new
 
     def has_ended(self, now_ns: int) -> None:

@@ -36,7 +36,8 @@ class Share:
     def __init__(self, deal: Deal) -> None:
         self.deal = deal
         self.drawn: list[Any] = []  # ids, of a batch each: those handed out, and those on their way
-        self._counted, self._used, self._bins = 0, Tally(), np.zeros(1, np.int64)  # batches that are not in it any more
+        self._counted = 0  # batches, which are not in the list any more
+        self._used, self._bins = Tally(), np.zeros(1, np.int64)  # one zero: of each bin, so far
         self._lock = Lock()
 
     def count(self, batches: int) -> None:

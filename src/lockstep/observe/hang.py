@@ -94,7 +94,7 @@ def stands_for_s(scene: Scene, told: Stalled) -> float:
     is_hang, stood_s = told.kind == "hang", scene.status(scene.me).unmoved_s
     if is_hang and scene.ended.issuperset(told.ranks):
         have_failed = any(scene.status(rank).state != FINISHED for rank in told.ranks)
-        return max(0.0, stood_s - _FAILING_S * have_failed) * (scene.me in scene.blocked)
+        return max(0.0, stood_s - _FAILING_S * have_failed) if scene.me in scene.blocked else 0.0
     return stood_s if (is_hang or told.kind == "unreachable") and (scene.me in told.ranks) is is_hang else 0.0
 
 

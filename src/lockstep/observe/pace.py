@@ -24,7 +24,7 @@ SHORT_NS = 50_000_000  # longer steps are all looked at
 class Pace:
     """Of one process; the thread whose steps these are calls it."""
 
-    __slots__ = ("_planned", "dues", "is_brief", "seen", "turned", "until")
+    __slots__ = ("_planned", "_seen", "dues", "is_brief", "turned", "until")
 
     def __init__(self) -> None:
         # called with a step: which one after it is to be looked at for sure
@@ -37,7 +37,7 @@ class Pace:
         """All is looked at."""
         self.turn(is_brief=False)
         self.until = 0  # all before this one are only counted
-        self.seen, self._planned = 0, (0, 0)  # steps looked at, as FIRST has them; the last and when it ended
+        self._seen, self._planned = 0, (0, 0)  # steps looked at; the last and when it ended
 
     def turn(self, *, is_brief: bool) -> None:
         """From here on the step under way is only counted, or looked at."""
@@ -48,14 +48,18 @@ class Pace:
     def leave(self) -> None:
         """The step under way is not as the others: it is looked at from here on, and so are as many as at first."""
         if self.is_brief:
-            self.seen = 0
+            self.look_at_many()
             self.turn(is_brief=False)
+
+    def look_at_many(self) -> None:
+        """As many as at first are looked at before any is only counted."""
+        self._seen = 0
 
     def plan(self, step: int, now_ns: int) -> None:
         """`step`, which was looked at, has ended now: which one is the next?"""
         (before, ended_ns), self._planned = self._planned, (step, now_ns)
-        self.seen += 1
-        if self.seen < FIRST or now_ns - ended_ns > SHORT_NS * (step - before):
+        self._seen += 1
+        if self._seen < FIRST or now_ns - ended_ns > SHORT_NS * (step - before):
             return
         self.until = int(min([one_of_each(step), *(due(step) for due in self.dues)]))
         self.turn(is_brief=self.until > step + 1)

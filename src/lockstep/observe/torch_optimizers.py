@@ -134,7 +134,7 @@ class Optimizers(SharedPatches):
         before = self._begun.pop(id(optimizer), None)
         if before is None:
             if not self._is_unseen:  # its parent class's has, within this step
-                PACE.seen = 0  # as many are looked at as at first
+                PACE.look_at_many()
                 return
             before = OTHER
         if self._is_marked():

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 from lockstep.observe.diagnosis import diagnose
 from lockstep.observe.flight import Mark, Record
-from lockstep.observe.scene import Limits, Message, read_message
+from lockstep.observe.scene import Limits, Message, message_text, read_message
 from lockstep.observe.status import FINISHED, RAISED, Folding, LastWords, Sight, Status, Waiting
 from lockstep.observe.wording import Finding
 
@@ -116,6 +116,14 @@ def running(size: int, steps: int = 3) -> list[PaperRank]:
     for _ in range(steps):
         for one in ranks:
             one.calls(FIRST, SECOND)
+    return ranks
+
+
+def receivers(size: int) -> list[PaperRank]:
+    """Each waits for a message of the next one."""
+    ranks = world(size)
+    for one in ranks:
+        one.waits(one.message(message_text("recv", "float32 [4]", (one.rank + 1) % size, 0)), 2.6)
     return ranks
 
 

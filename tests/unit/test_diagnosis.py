@@ -16,6 +16,7 @@ from rank_sights import (
     diagnosed,
     found_in,
     rank_1,
+    receivers,
     running,
     waiting_for_rank_1,
     world,
@@ -89,13 +90,6 @@ def groups_in_other_order() -> list[PaperRank]:
         one.group("data", [0, 1])
         one.group("model", [0, 1])
         one.waits(one.call(group=("data", "model")[one.rank], site=f"train.py:{50 + one.rank} f"), 2.6)
-    return ranks
-
-
-def receivers(size: int) -> list[PaperRank]:
-    ranks = world(size)
-    for one in ranks:
-        one.waits(one.message(message_text("recv", "float32 [4]", (one.rank + 1) % size, 0)), 2.6)
     return ranks
 
 
@@ -331,28 +325,6 @@ def test_two_that_raised_are_both_quoted() -> None:
     assert "rank 1 raised at data.py:31:\n    ValueError: batch 17 is empty" in text
     assert "rank 3 raised at data.py:33:\n    KeyError: 'labels'" in text
     assert "ranks 0,2 wait in" in text
-
-
-def test_who_only_waits_for_a_circle_is_not_of_it() -> None:
-    ranks = world(4)
-    for rank, peer in ((0, 1), (1, 2), (2, 1), (3, 0)):
-        ranks[rank].waits(ranks[rank].message(message_text("recv", "int64 [1]", peer, 0)), 2.6)
-    assert found_in(ranks).culprits == (1, 2)
-
-
-def test_a_circle_that_could_still_open_is_no_proof() -> None:
-    """The main thread of rank 1 is elsewhere, or has only just come, or moves; from any rank is no circle either."""
-    for change in ("elsewhere", "new", "moving", "any"):
-        ranks = receivers(2)
-        if change == "elsewhere":
-            ranks[1].is_at("model.py:3 compute", unmoved_s=2.6)
-        elif change == "new":
-            ranks[1].open_s = 1.0
-        elif change == "moving":
-            ranks[1].status_fields["unmoved_s"] = 0.1
-        else:
-            ranks[1].records[0] = ranks[1].records[0]._replace(text="recv float32 [4] from rank any tag 0")
-        assert diagnosed(ranks) is None, change
 
 
 def test_a_message_to_a_rank_that_has_finished() -> None:

@@ -385,7 +385,9 @@ def test_who_differs_by_the_records_is_heard_first(
     board.ranks, board.urgent = running(3), in_no_sync(knows=False)
     guard.look(is_urgent=True)
     assert guard.finding is None
+    assert guard._lookout.shown_ns
     assert not guard._lookout.is_calm
+    assert guard._pause_s() < 0.1  # by then they have
     if ends == "it was nothing":
         board.urgent = board.ranks = running(3)
         guard.look()
@@ -398,13 +400,13 @@ def test_who_differs_by_the_records_is_heard_first(
     if ends == "the program ends":  # what all have told is said at once
         board.ranks, board.urgent = in_no_sync(knows=True), in_no_sync(knows=True)
         assert guard.look_now() is not None
-        board.have_spoken = {1}
     elif ends == "it says why":
-        board.have_spoken, board.urgent = {1}, in_no_sync(knows=True)  # the others need not
+        board.ranks = board.urgent = in_no_sync(knows=True)
     else:
         monkeypatch.setattr(lookout, "_NEWS_S", 0.0)
     guard.look()
-    said = "NO_SYNC on some ranks only, in step 2" if board.have_spoken else "MISMATCH in step 2"
+    assert not guard._lookout.shown_ns
+    said = "MISMATCH in step 2" if ends == "it says nothing" else "NO_SYNC on some ranks only, in step 2"
     assert capsys.readouterr().err.startswith(f"lockstep: {said}, group world.  Culprit: rank 1")
 
 

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lockstep.comm.control_groups import out_of_memory_kills
 from lockstep.comm.pulse import Beat
 from lockstep.comm.waiting import wait_until
-from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.watch import Stuck, Watch, _states_by_ps, process_states
 
 RUNNING = {0: "R", 1: "S", 2: "S"}

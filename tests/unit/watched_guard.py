@@ -26,16 +26,12 @@ class PaperBoard:
         self.urgent: Sequence[PaperRank] = ()  # as they are by now
         self.up = ""
         self.told: Status | None = None
-        self.have_spoken: set[int] = set()  # since what is wrong showed
 
     def tell(self, status: Status) -> None:
         self.told = status
 
     def sights(self, *, is_urgent: bool = False) -> Mapping[int, Sight]:
         return {one.rank: one.sight() for one in (is_urgent and self.urgent) or self.ranks}
-
-    def have_told(self, ranks: Sequence[int], since_ns: int) -> bool:
-        return since_ns > 0 and self.have_spoken.issuperset(ranks)
 
     def records_here(self) -> None:
         """Their memory is not to be had."""

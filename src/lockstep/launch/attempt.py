@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, final
 
 from torch.numa.binding import _maybe_wrap_command_args_with_numa_binding as maybe_bind
 
+from lockstep.comm.control_groups import out_of_memory_kills
 from lockstep.comm.pulse import PULSE, Beat, create_pulses, read_pulses
 from lockstep.launch.course import Course, Seen
 from lockstep.launch.crash import place_in, stacks_of
@@ -22,7 +23,6 @@ from lockstep.launch.fork_server import Start
 from lockstep.launch.guards import Guards
 from lockstep.launch.job import Launch
 from lockstep.launch.machines import Machines
-from lockstep.launch.out_of_memory import out_of_memory_kills
 from lockstep.launch.processes import WorkerProcess, reap_strangers
 from lockstep.launch.starter import Starter
 from lockstep.launch.stop_signals import StopSignals

@@ -18,7 +18,7 @@ from lockstep.observe.last_words import handled, last_words, users_line
 from lockstep.observe.motion import Motion, is_traced
 from lockstep.observe.scene import STILL_S, channel, read_message
 from lockstep.observe.sights import FlightRecord, waits_of
-from lockstep.observe.stacks import handled_by
+from lockstep.observe.stacks import handled_by, is_in_call
 from lockstep.observe.status import FINISHED, RAISED, RUNNING, Folding, LastWords, State, Status
 
 _OPEN_MAX = 64  # operations under way that are followed
@@ -150,9 +150,8 @@ class Account:
         """What needs no looking. step: read before the facts are, which else seem to be of a step that has ended."""
         recorder = self._recorder
         who = {"rank": recorder.rank, "world_size": recorder.world_size, "pid": os.getpid(), "host": self._host}
-        who["machine"] = recorder.machine
         how = {"state": self.state, "words": self.words, "is_blind": self.is_blind, "step_before": self.step_before}
-        return Status(**who, **how, step=recorder.step if step is None else step, **more)
+        return Status(**who, **how, machine=recorder.machine, step=recorder.step if step is None else step, **more)
 
     def status(self, now_s: float, **said: Any) -> Status:
         """All of it, at `now_s` by time.monotonic(). said: see `Voice.shown`."""
@@ -177,6 +176,7 @@ class Account:
             phases=phases,
             stack=stand.stack,
             unmoved_s=min(stand.unmoved_s, phase_s),
+            is_in_call=0 < stand.unmoved_s < STILL_S and bool(self._under_way) and is_in_call(self._thread),
             looping_s=stand.looping_s,
             handling=handled(handled_by(self._thread)) if is_asked else "",
             activity=next((one for one in reversed(self.activities) if one != JOIN), "")

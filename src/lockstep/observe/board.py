@@ -111,11 +111,6 @@ class Board:
             self._put(f"guard/status/{self._recorder.rank}", f"{self._times_told}\n{text.decode()}")
             self._answer()
 
-    def have_told(self, ranks: Sequence[int], since_ns: int) -> bool:
-        """Whether those of `ranks` that are on this machine, and have not ended, have said since how they are."""
-        records = [(rank, one) for rank in self._here if rank in ranks and (one := self._record_of(rank)) is not None]
-        return all(one.told_ns >= since_ns or self._how_it_ended(rank, one) is not None for rank, one in records)
-
     def sights(self, *, is_urgent: bool = False) -> dict[int, Sight]:
         """All ranks that have said something, as they are now; this one too.
 

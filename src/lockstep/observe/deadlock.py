@@ -10,17 +10,30 @@ from lockstep.observe.scene import GRACE_S, STILL_S, Scene, Wait
 from lockstep.observe.wait_chains import circle, point_of_life, waits_for
 from lockstep.observe.wording import Finding, names, step_after
 
+_BY_ALL = ("all_", "barrier", "reduce_scatter")  # collectives that nobody is through with before all have come
+
 
 def find_cycle(scene: Scene) -> Finding | None:
     """Ranks that provably wait for each other in a circle: none of them can get on."""
-    proven = {rank: wait for rank, wait in scene.blocked.items() if _is_proven(scene, wait)}
+    proven = {wait.rank: wait for wait in scene.waits if _is_called(scene, wait)}
+    proven |= {rank: wait for rank, wait in scene.blocked.items() if _has_stood(scene, wait)}
     ranks = circle({rank: set(wait.absent) & set(proven) for rank, wait in proven.items()})
-    return _report(scene, [proven[rank] for rank in ranks]) if ranks else None
+    heard = [(scene.sights[rank].age_s, scene.status(rank).unmoved_s) for rank in ranks]
+    is_sure = all(age_s + unmoved_s >= max(heard)[0] for age_s, unmoved_s in heard)  # all stood there at one moment
+    return _report(scene, [proven[rank] for rank in ranks]) if ranks and is_sure else None
 
 
-def _is_proven(scene: Scene, wait: Wait) -> bool:
+def _has_stood(scene: Scene, wait: Wait) -> bool:
     is_fresh = scene.sights[wait.rank].age_s <= GRACE_S
     return is_fresh and wait.age_s >= STILL_S and scene.stands_in(wait) and not wait.is_any
+
+
+def _is_called(scene: Scene, wait: Wait) -> bool:
+    """Whether the rank's thread is in that call itself, since a look ago at least: what it waits for is no guess."""
+    status, record = scene.status(wait.rank), wait.record
+    is_alone = status.last is not None and status.last.number == record.number and len(status.waiting) == 1
+    is_there = status.is_in_call and status.unmoved_s > 0 and record.site in status.stack
+    return is_alone and is_there and record.text.startswith(_BY_ALL)
 
 
 def _outvoted(waits: Sequence[Wait]) -> list[int]:

@@ -37,6 +37,7 @@ from lockstep.observe.wording import Finding
 
 _RANKS = 16  # that are looked at in a millisecond; of more, less often
 _CALM = 1.6  # times as long from one look, or glance, to the next
+_SOON_S = 0.05  # to the next look, where ranks differ and those at fault have yet to say why
 _KEPT_UP_S = 1.2  # after which a rank without a look reads and writes down what it has done
 _MANY = 8  # steps in that time: what each does is told more seldom
 _DRAIN_S = 0.02
@@ -135,6 +136,8 @@ class Guard:
 
         With the other ranks of this machine: those who wait for each other are held up once, not each by each.
         """
+        if self._lookout.shown_ns:
+            return _SOON_S
         period_s = self._period_s * (_CALM if self._lookout.is_calm else 1)
         return period_s - time.monotonic() % period_s
 

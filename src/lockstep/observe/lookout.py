@@ -55,7 +55,7 @@ class Lookout:
         self._period_s = period_s
         self._training = Training()
         self._looks, self._looked_s, self._blind_until_s = 0, 0.0, 0.0
-        self._shown_ns = 0  # when records showed what ranks have yet to explain; 0: they do not
+        self.shown_ns = 0  # when records showed what ranks have yet to explain; 0: they do not
         self._messages, self._compared_s = 0, 0.0  # of all ranks, when they were compared last, and when that was
         self.is_calm = False  # nothing hurries
         self.stuck_s = 0.0  # for how long this rank has stood still, where its launcher may end it for that
@@ -106,7 +106,7 @@ class Lookout:
             failures = self._voice.failures
             with self._voice.spared("looking at the other ranks"):
                 if self.certain() is None:
-                    self._find(is_last, not is_last and (is_urgent or self._shown_ns > 0))
+                    self._find(is_last, not is_last and (is_urgent or self.shown_ns > 0))
             self._account.is_blind = self._voice.failures > failures
             self._looks += 1
             self.is_calm = self._looks > _YOUNG and self._is_well()
@@ -123,7 +123,7 @@ class Lookout:
         account = self._account
         has_waited = 0 < account.oldest_ns < time.monotonic_ns() - self._period_s * 1e9
         moves = not has_waited and account.motion.stand.unmoved_s == 0
-        is_clear = self.finding is None and not self._shown_ns and not account.facts.is_disputed
+        is_clear = self.finding is None and not self.shown_ns and not account.facts.is_disputed
         return is_clear and moves and account.state == RUNNING
 
     def _catch_up(self) -> None:
@@ -156,9 +156,8 @@ class Lookout:
         if not is_last and (not speaks_here or self._looked_s < self._blind_until_s):
             return
         found = self._diagnosed(sights, self._limits)
-        if not self._is_explained(found if is_urgent and found is not None and found.kind == "mismatch" else None):
-            return
-        if found is None or not self._voice.is_news(found, sights if found.is_certain else near):
+        is_explained = self._is_explained(found if is_urgent else None)
+        if not is_explained or found is None or not self._voice.is_news(found, sights if found.is_certain else near):
             return
         if found.is_certain:
             sights = self._board.sights(is_urgent=True)  # it may come of what another rank did a moment before
@@ -170,10 +169,16 @@ class Lookout:
             self._voice.say_with_evidence(found, sights)
 
     def _is_explained(self, shown: Finding | None) -> bool:
-        """Whether those at fault have said so by now: their records show what they did before they say why."""
-        since_ns = self._shown_ns = 0 if shown is None else self._shown_ns or time.monotonic_ns()
-        is_late = time.monotonic_ns() - since_ns > _NEWS_S * 1e9
-        return shown is None or is_late or self._board.have_told(shown.culprits, since_ns)
+        """Whether what ranks have told shows it too, if they differ: their records show that before they say why."""
+        with self._lock:
+            since_ns = self.shown_ns or time.monotonic_ns()
+            is_late = time.monotonic_ns() - since_ns > _NEWS_S * 1e9
+            is_over = is_late or shown is None or shown.kind != "mismatch"
+            if not is_over:
+                told = self._diagnosed(self._board.sights(), self._limits)
+                is_over = told is not None and told.kind == "mismatch"
+            self.shown_ns = 0 if is_over else since_ns
+        return is_over
 
     def _let_go(self, sights: Mapping[int, Sight]) -> None:
         """What was only said has passed where those it is about go on: that is said, and the run is as any other."""
@@ -286,9 +291,10 @@ class Lookout:
 
     def _may_be_another(self, found: Finding | None, since_ns: int) -> bool:
         """Whether a rank is at fault that has yet to say what it does, as Gloo aborts who is sent too much; or why."""
-        is_mute = found is None or found.kind == "finished"
-        if found is not None and found.kind in ("gone", "mismatch"):
-            is_mute = signal.SIGABRT.name in found.text or not self._board.have_told(found.culprits, since_ns)
+        if found is not None and found.kind == "mismatch":
+            return not self._is_explained(found)
+        is_aborted = found is not None and found.kind == "gone" and signal.SIGABRT.name in found.text
+        is_mute = found is None or found.kind == "finished" or is_aborted
         return is_mute and time.monotonic_ns() - since_ns < _NEWS_S * 1e9
 
     def who_left(self, lost: int | None) -> tuple[int, str] | None:

@@ -62,6 +62,11 @@ class _Said(dict[bytes, tuple[str, str, str, str]]):
         return self.setdefault(words, (group, text, site, label))
 
 
+def _word(index: int) -> property:
+    """Of the header, as it is now."""
+    return property(lambda self: self._words[index])
+
+
 @final
 class FlightRecord:
     """Reads a rank's record, while it is written or afterwards. Its file needs no name once it is open."""
@@ -84,30 +89,11 @@ class FlightRecord:
             self.close()
             raise ConfigError(f"{os.fspath(path)!r} is no flight record: it does not begin as one")
 
-    @property
-    def started(self) -> int:
-        """As the header has it."""
-        return self._words[flight.COUNT]
-
-    @property
-    def news(self) -> int:
-        """How often the rank has told something that the others are to look at soon."""
-        return self._words[flight.NEWS]
-
-    @property
-    def facts(self) -> int:
-        """How often it has told other facts than before."""
-        return self._words[flight.FACTS]
-
-    @property
-    def told_ns(self) -> int:
-        """When the rank last said how it is, by time.monotonic_ns."""
-        return self._words[flight.TOLD_NS]
-
-    @property
-    def has_notice(self) -> bool:
-        """Whether something was put up in this record."""
-        return self._words[flight.NOTICE] != 0
+    started = _word(flight.COUNT)  # operations
+    news = _word(flight.NEWS)  # how often the rank has told something that the others are to look at soon
+    facts = _word(flight.FACTS)  # how often it has told other facts than before
+    told_ns = _word(flight.TOLD_NS)  # when it last said how it is, by time.monotonic_ns
+    has_notice = _word(flight.NOTICE)  # 0: nothing was put up in this record
 
     def header(self) -> Header:
         """Who this is and how far it has come."""

@@ -14,6 +14,8 @@ from lockstep.observe.call_site import is_users, users_stack
 from lockstep.observe.native import standing
 
 _DEEPEST = 40  # frames that are kept, the innermost
+# code that is at an operation until it returns; `torch_watch` says more behind its name
+_CALLS = ("torch/distributed/distributed_c10d.py", "lockstep/comm/", "observe/recording.py", "observe/torch_watch.py")
 _DEBUGGERS = ("pdb", "bdb", "pydevd", "debugpy", "ipdb", "pudb")
 # torch's own wrappers of what is not compiled, or has been, lie in the same folders
 _COMPILERS = (f"torch{os.sep}_dynamo{os.sep}convert_frame.py", f"torch{os.sep}_inductor{os.sep}compile_fx.py")
@@ -47,12 +49,23 @@ def frame_of(thread_id: int) -> FrameType | None:
 
 def is_in_torch(thread_id: int) -> bool:
     """Whether a thread stands in C++ that torch's Python or ours has called, or waits in there for a thread of ours."""
+    name = _file_of(thread_id)
+    is_torchs = not is_users(name) and any(f"{os.sep}{one}{os.sep}" in name for one in ("torch", "lockstep"))
+    return is_torchs or standing() == thread_id
+
+
+def is_in_call(thread_id: int) -> bool:
+    """Whether a thread is in a call that exchanges something with other ranks: it has not returned yet."""
+    name = _file_of(thread_id)
+    return any(one in name for one in _CALLS) or standing() == thread_id
+
+
+def _file_of(thread_id: int) -> str:
+    """Of the code that a thread is in; where it waits there for another thread, not Python's own for that."""
     frame = frame_of(thread_id)
     while frame is not None and frame.f_code.co_filename == threading.__file__:
         frame = frame.f_back
-    name = "" if frame is None else frame.f_code.co_filename
-    is_torchs = not is_users(name) and any(f"{os.sep}{one}{os.sep}" in name for one in ("torch", "lockstep"))
-    return is_torchs or standing() == thread_id
+    return "" if frame is None else frame.f_code.co_filename
 
 
 def backward_frame() -> FrameType | None:

@@ -88,6 +88,7 @@ class Status:
     stack: tuple[str, ...] = ()  # of the main thread, outermost first: "train.py:31 train_step"; torch's own folded
     stood_step: int | None = None  # in which it stood there, where the rank has gone on since
     unmoved_s: float = 0.0  # for how long the main thread has been at that very place without using the processor
+    is_in_call: bool = False  # there, and that is in a call that has yet to return what it exchanges
     looping_s: float = 0.0  # for how long it has waited in one loop, and used the processor
     activity: str = ""  # "compile", "checkpoint", "evaluate", "debugger", ...: may take long without anything wrong
     joins: bool = False  # within torch's Join: it may have steps that the others have not

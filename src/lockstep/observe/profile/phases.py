@@ -115,19 +115,9 @@ class Typical:
         """
         like, whole, times = self._like = self._like or self._middle()
         all_ns = all_data_ns = usual_ns = longest_ns = tokens = samples = 0
-        for left in run:
-            (_, began_ns, ended_ns, its_samples, waits, marks, summed_ns, _, _), _, its_tokens = left
-            if waits or summed_ns:
-                by_phase = worked_out(step_of(left)).summed_ns
-                spent_ns, data_ns = sum(by_phase), by_phase[DATA]
-            else:  # as nearly always
-                spent_ns, data_ns, until_ns = ended_ns - marks[0][1], 0, ended_ns
-                for phase, at_ns in reversed(marks):
-                    if phase == DATA:
-                        data_ns += until_ns - at_ns
-                    until_ns = at_ns
-            if times is not None:
-                data_ns = 0
+        for (_, began_ns, ended_ns, its_samples, waits, marks, summed_ns, _, _), _, its_tokens in run:
+            by_phase = summed_ns or sums_of(marks, outermost(waits, began_ns), ended_ns)
+            spent_ns, data_ns = sum(by_phase), by_phase[DATA] if times is None else 0
             all_ns, all_data_ns = all_ns + spent_ns, all_data_ns + data_ns
             usual_ns += min(spent_ns - data_ns, 2 * whole)
             longest_ns = max(longest_ns, ended_ns - began_ns)

@@ -212,8 +212,8 @@ class StepClock:
             return step_of(self._left.pop(0))
         run, last = [first], number if is_listed(number) else last_in_line(number)
         for one in self._left[1 : 1 + last - number]:
-            (following, *_, is_brief), *_ = one
-            if following != number + len(run) or not is_brief:
+            ended = one[0]
+            if ended[0] != number + len(run) or not ended[-1]:  # its number, and whether it was only counted
                 break
             run.append(one)
         del self._left[: len(run)]

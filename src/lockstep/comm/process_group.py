@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ layers: list[Callable[[Transport, str], Transport]] = []
 
 def layered(transport: Transport, group: str) -> Transport:
     """`transport` under all `layers`."""
-    for layer in layers:
-        transport = layer(transport, group)
-    return transport
+    return reduce(lambda under, layer: layer(under, group), layers, transport)
 
 
 def register_backend() -> None:

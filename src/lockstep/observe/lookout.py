@@ -169,16 +169,18 @@ class Lookout:
             self._voice.say_with_evidence(found, sights)
 
     def _is_explained(self, shown: Finding | None) -> bool:
-        """Whether what ranks have told shows it too, if they differ: their records show that before they say why."""
-        with self._lock:
-            since_ns = self.shown_ns or time.monotonic_ns()
-            is_late = time.monotonic_ns() - since_ns > _NEWS_S * 1e9
-            is_over = is_late or shown is None or shown.kind != "mismatch"
-            if not is_over:
-                told = self._diagnosed(self._board.sights(), self._limits)
-                is_over = told is not None and told.kind == "mismatch"
-            self.shown_ns = 0 if is_over else since_ns
+        """Whether those at fault have said why by now, or have had the time to."""
+        since_ns = self.shown_ns or time.monotonic_ns()
+        is_over = shown is None or self._is_told(shown) or time.monotonic_ns() - since_ns > _NEWS_S * 1e9
+        self.shown_ns = 0 if is_over else since_ns
         return is_over
+
+    def _is_told(self, shown: Finding) -> bool:
+        """Whether those at fault have told what shows that ranks differ: their records do so before they say why."""
+        with self._lock:
+            told = {rank: one for rank, one in self._board.sights().items() if rank in shown.culprits}
+            mixed = self._diagnosed({**self._board.sights(is_urgent=True), **told}, self._limits)
+        return shown.kind != "mismatch" or (mixed is not None and mixed.kind == shown.kind)
 
     def _let_go(self, sights: Mapping[int, Sight]) -> None:
         """What was only said has passed where those it is about go on: that is said, and the run is as any other."""
@@ -291,11 +293,10 @@ class Lookout:
 
     def _may_be_another(self, found: Finding | None, since_ns: int) -> bool:
         """Whether a rank is at fault that has yet to say what it does, as Gloo aborts who is sent too much; or why."""
-        if found is not None and found.kind == "mismatch":
-            return not self._is_explained(found)
-        is_aborted = found is not None and found.kind == "gone" and signal.SIGABRT.name in found.text
-        is_mute = found is None or found.kind == "finished" or is_aborted
-        return is_mute and time.monotonic_ns() - since_ns < _NEWS_S * 1e9
+        is_late = time.monotonic_ns() - since_ns > _NEWS_S * 1e9
+        if is_late or found is None or found.kind == "finished":
+            return not is_late
+        return not self._is_told(found) or (found.kind == "gone" and signal.SIGABRT.name in found.text)
 
     def who_left(self, lost: int | None) -> tuple[int, str] | None:
         """The first cause that this rank has lost another one: see `left_first`. Waits for it."""

@@ -18,6 +18,7 @@ import lockstep
 from lockstep.errors import CollectiveMismatch
 from lockstep.observe import deadlock, scene
 from lockstep.observe.lookout import Lookout
+from lockstep.observe.settings import EVIDENCE
 from lockstep.testing.worlds import run_processes
 
 _LOOKS = 20
@@ -72,7 +73,8 @@ def ours_in_other_order(rank: int, folder: str) -> str:
 
 
 def test_so_are_groups_of_our_own(tmp_path: Path) -> None:
-    for said in run_processes(2, ours_in_other_order, str(tmp_path), connect=False):
+    env = {EVIDENCE: str(tmp_path / "evidence")}
+    for said in run_processes(2, ours_in_other_order, str(tmp_path), connect=False, env=env):
         assert "groups in different order, or a call left out: rank 0 -> rank 1 -> rank 0" in said
 
 

@@ -61,9 +61,8 @@ def out_of_memory_kills(root: Path = ROOT) -> int:
     They are this process's control group, which its children share, or else the whole machine. Two looks tell whether
     there was one in between. 0 where the kernel does not count. root: of the file system.
     """
-    folders = group_folders("memory", root)
-    files = [folder / name for folder in folders for name in ("memory.events", "memory.oom_control")]
-    for path in (*files, root / "proc/vmstat"):
+    names = ("memory.events", "memory.oom_control")
+    for path in (*[folder / name for folder in group_folders("memory", root) for name in names], root / "proc/vmstat"):
         try:
             found = re.search(r"^oom_kill (\d+)$", path.read_text(errors="replace"), re.MULTILINE)
         except OSError:  # not this version, or not for this user to see

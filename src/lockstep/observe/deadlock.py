@@ -18,8 +18,8 @@ def find_cycle(scene: Scene) -> Finding | None:
     proven = {wait.rank: wait for wait in scene.waits if _is_called(scene, wait)}
     proven |= {rank: wait for rank, wait in scene.blocked.items() if _has_stood(scene, wait)}
     ranks = circle({rank: set(wait.absent) & set(proven) for rank, wait in proven.items()})
-    heard = [(scene.sights[rank].age_s, scene.status(rank).unmoved_s) for rank in ranks]
-    is_sure = all(age_s + unmoved_s >= max(heard)[0] for age_s, unmoved_s in heard)  # all stood there at one moment
+    moment_s = max([scene.sights[rank].age_s for rank in ranks], default=0.0)  # ago: did all of them stand there then?
+    is_sure = all(scene.sights[rank].age_s + scene.status(rank).unmoved_s >= moment_s for rank in ranks)
     return _report(scene, [proven[rank] for rank in ranks]) if ranks and is_sure else None
 
 

@@ -102,5 +102,5 @@ class Glance:
         """Whether there is something that a glance does not see."""
         account = self._account
         has_gpu = self._recorder.clock.gpu is not None or account.motion.is_queued()  # a look settles what has ended
-        has_news = account.facts.news != self._board.told.news or any(record.has_notice for record in records)
+        has_news = account.facts.news != self._board.told.news or any(record.notice() for record in records)
         return has_gpu or has_news or account.state != RUNNING or bool(account.activities)

@@ -177,10 +177,12 @@ class Lookout:
 
     def _is_told(self, shown: Finding) -> bool:
         """Whether those at fault have told what shows that ranks differ: their records do so before they say why."""
+        if shown.kind != "mismatch":
+            return True
         with self._lock:
             told = {rank: one for rank, one in self._board.sights().items() if rank in shown.culprits}
             mixed = self._diagnosed({**self._board.sights(is_urgent=True), **told}, self._limits)
-        return shown.kind != "mismatch" or (mixed is not None and mixed.kind == shown.kind)
+        return mixed is not None and mixed.kind == shown.kind
 
     def _let_go(self, sights: Mapping[int, Sight]) -> None:
         """What was only said has passed where those it is about go on: that is said, and the run is as any other."""

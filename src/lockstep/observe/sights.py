@@ -93,7 +93,6 @@ class FlightRecord:
     news = _word(flight.NEWS)  # how often the rank has told something that the others are to look at soon
     facts = _word(flight.FACTS)  # how often it has told other facts than before
     told_ns = _word(flight.TOLD_NS)  # when it last said how it is, by time.monotonic_ns
-    has_notice = _word(flight.NOTICE)  # 0: nothing was put up in this record
 
     def header(self) -> Header:
         """Who this is and how far it has come."""

@@ -11,9 +11,12 @@ import sys
 import sysconfig
 import weakref
 import zipfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,17 +25,20 @@ from native_stories import Story
 from lockstep.comm.communicator import Communicator
 from lockstep.errors import ConfigError, PeerFailed, PeerLost
 from lockstep.observe.flight import FlightRecorder
+from lockstep.observe.followed_model import Model
 from lockstep.observe.profile.phases import PHASES, outermost, sums_of
 from lockstep.observe.profile.step_clock import StepClock
 from lockstep.observe.recording import GuardLayer, RecordedWork
 from lockstep.observe.settings import NATIVE, GuardSettings
 from lockstep.observe.step_ends import Passing
+from lockstep.observe.torch_training import TrainingWatch
 from recorded_ranks import Silent, Watcher
 
 ROOT = Path(__file__).resolve().parents[2]
 STORIES = 40
 IN_C = [FlightRecorder.enter, FlightRecorder.stood, StepClock.switch]
 IN_C += [GuardLayer.submit, RecordedWork.wait, RecordedWork.__del__, Passing.passed, outermost, sums_of]
+IN_C += [TrainingWatch.stepped]
 CAN_BUILD = (
     sys.platform == "linux" and bool(shutil.which("cc")) and Path(sysconfig.get_path("include"), "Python.h").exists()
 )
@@ -128,6 +134,116 @@ def test_steps_are_added_up_alike_in_c_and_in_python() -> None:
         sums_of([(len(PHASES), 0)], [], 9)
     assert outermost([], 0) == []
     assert sums_of([(1, 2**62)], [], 2**70) == plain_sums([(1, 2**62)], [], 2**70)
+
+
+class Trained:
+    """What `TrainingWatch.stepped` works on: models with forwards or without, one that goes, replicas that are due."""
+
+    def __init__(self, recorder: FlightRecorder, random: Random) -> None:
+        self.told: list[object] = []
+        self.modules = [torch.nn.Linear(2, 2, bias=bool(number)) for number in range(random.randrange(3))]
+        self._models = {
+            number: Model(module, f"{number}", "ddp", named=[*module.named_parameters()])
+            for number, module in enumerate(self.modules)
+        }
+        self.optimizers = [torch.optim.SGD([torch.ones(1, requires_grad=True)], 0.1) for _ in range(2)]
+        self.replicas = SimpleNamespace(is_on=random.random() < 0.8, stride=random.choice([1, 4, 100]), checked=0)
+        self.replicas.leader, self.replicas.lead = weakref.ref(self.optimizers[0]), self.lead
+        self.models = SimpleNamespace(end_step=self.end_step)
+        self._guard, self._step, self._stamped, self._pending = SimpleNamespace(recorder=recorder), 0, set[int](), None
+
+    def lead(self, optimizer: torch.optim.Optimizer) -> None:
+        self.told.append("another one leads")
+        self.replicas.leader = weakref.ref(optimizer)
+
+    def end_step(self, step: int, model: Model) -> bool:
+        """As `ModelFacts.end_step`; it is told where that does something."""
+        has_forward = sum(model.forwards[:2]) > 0
+        if step == 0 or model.module() is None or has_forward:
+            self.told.append(("ended", step, model.team, *model.forwards))
+            model.told, model.is_forwarded = [*model.forwards], True
+        return model.is_forwarded and not has_forward
+
+    def _plan(self, unseen: list[Model], before: int, step: int) -> None:
+        self.told.append(("planned", [model.team for model in unseen], before, step))
+        self.replicas.checked, self._pending = step, len(unseen)
+
+    def _count_on(self) -> None:
+        self.told.append("counted on")
+
+    def seen(self) -> list[object]:
+        """All that a step has left."""
+        firsts = [module.weight.data_ptr() for module in self.modules]
+        stamps = [
+            [(step, len(version), [number for number in version if number < 1000]) for step, version in model.stamps]
+            for model in self._models.values()
+        ]
+        forwards = [(model.forwards, model.told, model.is_forwarded) for model in self._models.values()]
+        are_at = [model.stamps[1][1][:1] == [at] for model, at in zip(self._models.values(), firsts, strict=True)]
+        stamped = [id(one) in self._stamped for one in self.optimizers]
+        led = self.replicas.leader() is self.optimizers[0]
+        return [stamps, forwards, are_at, stamped, led, self._step, self._pending, self.told]
+
+    def act(self, random: Random, stepped: Callable[..., None]) -> None:
+        """A step: forwards, what the optimizer changes, and that it has ended, or has not."""
+        for model in self._models.values():
+            if random.random() < 0.3:
+                model.forwards[random.randrange(2)] += 1
+        for module in self.modules:
+            with torch.no_grad():
+                module.weight.add_(1)
+        if random.random() < 0.8:
+            self._guard.recorder.set_step(self._guard.recorder.step + 1)
+        stepped(self, self.optimizers[random.random() < 0.1], random.random() < 0.9)
+
+
+@needs_compiler
+@pytest.mark.skipif(os.environ.get(NATIVE) == "off", reason=f"{NATIVE}=off")
+def test_a_step_leaves_the_models_alike_in_c_and_in_python(tmp_path: Path) -> None:
+    for seed in range(60):
+        seen: list[list[object]] = []
+        for stepped in (TrainingWatch.stepped, TrainingWatch.stepped.__wrapped__):
+            random, recorder = Random(seed), FlightRecorder(tmp_path / f"{seed}-{len(seen)}", 0, 1)
+            trained = Trained(recorder, random)
+            for _ in range(20):
+                trained.act(random, stepped)
+            seen.append(trained.seen())
+            recorder.close()
+        assert seen[0] == seen[1]
+
+
+@needs_compiler
+@pytest.mark.skipif(os.environ.get(NATIVE) == "off", reason=f"{NATIVE}=off")
+def test_a_step_leaves_nothing_of_its_models_behind(tmp_path: Path) -> None:
+    """The usual one, without Python; and one whose tensor cannot say where it lies, which Python raises then."""
+    called: list[str] = []
+    recorder = FlightRecorder(tmp_path / "flight", 0, 1)
+    trained = Trained(recorder, Random(7))
+    trained.replicas.is_on, stepped = False, partial(TrainingWatch.stepped, cast("Any", trained))
+    assert trained.modules
+
+    def blocks_after(steps: int) -> int:
+        for _ in range(steps):
+            recorder.set_step(recorder.step + 1)
+            stepped(trained.optimizers[0], True)
+        trained.told.clear()
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    blocks_after(300)
+    before, after = blocks_after(300), blocks_after(5000)
+    assert after - before < 100
+    sys.setprofile(lambda frame, event, _: called.append(f"{event} {frame.f_code.co_name}"))
+    recorder.step += 1
+    stepped(trained.optimizers[0], True)
+    sys.setprofile(None)
+    assert [one for one in called if one.startswith("call ")] == []
+    assert trained._step == recorder.step
+    recorder.set_step(recorder.step + 1)
+    trained._models[0].sample = [lambda: torch.sparse_coo_tensor(torch.zeros(1, 1), torch.ones(1), (2,))]
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        stepped(trained.optimizers[0], True)
+    recorder.close()
 
 
 def test_they_leave_nothing_behind(tmp_path: Path) -> None:

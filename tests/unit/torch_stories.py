@@ -4,7 +4,7 @@
 
 Prints whether the calls are tried in C, then a story a line; then how many blocks Python holds more after many calls,
 and how many functions of lockstep's a call from the user's line has called, one from torch's, one with its wait, and a
-backward with the step of an optimizer.
+backward with the step of an optimizer that ends one of the first of the rank's.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from lockstep.observe.board import Board
 from lockstep.observe.flight import FlightRecorder
 from lockstep.observe.guard import Guard
-from lockstep.observe.pace import PACE
+from lockstep.observe.pace import FIRST, PACE
 from lockstep.observe.profile.torch_phases import TorchPhases
 from lockstep.observe.settings import GuardSettings
 from lockstep.observe.sights import flight_path
@@ -186,7 +186,13 @@ class Story:
             self.told += [len(BACKWARDS.recent), len(BACKWARDS.own), BACKWARDS.is_sound, self.recorder.step]
             self.told.append(OPTIMIZERS._marked() is optimizer)
         if self.recorder.clock.is_marked:
+            OPTIMIZERS.counted = lambda leader, has_ended: self.told.append([leader is optimizer, has_ended])
+            PACE._seen = self.random.choice([0, 5, FIRST - 2, FIRST - 1])
             OPTIMIZERS.step_done()
+            steps = OPTIMIZERS.steps
+            self.told += [steps is not None and steps._has_counted, OPTIMIZERS._marked() is None]
+            self.told += [PACE._seen, PACE._planned[0], PACE.until, PACE.is_brief]
+            OPTIMIZERS.counted = None
         self.recorder.clock.is_marked = False
 
     def elsewhere(self) -> None:
@@ -236,8 +242,11 @@ class Story:
         self.recorder.clock.is_marked = True
         BACKWARDS.once = []
         OPTIMIZERS.phases = BACKWARDS.phases = None
+        OPTIMIZERS.counted = lambda *_: None
         for _ in range(times):
             optimizer.step()
+            PACE._seen = 0
+            OPTIMIZERS.step_done()
             weight.sum().backward()
             for tensor in self.tensors:
                 dist.all_reduce(tensor)
@@ -271,6 +280,7 @@ class Story:
         def backward() -> None:
             weight.sum().backward()
             optimizer.step()
+            OPTIMIZERS.step_done()
 
         def count(frame: Any, event: str, _: object) -> None:
             counts[-1] += event == "call" and "/lockstep/observe/" in frame.f_code.co_filename

@@ -43,7 +43,7 @@ def params_of(optimizer: Any) -> list[Any]:
 class Optimizers(SharedPatches):
     """Those of one process. An optimizer whose step calls that of its parent class steps once: when that has ended."""
 
-    __slots__ = ("_begun", "_is_unseen", "_marked", "backwards", "looks", "phases", "steps")
+    __slots__ = ("_begun", "_is_unseen", "_marked", "backwards", "counted", "looks", "phases", "steps")
 
     def _end(self) -> None:
         self.backwards = BACKWARDS
@@ -106,6 +106,7 @@ class Optimizers(SharedPatches):
     def _is_marked(self) -> bool:
         return self.steps is not None and self.steps.clock.is_marked
 
+    @in_c
     def step_done(self) -> None:
         """A step has ended, which was looked at closely: our own loop says so."""
         optimizer, self._marked = self._marked(), lambda: None

@@ -103,7 +103,7 @@ class StepCounter:
 class TorchSteps:
     """When a step of this rank ends."""
 
-    __slots__ = ("__dict__", "__weakref__", "clock")
+    __slots__ = ("__dict__", "__weakref__", "_recorder", "clock", "guard")
 
     def __init__(self, guard: Guard, groups: TorchGroups) -> None:
         self.guard, self._recorder, self.groups = guard, guard.recorder, groups

@@ -21,6 +21,7 @@ from lockstep.observe.call_site import backward_site, call_site
 from lockstep.observe.endings import CLOSED, END
 from lockstep.observe.followed_model import Model
 from lockstep.observe.guard import Guard
+from lockstep.observe.native import in_c
 from lockstep.observe.pace import PACE
 from lockstep.observe.patches import Patches, around
 from lockstep.observe.status import RUNNING
@@ -113,6 +114,7 @@ class TrainingWatch:
 
     # ------------------------------------------------------------------ steps
 
+    @in_c
     def stepped(self, optimizer: Any, has_ended: bool) -> None:
         """One of the program's optimizers has stepped, after which a step of the rank may have ended."""
         if not has_ended:
@@ -142,16 +144,13 @@ class TrainingWatch:
 
     def _plan(self, unseen: Sequence[Model], before: int, step: int) -> None:
         """Compare what the step after `before` has left, if it is due, or the first that went past `unseen` models."""
-        hurries = False
-        for model in unseen:
-            if not model.past and self.replicas.is_trained_by_leader(model):
-                where = f"went past DistributedDataParallel, at {backward_site[0]}"
-                model.past = f"in {step_after(before)} a backward {where}"
-                hurries = not self._has_hurried
+        new = [model for model in unseen if not model.past and self.replicas.is_trained_by_leader(model)]
+        for model in new:
+            model.past = f"in {step_after(before)} a backward went past DistributedDataParallel, at {backward_site[0]}"
+        hurries = bool(new) and not self._has_hurried
         self._has_hurried |= hurries
-        is_due = hurries or step % self.replicas.stride == 0 or not self.replicas.checked
-        self._pending = self.replicas.plan(step) if is_due else None
-        if self._pending is not None:
+        if hurries or step % self.replicas.stride == 0 or not self.replicas.checked:
+            self._pending = self.replicas.plan(step)
             BACKWARDS.once.append(self._compare_pending)
 
     # ------------------------------------------------------------------ the end

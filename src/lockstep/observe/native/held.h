@@ -26,6 +26,7 @@ int can_note(PyObject *held), can_leave(PyObject *held), can_see(PyObject *held)
 PyObject *standing(PyObject *, PyObject *);
 int is_held_by(PyObject *quick, PyObject *held);
 PyObject *quick_begins(PyObject *const *, Py_ssize_t), *quick_ends(PyObject *const *, Py_ssize_t);
+PyObject *quick_stepped(PyObject *const *, Py_ssize_t), *quick_step_done(PyObject *const *, Py_ssize_t);
 PyObject *quick_outermost(PyObject *const *, Py_ssize_t), *quick_sums_of(PyObject *const *, Py_ssize_t);
 
 /* ---------------------------------------------------------------- classes, and what is in their slots */
@@ -47,10 +48,10 @@ enum { P_ACTIVITIES, P_ENDED_NS, P_ENDS, P_FOLLOWED, P_LEFT, P_LOOKOUT, P_RECORD
 enum { E_OPERATIONS };
 enum { O_FINDING };
 enum { B_FAILED, B_IS_SOUND, B_LOSSES, B_ONCE, B_OWN, B_PHASES, B_PLACES, B_RECENT, B_SCALED, B_STEP_SITE };
-enum { E_IS_BRIEF };
-enum { Z_BEGUN, Z_IS_UNSEEN, Z_MARKED, Z_BACKWARDS, Z_LOOKS, Z_PHASES, Z_STEPS };
+enum { E_PLANNED, E_SEEN, E_IS_BRIEF };
+enum { Z_BEGUN, Z_IS_UNSEEN, Z_MARKED, Z_BACKWARDS, Z_COUNTED, Z_LOOKS, Z_PHASES, Z_STEPS };
 enum { F_DUE_NS, F_RECORDER, F_SEEN };
-enum { T_CLOCK };
+enum { T_RECORDER, T_CLOCK, T_GUARD };
 enum { G_COLLECTIVES, G_HAS_STREAMS, G_INSIDE, G_OF_LINES, G_OF_SITES, G_SEEN };
 extern Class classes[];
 
@@ -89,10 +90,13 @@ is_owner(PyObject *object, int class, int slot)
 
 extern PyObject *comm_error, *get_frame, *monotonic_ns, *partial;
 extern PyObject *nothing; /* () */
-extern PyObject *name_cuda, *name_initialized;
+extern PyObject *name_cuda, *name_first, *name_initialized, *name_mode, *name_pace, *name_pacer, *name_plan, *name_settings;
 extern PyObject *name_append, *name_clear, *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 extern PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
+extern PyObject *name_checked, *name_data_ptr, *name_forwards, *name_guard, *name_has_counted, *name_is_forwarded, *name_is_on, *name_leader;
+extern PyObject *name_models, *name_module, *name_pending, *name_recorder, *name_replicas, *name_sample, *name_stamped;
+extern PyObject *name_stamps, *name_step, *name_stepper, *name_stride, *name_told, *name_version;
 
 /* ---------------------------------------------------------------- lines of programs: `lines.c` */
 

@@ -19,18 +19,22 @@ Class classes[] = {
     {.name = "WatchedGroup", .slots = {"collectives", "has_streams", "inside", "of_lines", "of_sites", "seen"}},
     {.name = "Backwards",
      .slots = {"failed", "is_sound", "losses", "once", "own", "phases", "_places", "recent", "scaled", "step_site"}},
-    {.name = "Pace", .slots = {"is_brief"}},
-    {.name = "Optimizers", .slots = {"_begun", "_is_unseen", "_marked", "backwards", "looks", "phases", "steps"}},
+    {.name = "Pace", .slots = {"_planned", "_seen", "is_brief"}},
+    {.name = "Optimizers",
+     .slots = {"_begun", "_is_unseen", "_marked", "backwards", "counted", "looks", "phases", "steps"}},
     {.name = "GradientFacts", .slots = {"due_ns", "recorder", "seen"}},
-    {.name = "TorchSteps", .slots = {"clock"}},
+    {.name = "TorchSteps", .slots = {"_recorder", "clock", "guard"}},
 };
 
 PyObject *comm_error, *get_frame, *monotonic_ns, *nothing, *partial;
 static PyObject *get_objects;
-PyObject *name_cuda, *name_initialized;
+PyObject *name_cuda, *name_first, *name_initialized, *name_mode, *name_pace, *name_pacer, *name_plan, *name_settings;
 PyObject *name_append, *name_clear, *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
+PyObject *name_checked, *name_data_ptr, *name_forwards, *name_guard, *name_has_counted, *name_is_forwarded, *name_is_on, *name_leader;
+PyObject *name_models, *name_module, *name_pending, *name_recorder, *name_replicas, *name_sample, *name_stamped;
+PyObject *name_stamps, *name_step, *name_stepper, *name_stride, *name_told, *name_version;
 
 /* ---------------------------------------------------------------- a method that is tried here first */
 
@@ -134,6 +138,8 @@ static const struct {
     {"Passing.passed", quick_passed, NULL, NULL},
     {"Optimizers._begins", quick_begins, NULL, NULL},
     {"Optimizers._ends", quick_ends, NULL, NULL},
+    {"Optimizers.step_done", quick_step_done, NULL, NULL},
+    {"TrainingWatch.stepped", quick_stepped, NULL, NULL},
     {"instances", quick_instances, NULL, NULL},
     {"in_line", quick_in_line, NULL, NULL},
     {"outermost", quick_outermost, NULL, NULL},
@@ -216,7 +222,14 @@ static const struct {
     {&partial, "functools", "partial"},
     {&name_all_reduce, NULL, "all_reduce"},
     {&name_cuda, NULL, "torch.cuda"},
+    {&name_first, NULL, "FIRST"},
+    {&name_has_counted, NULL, "_has_counted"},
     {&name_initialized, NULL, "_initialized"},
+    {&name_mode, NULL, "mode"},
+    {&name_pace, NULL, "lockstep.observe.pace"},
+    {&name_pacer, NULL, "PACE"},
+    {&name_plan, NULL, "plan"},
+    {&name_settings, NULL, "settings"},
     {&name_inside, NULL, "inside"},
     {&name_append, NULL, "append"},
     {&name_clear, NULL, "clear"},
@@ -235,6 +248,26 @@ static const struct {
     {&name_shape, NULL, "shape"},
     {&name_dtype, NULL, "dtype"},
     {&name_ended_ns, NULL, "ended_ns"},
+    {&name_checked, NULL, "checked"},
+    {&name_data_ptr, NULL, "data_ptr"},
+    {&name_forwards, NULL, "forwards"},
+    {&name_is_forwarded, NULL, "is_forwarded"},
+    {&name_is_on, NULL, "is_on"},
+    {&name_leader, NULL, "leader"},
+    {&name_models, NULL, "_models"},
+    {&name_module, NULL, "module"},
+    {&name_pending, NULL, "_pending"},
+    {&name_recorder, NULL, "recorder"},
+    {&name_guard, NULL, "_guard"},
+    {&name_replicas, NULL, "replicas"},
+    {&name_sample, NULL, "sample"},
+    {&name_stamped, NULL, "_stamped"},
+    {&name_stamps, NULL, "stamps"},
+    {&name_step, NULL, "_step"},
+    {&name_stepper, NULL, "_stepper"},
+    {&name_stride, NULL, "stride"},
+    {&name_told, NULL, "told"},
+    {&name_version, NULL, "_version"},
 };
 
 PyMODINIT_FUNC

@@ -74,3 +74,96 @@ quick_ends(PyObject *const *args, Py_ssize_t count)
     Py_XDECREF(id);
     return done;
 }
+
+/* ---------------------------------------------------------------- Optimizers.step_done */
+
+static PyObject *
+nobody(PyObject *Py_UNUSED(module), PyObject *Py_UNUSED(nothing))
+{
+    Py_RETURN_NONE;
+}
+
+static PyMethodDef nobody_method = {"nobody", nobody, METH_NOARGS, NULL};
+
+/* Whether the guard is "on", so that later steps may only be counted. */
+static int
+is_paced(PyObject *guard)
+{
+    PyObject *settings = guard == NULL ? NULL : PyObject_GetAttr(guard, name_settings);
+    PyObject *mode = settings == NULL ? NULL : PyObject_GetAttr(settings, name_mode);
+    int is_on = mode != NULL && PyUnicode_Check(mode) && PyUnicode_CompareWithASCIIString(mode, "on") == 0;
+    Py_XDECREF(mode);
+    Py_XDECREF(settings);
+    PyErr_Clear();
+    return is_on;
+}
+
+/* As `Pace.plan`, where it is one of those at first, after which no other is planned; whether it is. */
+static int
+is_one_of_the_first(PyObject *step)
+{
+    static PyObject *known; /* what the module holds */
+    PyObject *module = known == NULL ? PyImport_GetModule(name_pace) : NULL;
+    if (module != NULL) {
+        known = Py_XNewRef(PyModule_GetDict(module));
+        Py_DECREF(module);
+    }
+    PyObject *pace = known == NULL ? NULL : PyDict_GetItemWithError(known, name_pacer);
+    PyObject *first = known == NULL ? NULL : PyDict_GetItemWithError(known, name_first);
+    long long seen = IS(pace, PACER) ? number_in(pace, PACER, E_SEEN) : -1, most = first == NULL ? 0 : PyLong_AsLongLong(first);
+    PyErr_Clear();
+    if (seen < 0 || step == NULL || seen + 1 >= most)
+        return 0;
+    PyObject *now_ns = PyLong_FromLongLong(now()), *planned = now_ns == NULL ? NULL : PyTuple_Pack(2, step, now_ns);
+    PyObject *more = planned == NULL ? NULL : PyLong_FromLongLong(seen + 1);
+    if (more != NULL) {
+        hold(pace, PACER, E_PLANNED, Py_NewRef(planned));
+        hold(pace, PACER, E_SEEN, Py_NewRef(more));
+    }
+    int is_well = more != NULL;
+    Py_XDECREF(more);
+    Py_XDECREF(planned);
+    Py_XDECREF(now_ns);
+    PyErr_Clear();
+    return is_well;
+}
+
+/* As `TorchSteps.plan`: a new reference, or NULL with an error. */
+static PyObject *
+plan(PyObject *steps)
+{
+    PyObject *recorder = HELD(steps, TORCH_STEPS, T_RECORDER);
+    if (!IS(recorder, RECORDER) || !is_paced(HELD(steps, TORCH_STEPS, T_GUARD)) ||
+        !is_one_of_the_first(HELD(recorder, RECORDER, R_STEP)))
+        return PyObject_CallMethodNoArgs(steps, name_plan);
+    return PyObject_SetAttr(steps, name_has_counted, Py_True) < 0 ? NULL : Py_NewRef(Py_None);
+}
+
+PyObject *
+quick_step_done(PyObject *const *args, Py_ssize_t count)
+{
+    PyObject *steps = count == 1 && IS(args[0], OPTIMIZERS) ? HELD(args[0], OPTIMIZERS, Z_STEPS) : NULL;
+    PyObject *clock = IS(steps, TORCH_STEPS) ? HELD(steps, TORCH_STEPS, T_CLOCK) : NULL;
+    PyObject *marked = clock == NULL ? NULL : HELD(args[0], OPTIMIZERS, Z_MARKED);
+    PyObject *none = marked == NULL ? NULL : PyCFunction_New(&nobody_method, NULL), *done = NULL;
+    if (none == NULL || !IS(clock, CLOCK) || HELD(clock, CLOCK, C_IS_MARKED) != Py_True) {
+        Py_XDECREF(none);
+        PyErr_Clear();
+        return DECLINED;
+    }
+    PyObject *optimizer = PyObject_CallNoArgs(marked), *counted = HELD(args[0], OPTIMIZERS, Z_COUNTED);
+    hold(args[0], OPTIMIZERS, Z_MARKED, none);
+    Py_INCREF(steps);
+    if (optimizer != NULL && optimizer != Py_None && counted != NULL && counted != Py_None) {
+        Py_INCREF(counted);
+        PyObject *told = PyObject_CallFunctionObjArgs(counted, optimizer, Py_True, NULL);
+        Py_DECREF(counted);
+        done = told == NULL ? NULL : plan(steps);
+        Py_XDECREF(told);
+    } else if (optimizer != NULL) {
+        done = plan(steps);
+    }
+    Py_DECREF(steps);
+    Py_XDECREF(optimizer);
+    return done;
+}

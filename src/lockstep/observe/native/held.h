@@ -94,9 +94,10 @@ extern PyObject *name_cuda, *name_first, *name_initialized, *name_mode, *name_pa
 extern PyObject *name_append, *name_clear, *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 extern PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 extern PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
-extern PyObject *name_checked, *name_data_ptr, *name_forwards, *name_guard, *name_has_counted, *name_is_forwarded, *name_is_on, *name_leader;
-extern PyObject *name_models, *name_module, *name_pending, *name_recorder, *name_replicas, *name_sample, *name_stamped;
-extern PyObject *name_stamps, *name_step, *name_stepper, *name_stride, *name_told, *name_version;
+extern PyObject *name_checked, *name_data_ptr, *name_forwards, *name_guard, *name_has_counted, *name_is_forwarded;
+extern PyObject *name_is_on, *name_leader, *name_models, *name_module, *name_pending, *name_recorder;
+extern PyObject *name_replicas, *name_sample, *name_stamped, *name_stamps, *name_step, *name_stepper;
+extern PyObject *name_stride, *name_told, *name_version;
 
 /* ---------------------------------------------------------------- lines of programs: `lines.c` */
 
@@ -116,6 +117,7 @@ PyObject *words_at(const Line *line);
 void keep_line(Line line, PyObject *words);
 
 int64_t now(void);
+PyObject *held_by(PyObject *module, PyObject **known);
 void tell(PyObject *saw);
 long long next_of(PyObject *numbers);
 int can_enter(PyObject *recorder, PyObject *words);

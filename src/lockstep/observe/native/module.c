@@ -32,9 +32,10 @@ PyObject *name_cuda, *name_first, *name_initialized, *name_mode, *name_pace, *na
 PyObject *name_append, *name_clear, *name_is_cpu, *name_item, *name_numel, *name_reduce_op, *name_root;
 PyObject *name_all_reduce, *name_dtype, *name_ended_ns, *name_fail, *name_inside, *name_leave, *name_seen;
 PyObject *name_sequence, *name_shape, *name_submit, *name_wait, *name_waited;
-PyObject *name_checked, *name_data_ptr, *name_forwards, *name_guard, *name_has_counted, *name_is_forwarded, *name_is_on, *name_leader;
-PyObject *name_models, *name_module, *name_pending, *name_recorder, *name_replicas, *name_sample, *name_stamped;
-PyObject *name_stamps, *name_step, *name_stepper, *name_stride, *name_told, *name_version;
+PyObject *name_checked, *name_data_ptr, *name_forwards, *name_guard, *name_has_counted, *name_is_forwarded;
+PyObject *name_is_on, *name_leader, *name_models, *name_module, *name_pending, *name_recorder;
+PyObject *name_replicas, *name_sample, *name_stamped, *name_stamps, *name_step, *name_stepper;
+PyObject *name_stride, *name_told, *name_version;
 
 /* ---------------------------------------------------------------- a method that is tried here first */
 

@@ -7,6 +7,18 @@
 enum { STEP_AT = 8 * 5, COUNT_AT = 8 * 7, RING_AT = 64 << 10, RECORDS = 2048, RECORD_BYTES = 256, WORDS_BYTES = 206 };
 enum { NUMBER, SEQ, STEP, ENTERED, LEFT, DIGEST, FIELDS }; /* of a record, eight bytes each; then is_message, words */
 
+/* What a module holds, once it has been imported; NULL before. known: where that is kept from then on. */
+PyObject *
+held_by(PyObject *module, PyObject **known)
+{
+    PyObject *there = *known == NULL ? PyImport_GetModule(module) : NULL;
+    if (there != NULL) {
+        *known = Py_XNewRef(PyModule_GetDict(there));
+        Py_DECREF(there);
+    }
+    return *known;
+}
+
 /* By the clock of time.monotonic_ns on Linux. */
 int64_t
 now(void)

@@ -46,13 +46,9 @@ has_at_most(PyObject *list, Py_ssize_t most)
 static int
 uses_cuda(void)
 {
-    static PyObject *known; /* what the module holds */
-    PyObject *module = known == NULL ? PyImport_GetModule(name_cuda) : NULL;
-    if (module != NULL) {
-        known = Py_XNewRef(PyModule_GetDict(module));
-        Py_DECREF(module);
-    }
-    PyObject *is_initialized = known == NULL ? Py_False : PyDict_GetItemWithError(known, name_initialized);
+    static PyObject *known;
+    PyObject *cuda = held_by(name_cuda, &known);
+    PyObject *is_initialized = cuda == NULL ? Py_False : PyDict_GetItemWithError(cuda, name_initialized);
     PyErr_Clear();
     return is_initialized != Py_False;
 }

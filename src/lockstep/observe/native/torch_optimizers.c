@@ -102,14 +102,10 @@ is_paced(PyObject *guard)
 static int
 is_one_of_the_first(PyObject *step)
 {
-    static PyObject *known; /* what the module holds */
-    PyObject *module = known == NULL ? PyImport_GetModule(name_pace) : NULL;
-    if (module != NULL) {
-        known = Py_XNewRef(PyModule_GetDict(module));
-        Py_DECREF(module);
-    }
-    PyObject *pace = known == NULL ? NULL : PyDict_GetItemWithError(known, name_pacer);
-    PyObject *first = known == NULL ? NULL : PyDict_GetItemWithError(known, name_first);
+    static PyObject *known;
+    PyObject *module = held_by(name_pace, &known);
+    PyObject *pace = module == NULL ? NULL : PyDict_GetItemWithError(module, name_pacer);
+    PyObject *first = module == NULL ? NULL : PyDict_GetItemWithError(module, name_first);
     long long seen = IS(pace, PACER) ? number_in(pace, PACER, E_SEEN) : -1, most = first == NULL ? 0 : PyLong_AsLongLong(first);
     PyErr_Clear();
     if (seen < 0 || step == NULL || seen + 1 >= most)
